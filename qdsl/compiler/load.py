@@ -1,7 +1,7 @@
-"""Modules of specs that do not ship with qdsl: built into a cache, imported from there.
+"""Builds modules for specs of users into a cache, and imports them from there.
 
-The cache is $QDSL_CACHE, or qdsl below the user's cache folder.  A module lies in a folder named after its own text, so specs
-that differ never meet, and a compiler that writes something else writes somewhere else.
+The cache is $QDSL_CACHE, or qdsl below the user's cache folder.  A module's folder is named after the hash of its text, so that
+different specs, and different compiler versions, never share one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from qdsl.compiler.emit.module.build import files_of
 from qdsl.core.places import UnknownSpec
 from qdsl.host.files import cache_folder, make_cache_folder, write_text
 
-# No thread gets a module that is still being imported, and none parses while another does, which CPython 3.11 cannot bear.
+# Threads must not see a partly imported module, nor parse in parallel, which crashes CPython 3.11.
 _lock = threading.Lock()
 
 
 def load(spec: Path) -> ModuleType:
-    """Build, if need be, and import.  Raises SpecError, OSError."""
+    """Build a spec if necessary, and import its module.  Raises SpecError, OSError."""
     with _lock:
         files = files_of(spec)
         stem = next(iter(files)).split("/")[0].removesuffix(".py")
@@ -36,25 +36,25 @@ def load(spec: Path) -> ModuleType:
 
 
 def build_together(specs: Sequence[Path]) -> Path:
-    """The folder of the cache with the modules of these specs, built if need be, and with their descriptions.
+    """The cache folder with the modules and descriptions of these specs, built if necessary.
 
-    Raises SpecError, OSError, and UnknownSpec where a format has another name than its file.
+    Raises SpecError, OSError, and UnknownSpec if a format's name differs from its file's.
     """
     files: dict[str, str] = {}
     for spec in specs:
         own = files_of(spec)
         if f"{spec.stem}.json" not in own:
             name = Path(list(own)[-1]).stem
-            raise UnknownSpec(f"{spec}: a file has the name of its format; rename it to {name}.yaml")
+            raise UnknownSpec(f"{spec}: a spec's file must have the name of its format; rename it to {name}.yaml")
         files |= own
     folder = _written(files)
     for path in (folder, *(folder / spec.stem for spec in specs)):
-        shutil.rmtree(path / "__pycache__", ignore_errors=True)  # the text that was compared is run, and no other's bytecode
+        shutil.rmtree(path / "__pycache__", ignore_errors=True)  # run the text that was compared, not other bytecode
     return folder
 
 
 def _written(files: Mapping[str, str]) -> Path:
-    """The folder of the cache that is named after these files, with the files in it."""
+    """Write these files to the cache folder that is named after their hash; returns the folder."""
     digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(files.items())).encode()).hexdigest()[:16]
     folder = cache_folder() / digest
     for name, text in files.items():
@@ -69,7 +69,7 @@ def _imported(module: str, folder: Path, stem: str, files: Mapping[str, str]) ->
     package = f"{stem}.py" not in files
     path = folder / stem / "__init__.py" if package else folder / f"{stem}.py"
     inside = [str(path.parent)] if package else None
-    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)   # the text that was compared is run, and no other's bytecode
+    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)   # run the text that was compared, not other bytecode
     spec = importlib.util.spec_from_file_location(module, path, submodule_search_locations=inside)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)

@@ -89,7 +89,7 @@ def test_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     wrong = {"is no folder with .yaml files": tmp_path / "nothing",
              "has the name of a format that ships with qdsl": specs(tmp_path / "shipped", spec(), "q4_0"),
-             "a file has the name of its format; rename it to plain4.yaml": specs(tmp_path / "renamed", spec(), "other4")}
+             "must have the name of its format; rename it to plain4.yaml": specs(tmp_path / "renamed", spec(), "other4")}
     for message, folder in wrong.items():
         monkeypatch.setenv("QDSL_SPECS", str(folder))
         with pytest.raises(places.UnknownSpec, match=message):

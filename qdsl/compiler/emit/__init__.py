@@ -1,1 +1,1 @@
-"""How a format is said: torch reference, Triton kernels, modules, pictures and pages.  Knows no YAML."""
+"""Prints formats: torch references, Triton kernels, modules, pictures and pages.  Knows no YAML."""

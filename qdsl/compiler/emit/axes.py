@@ -1,4 +1,4 @@
-"""Extents as the short texts that generated modules describe their shapes with: 'N', '18*K/32', 'ceil(K/group)'."""
+"""Prints extents as the short texts of shapes in generated modules: 'N', '18*K/32', 'ceil(K/group)'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qdsl.compiler.passes.samples import divisor_of
 
 
 def axis_text(extent: Index, words: int = 1) -> str:
-    """One axis: words times a dim over a step."""
+    """The text of one axis: words times a dim over a step."""
     head = f"{words}*" if words > 1 else ""
     if extent.is_const:
         return str(words * extent.const)
@@ -27,7 +27,7 @@ def axis_text(extent: Index, words: int = 1) -> str:
         if atom.op in ("exact", "ceil"):
             top, by = atom.args
             inner, times = top.terms[0] if len(top.terms) == 1 and not top.const else (None, 1)
-            if inner is not None and inner.op == "exact":        # a quotient that divides, rounded up again
+            if inner is not None and inner.op == "exact":        # an exact quotient, rounded up again
                 top, by = inner.args[0] * times, inner.args[1] * by
             elif inner is not None and inner.op == "ceil" and atom.op == "exact":
                 return f"{axis_text(top, words)}/{str(by).replace(' ', '')}"
@@ -51,7 +51,7 @@ def tensor_axes(tensor: Tensor) -> list[str]:
 
 
 def stored_axes(tensors: Sequence[Tensor]) -> list[str]:
-    """The axes of a tensor in files, from its sections where it has several."""
+    """The axes of a tensor in files; several sections are added up."""
     section = tensors[0].section
     if section is None:
         return tensor_axes(tensors[0])
@@ -64,7 +64,7 @@ def stored_axes(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
-    """The axes of a field, exact where every storage makes its blocks whole."""
+    """The axes of a field, exact if blocks are whole in every storage."""
     texts: list[str] = []
     for extent in field.extents:
         atom = extent.terms[0][0] if extent.terms else None
@@ -77,7 +77,7 @@ def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
 
 
 def field_kinds(programs: Sequence[Program]) -> dict[str, str]:
-    """The type of each field as the spec says it, where the programs have different ones: `u{bits}`."""
+    """The spec's type of each field whose type differs between programs: `u{bits}`."""
     kinds: dict[str, str] = {}
     for declared, field in zip(programs[0].spec.fields, programs[0].fields, strict=True):
         parameter = declared.typed.type.parameter

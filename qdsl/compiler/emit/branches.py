@@ -1,4 +1,4 @@
-"""The side branches of a format as its module and its JSON describe them."""
+"""Describes the side branches of a format in its module and its JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qdsl.core.codecs import UNKNOWN
 
 
 def branch_lines(program: Program) -> list[str]:
-    """The argument `plus` of a variant's description; nothing of a format without branches."""
+    """The argument `plus` of a variant's description; nothing without branches."""
     lines: list[str] = []
     for branch in program.plus:
         parts = [f"{tensor.role}=BranchTensor({_arguments(tensor)})" for tensor in branch.tensors]
@@ -35,13 +35,13 @@ def _arguments(tensor: BranchTensor) -> str:
 
 
 def _axis(extent: Index) -> str:
-    """An extent; '?' where a tensor's shape alone says it, as of lists."""
+    """An extent; '?' if only a tensor's shape determines it, as for lists."""
     is_open = not extent.is_const and bool(extent.const or extent.names() & {RANK, ENTRIES})
     return UNKNOWN if is_open else axis_text(extent)
 
 
 def branch_shapes(program: Program) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tensors of branches as readers of checkpoints need them: each may be missing."""
+    """The tensors of branches for readers of checkpoints; each may be missing."""
     for branch in program.plus:
         for tensor in branch.tensors:
             yield tensor.name, {"dtype": tensor.kind, "axes": [_axis(extent) for extent in tensor.axes],
@@ -49,7 +49,7 @@ def branch_shapes(program: Program) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def branch_texts(program: Program) -> Iterator[str]:
-    """The branches for a person: which fields are in which tensors."""
+    """The branches for people: the fields in each tensor."""
     for branch in program.plus:
         yield f"  plus {branch.kind}"
         for tensor in branch.tensors:

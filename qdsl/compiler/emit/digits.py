@@ -1,9 +1,9 @@
-"""A slice of a field over the bytes of its record: which digits move by whole bytes, and the lanes that are left.
+"""Divides a slice of a field over the bytes of its record: digits that move by whole bytes, and lanes for the rest.
 
-The torch reference moves whole bytes by views and cuts the rest with shifts.  A lane is one value of the digits whose stride
-is no whole number of bytes: it lies `shift` bits above byte `skip` of a container.  A container is one byte where no lane
-straddles bytes (nibbles; Q4_K's mins, whose second half is four bytes and four bits away), else the few bytes after which
-the digits are at a byte border again (three for 3-bit codes).  Base-3 digits of a byte are lanes at places instead of shifts.
+The torch reference moves whole bytes by views and extracts the rest with shifts.  A lane is one value of the digits whose stride
+is not a whole number of bytes: it lies `shift` bits above byte `skip` of a container.  A container is one byte if no lane
+straddles bytes (nibbles; Q4_K's mins, whose second half is four bytes and four bits away).  Else it is the few bytes after which
+the digits reach a byte border again (three for 3-bit codes).  Base-3 digits of a byte are lanes with places instead of shifts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import gcd, prod
 
 from qdsl.core.layout import Slice, refine
 
-CONTAINER = 64                                                   # bits, at most
+CONTAINER = 64                                                   # the most bits
 
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A digit of coordinate `axis`; `weight` is its weight there, `stride` its step in bits of the record.
+    """A digit of coordinate `axis`; weight: its step there, stride: its step in bits of the record.
 
-    is_reversed: its bytes lie in the order of falling values, `stride` bits apart.
+    is_reversed: its bytes are in falling order, `stride` bits apart.
     """
 
     axis: int
@@ -33,9 +33,9 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The value of every bit digit, and where its elements lie: `shift` bits above byte `skip` of the container.
+    """The value of every bit digit, and the place of its elements: `shift` bits above byte `skip` of the container.
 
-    place: of base-3 digits, the place in that byte.
+    place: for base-3 digits, the place in that byte.
     """
 
     values: tuple[int, ...]
@@ -46,7 +46,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One slice, cut: byte digits with the largest stride first, bit digits in the order of the coordinates.
+    """One slice, divided: byte digits with the largest stride first, bit digits in the order of the coordinates.
 
     first: the byte of the record at which the first container begins.
     """
@@ -60,17 +60,17 @@ class Cut:
 
     @property
     def whole(self) -> bool:
-        """Whether an element is exactly its container."""
+        """Whether an element fills its container."""
         return not self.bits and self.part.width == 8 * self.container and self.part.offset % 8 == 0
 
     @property
     def skips(self) -> list[int]:
-        """The different bytes at which lanes lie."""
+        """The different byte offsets of lanes."""
         return sorted({lane.skip for lane in self.lanes})
 
     @property
     def neighbours(self) -> str:
-        """Where lanes are neighbours that fill a byte, their width and order for spread and joined; else ''."""
+        """If adjacent lanes fill a byte, their width and order for spread and joined; else ''."""
         shifts, width = [lane.shift for lane in self.lanes], self.part.width
         if self.container != 1 or self.part.places or len(self.bits) != 1 or len(self.skips) != 1:
             return ""
@@ -79,28 +79,28 @@ class Cut:
 
     @property
     def shift(self) -> str:
-        """How far lane i is to shift, where lanes are the values of one digit."""
+        """The shift of lane i, if lanes are the values of one digit."""
         first, step = self.lanes[0].shift, self.bits[0].stride
         times = f"{abs(step)} * i" if abs(step) != 1 or not first else "i"
         return f"{first} {'-' if step < 0 else '+'} {times}" if first else times
 
 
 def cut(part: Slice) -> Cut | None:
-    """The slice over bytes; None where it does not come apart into byte digits and containers of up to eight bytes."""
+    """The slice divided over bytes; None if byte digits and containers of up to eight bytes cannot represent it."""
     return _cut_places(part) if part.places else _cut_bits(part, False) or _cut_bits(part, True)
 
 
 def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
-    """The same of bits.  is_whole: digits that one container holds are lanes, as containers of parts of them overlap."""
+    """The same for bits.  is_whole: digits inside one container are lanes, because containers of their parts would overlap."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
     for axis, layout in enumerate(part.dims):
         weight = 1
         for extent, stride in layout.modes:
-            period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte again
+            period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte border
             inside = min(extent, period)
             if extent % inside or (is_whole and abs(stride) * extent <= CONTAINER):
-                inside = extent                                  # ten codes of 3 bits in a word: lanes, all of them
+                inside = extent                                  # ten 3-bit codes in a word: all of them are lanes
             if inside > 1:
                 bits.append(Digit(axis, weight, inside, stride))
             if extent > inside:
@@ -120,7 +120,7 @@ def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
 
 
 def _cut_places(part: Slice) -> Cut | None:
-    """A slice of base-3 digits: what moves the place in a byte is a lane, whether or not it moves the byte."""
+    """Divides a slice of base-3 digits: digits that change the place in a byte are lanes, whether or not they change the byte."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
     moves: dict[Digit, int] = {}

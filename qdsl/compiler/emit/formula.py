@@ -1,4 +1,4 @@
-"""The decode expression as text: one printer for torch and Triton, which differ in three operations."""
+"""Prints the decode expression, for torch and Triton, which differ in three operations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4,
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`divide` and `negate` are calls or prefixes where the plain operator on floats would not round or sign as defined.
+    """The differences of a language.  divide, negate: calls or prefixes if its float operators round or sign differently.
 
-    table: how an entry of a table is read.  round: how a value is rounded to a type and is float32 again.
+    table: the text of a lookup.  round: the text that rounds a value to a type and converts it back to float32.
     """
 
     table: Callable[[str, str], str]
@@ -26,7 +26,7 @@ class Dialect:
 
 
 def constant(table: str) -> str:
-    """What a generated module calls a table."""
+    """The name of a table in a generated module."""
     return table.upper()
 
 
@@ -38,15 +38,15 @@ TRITON = Dialect(lambda table, at: f"tl.load({table} + {at})", "device.rounded({
 
 def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0,
             step: int = -1) -> str:
-    """The value of weight [n, k], in the order of operations that the spec wrote, or of a step of it.
+    """The text of weight [n, k], or of one step of it, in the order of operations of the spec.
 
-    `names` says what fields are called; `around` is 2 where the text becomes the left side of a product.
+    names: the texts of fields.  around: 2 if the text becomes the left side of a product.
     """
     return _text(program, step % len(program.values), dialect, names or {}, around)
 
 
 def step_name(number: int) -> str:
-    """The key in `names` of a step that was computed before."""
+    """The key in `names` of an already computed step."""
     return f"step {number}"
 
 
@@ -79,7 +79,7 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
 
 
 def _bits_text(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str | None:
-    """Powers of two, quotients by them and remainders of constant ones as shifts and masks, of integers that are not negative."""
+    """Powers of two, and quotients and remainders by them, as shifts and masks, for nonnegative integers."""
     left, right = value.args
     by = program.values[right]
     if value.op == "**":
@@ -92,7 +92,7 @@ def _bits_text(program: Program, value: Value, dialect: Dialect, names: Mapping[
 
 
 def _read_text(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
-    """A number, a field, or what a table or a stored one has for an integer."""
+    """A number, a field, or a lookup in a table or stored table."""
     if value.op == "field":
         return names.get(value.name, value.name)
     if value.op == "const":
@@ -106,7 +106,7 @@ def _read_text(program: Program, value: Value, dialect: Dialect, names: Mapping[
 
 
 def type_of(program: Program, value: Value, dialect: Dialect) -> str:
-    """The type that a value is rounded to: of a parameter, in torch what decode has read it to be, in Triton a tensor's."""
+    """The type that a value is rounded to: a constant; for a parameter a variable in torch, and a tensor's type in Triton."""
     if value.name not in program.params:
         return f"{'tl' if dialect is TRITON else 'torch'}.{TORCH_FLOATS[value.name]}"
     if dialect is TRITON:
@@ -116,7 +116,7 @@ def type_of(program: Program, value: Value, dialect: Dialect) -> str:
 
 
 def plane(field: Field, value: Value) -> str:
-    """The subscript of a stored table's rows, or of its numbers, in torch: constants before them; '' where there are none."""
+    """The subscript of a stored table's rows or numbers in torch, with constants before them; '' without these."""
     columns = 2 if value.op == "row" else 1
     before = field.table[:-columns]
     places = [str(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
@@ -125,7 +125,7 @@ def plane(field: Field, value: Value) -> str:
 
 
 def row_entry(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
-    """An entry of a table of rows.  `names` says what holds the rows in torch, and the column's place in its row in Triton."""
+    """An entry of a table of rows.  names: in torch the rows, in Triton the column's place in its row."""
     columns = program.spec.table(value.name).shape[1]
     row = program.values[value.args[0]].name
     if dialect is TORCH:
@@ -134,16 +134,16 @@ def row_entry(program: Program, value: Value, dialect: Dialect, names: Mapping[s
 
 
 def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str]) -> str:
-    """An operand of a function that does not turn integers into floats by itself."""
+    """An operand of a function that does not convert integers to floats by itself."""
     if program.values[number].op != "float":
         return _text(program, number, dialect, names, 0)
     return f"{_text(program, number, dialect, names, 4)}.to(tl.float32)"
 
 
 def tables(program: Program) -> dict[str, str]:
-    """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32.
+    """The tables that decode reads, with the type of their numbers: i32 for integer arithmetic, else f32.
 
-    Rows are i8 where every step up to the next float fits.
+    Rows are i8 if every integer step on them fits.
     """
     kinds: dict[str, str] = {}
     reads = {number: value for number, value in enumerate(program.values) if value.op == "table"}
@@ -164,11 +164,10 @@ def _above(program: Program, number: int) -> list[Value]:
 
 
 def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
-    """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty; what
-    "round" has on its right is a type.
+    """The formula as its first operand and the operations on it, each (op, left, right) with one side empty.
 
-    Every step has a value for each weight, so that one tensor can hold them all, one after the other.
-    `names` gives the names of fields, rows of tables, and steps computed before.
+    For "round" the right side is a type.  Every step has a value per weight, so that one tensor can hold them one after the
+    other.  names: the texts of fields, rows of tables, and already computed steps.
     """
     values = program.values
     at = len(values) - 1
@@ -193,9 +192,7 @@ def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[s
 
 
 def integer_fields(program: Program) -> dict[str, int]:
-    """Fields that take part in integer arithmetic, subscripts of all tables too, with the bits of a signed integer that holds
-    every step of it.
-    """
+    """Fields in integer arithmetic or subscripts of tables, with the bits of a signed integer that holds all their steps."""
     widths: dict[str, int] = {}
     for value in program.values:
         if value.op in ("table", "entry", "row"):
@@ -210,7 +207,7 @@ def integer_fields(program: Program) -> dict[str, int]:
 
 
 def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
-    """Fields below an integer value, and the range of all its steps."""
+    """The fields below an integer value, and the range of all its steps."""
     assert value.range is not None
     low, high = value.range
     leaves = {value.name} if value.op in ("field", "entry", "row") else set()

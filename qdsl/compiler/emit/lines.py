@@ -1,4 +1,4 @@
-"""Lines of Python: nested blocks, and long calls broken at 130 columns."""
+"""Prints lines of Python: nested blocks, and long calls broken at 130 columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain, count
 
 WIDTH = 130
-WORD = re.compile(r"(?<![\w\".])[A-Za-z_]\w*(?![\w\"=])")         # neither a key, an attribute nor the name of an argument
+WORD = re.compile(r"(?<![\w\".])[A-Za-z_]\w*(?![\w\"=])")         # no key, attribute or keyword argument
 TEXT = re.compile(r'"""[\s\S]*?"""|"[^"\n]*"|#.*')
 
 
@@ -17,7 +17,7 @@ def indent(lines: Iterable[str], levels: int = 1) -> list[str]:
 
 
 def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[str]:
-    """`head` + comma-separated items + `tail`, on as few lines as the width allows."""
+    """`head` + comma-separated items + `tail`, on as few lines as fit the width."""
     items = list(items)
     one = head + ", ".join(items) + tail
     if len(one) + 4 * level <= WIDTH:
@@ -33,18 +33,18 @@ def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[
 
 
 def mapping(head: str, entries: list[str]) -> list[str]:
-    """`head` and a dict of these entries, which end in commas: on up to three lines of a function, or a line for each."""
+    """`head` and a dict of these entries, which end in commas: on up to three lines, else one entry per line."""
     rows = wrapped(f"{head}{{", [entry.removesuffix(",") for entry in entries], "}", level=1)
     return rows if len(rows) <= 3 else [f"{head}{{", *indent(entries), "}"]
 
 
 def names_read(lines: Iterable[str]) -> set[str]:
-    """The names in lines of code, outside of strings and comments."""
+    """The names that code lines read, outside of strings and comments."""
     return set(WORD.findall(TEXT.sub('""', "\n".join(lines))))
 
 
 def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) -> str:
-    """A variable that holds `text`: an earlier one if there is one, else a new one called `name`, numbered if taken."""
+    """A variable that holds `text`: an existing one, else a new one called `name`, numbered if the name is taken."""
     if text.isidentifier():
         return text
     for line in lines:
@@ -57,9 +57,9 @@ def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) 
 
 
 def folded(line: str, open: int = 0) -> list[str]:
-    """A long statement over several lines, broken behind a comma or ahead of an operator; `open` brackets are open before it.
+    """A long statement over several lines, broken after a comma or before an operator; `open` brackets are open before it.
 
-    A line breaks inside brackets alone, as far out as it can, and there ahead of an operator if it can.
+    A line breaks only inside brackets, at the outermost level possible, preferably before an operator.
     """
     if len(line) <= WIDTH or '"""' in line:
         return [line]

@@ -1,4 +1,4 @@
-"""Values of a spec as Python's literals."""
+"""Prints values of a spec as Python literals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tupled(values: Sequence[int | str]) -> str:
 
 
 def bare_tuple(texts: Iterable[str]) -> str:
-    """Expressions as a tuple is returned or unpacked, without brackets."""
+    """Expressions as a tuple without brackets, as returned or unpacked."""
     items = list(texts)
     return ", ".join(items) + ("," if len(items) == 1 else "")
 

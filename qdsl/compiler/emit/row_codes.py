@@ -1,4 +1,4 @@
-"""How the torch reference makes a code per weight of fields that a few columns share, and finds those again."""
+"""Prints how the torch reference converts fields that a few columns share to a code per weight, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qdsl.compiler.ir.program import Program
 
 
 def _name(program: Program) -> str:
-    """What a module calls them: as no table."""
+    """The name of the constant in a module, different from all tables."""
     word = "row_codes"
     while any(table.name.value == word for table in program.spec.tables):
         word += "_"
@@ -16,7 +16,7 @@ def _name(program: Program) -> str:
 
 
 def constant_lines(program: Program) -> list[list[str]]:
-    """The lines of the constant; none for a program that has the format's own fields."""
+    """The lines of the constant; none for a program with the format's own fields."""
     codes = program.row_codes
     if codes is None:
         return []
@@ -26,7 +26,7 @@ def constant_lines(program: Program) -> list[list[str]]:
 
 
 def codes_lines(program: Program) -> list[str]:
-    """Lines that make the code; none for a program that has the format's own fields."""
+    """Lines that compute the code; none for a program with the format's own fields."""
     codes = program.row_codes
     if codes is None:
         return []
@@ -35,6 +35,6 @@ def codes_lines(program: Program) -> list[str]:
 
 
 def field_entry(program: Program, field: str, text: str) -> str:
-    """An entry of the dict of fields: the field, or in place of a code the fields that it stands for."""
+    """An entry of the dict of fields: the field, or instead of a code the fields that it encodes."""
     codes = program.row_codes
     return f'"{field}": {text},' if codes is None or field != codes.code else f"**{_name(program)}.fields({text}),"

@@ -1,4 +1,4 @@
-"""Stored tensors and fields as torch sees them: dtypes, axes and their order; shared by unpack and pack."""
+"""Stored tensors and fields in torch: dtypes, axes and their order, for unpack and pack."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from qdsl.core.numbers import TORCH_FLOATS
 
 
 class Unsupported(Exception):
-    """A layout that views and shifts cannot express."""
+    """Views and shifts cannot express this layout."""
 
 
 def field_dtype(field: Field) -> str:
-    """The torch dtype of a field; int32 of an index."""
+    """The torch dtype of a field; int32 for an index."""
     return stored.field_dtype(field.number.name if field.number else "index")
 
 
 def is_read_by_dtype(program: Program, field: Field) -> bool:
-    """Whether one text reads a scale in every type that its parameter lists, E8M0 among them: by the dtype that it has."""
+    """Whether one text reads a scale in every type of its parameter, including E8M0, because decoding goes by the dtype."""
     listed = next((param.values for param in program.spec.params if param.name.value == field.kind), ())
     return "e8m0" in listed and set(listed) <= {"f32", "f16", "bf16", "e8m0"}
 
 
 def is_stored_as_field(field: Field, cuts: Cut) -> bool:
-    """Whether a slice stores the same bytes as the field's torch tensor: whole values, and no i16 that torch has as int32."""
+    """Whether a slice stores the bytes of the field's torch tensor: whole values, and no i16 that is int32 in torch."""
     held_bits = 32 if field_dtype(field) == "int32" else field.bits
     return cuts.whole and cuts.part.width == field.bits == held_bits
 
@@ -41,7 +41,7 @@ def tensor_dtype(tensor: Tensor) -> str:
 
 
 def type_text(field: Field, tensor: Tensor, source: str, default: str) -> str:
-    """A torch dtype as text: `default`, or `source`.dtype where the type of both field and tensor is a parameter."""
+    """A torch dtype as text: `default`, or `source`.dtype if a parameter decides the type of both field and tensor."""
     return f"{source}.dtype" if tensor.kind == field.kind != tensor.element.name else f"torch.{default}"
 
 
@@ -51,7 +51,7 @@ def is_signed(field: Field) -> bool:
 
 
 def is_plain(program: Program, tensor: Tensor) -> bool:
-    """Whether an element of the tensor is an element of its one field, so that no bytes need to be cut."""
+    """Whether elements of the tensor are elements of its one field, so that no bytes need to be split."""
     if len(tensor.placements) != 1 or tensor.words != 1:
         return False
     placement = tensor.placements[0]
@@ -60,7 +60,7 @@ def is_plain(program: Program, tensor: Tensor) -> bool:
 
 
 def elements(program: Program, tensor: Tensor) -> list[Placement]:
-    """The fields of which a record has one element each, which are elements of the tensor along a last axis; else none."""
+    """The fields of a record with one element of each field, stored along a last axis; else none."""
     by_place: dict[int, Placement] = {}
     for placement in tensor.placements:
         field = program.field(placement.field)
@@ -79,18 +79,18 @@ def count(placement: Placement) -> int:
 
 
 def records_name(program: Program, tensor: Tensor) -> str:
-    """What the bytes of a tensor's records are called: r where there is one such tensor."""
+    """The variable for the bytes of a tensor's records: r if only one tensor needs it."""
     alone = sum(not is_plain(program, t) and not elements(program, t) for t in program.tensors) == 1
     return "r" if alone and "r" not in arguments(program) else f"{tensor.name}_bytes"
 
 
 def arguments(program: Program) -> set[str]:
-    """Names that unpack and pack get from outside."""
+    """The names of the arguments of unpack and pack."""
     return {tensor.name for tensor in program.tensors} | {field.name for field in program.fields}
 
 
 def variables(tensor: Tensor) -> list[Label]:
-    """A tensor's variables in the order of the coordinates that they carry, rows first."""
+    """A tensor's variables in the order of their coordinates, rows first."""
     order: list[Label] = []
     for placement in sorted(tensor.placements, key=lambda p: -len(p.digits)):
         order += [name for name in placement.vars if name not in order]
@@ -98,19 +98,19 @@ def variables(tensor: Tensor) -> list[Label]:
 
 
 def element_labels(placement: Placement, cuts: Cut) -> list[list[Label]]:
-    """Per coordinate of a field: its variables, and where it has its own digit those inside the record, slowest first."""
+    """Per coordinate of a field: its variables, then its digits inside the record, slowest first."""
     inside = [*cuts.bytes_, *cuts.bits]
     return [[label for name in digits for label in ([name] if name else coordinate(inside, axis))]
             for axis, digits in enumerate(placement.digits)]
 
 
 def sizes(labels: list[Label]) -> list[int]:
-    """Extents of digits, 0 for variables and bytes, which torch works out."""
+    """Extents of digits; 0 for variables and bytes, which torch infers."""
     return [0 if isinstance(label, str) else label.extent for label in labels]
 
 
 def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
-    """How containers of up to 8 bytes cut a slice out of a record.  Raises Unsupported where they cannot."""
+    """The containers of up to 8 bytes that extract a slice from a record.  Raises Unsupported if none do."""
     containers = cut(part)
     if containers is None:
         raise Unsupported(f"the bits of '{placement.field}' in '{tensor.name}' do not fit containers of up to 8 bytes")
@@ -118,7 +118,7 @@ def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
 
 
 def in_order(tensor: Tensor) -> Chain:
-    """The stored tensor with its axes in the order of `variables`; BYTES last where words are an axis of their own."""
+    """The stored tensor with its axes in the order of `variables`; BYTES last if words have their own axis."""
     order = variables(tensor)
     labels: list[Label] = [axis.digits[0] or BYTES if axis.digits else BYTES for axis in tensor.axes]
     text = shifted(tensor, _filled_up(tensor), -1)
@@ -137,7 +137,7 @@ def in_order(tensor: Tensor) -> Chain:
 
 
 def _filled_up(tensor: Tensor) -> str:
-    """The stored tensor with whole records, where the last may be cut off."""
+    """The stored tensor padded to whole records, if the last may be partial."""
     cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
     if cut is None:
         return tensor.name
@@ -146,7 +146,7 @@ def _filled_up(tensor: Tensor) -> str:
 
 
 def to_axes(tensor: Tensor, chain: Chain) -> str:
-    """The way back: from the order of `variables`, words last, to the stored tensor's axes."""
+    """The inverse of in_order: from the order of `variables`, words last, to the stored tensor's axes."""
     word: list[Label] = [BYTES] if tensor.words > 1 else []
     groups = [[digit or BYTES for digit in axis.digits if digit or word] for axis in tensor.axes]
     moved = chain.permute([label for group in groups for label in group])
@@ -158,7 +158,7 @@ def to_axes(tensor: Tensor, chain: Chain) -> str:
 
 
 def _cut_off(tensor: Tensor, text: str) -> str:
-    """Whole records without the last words, where these may hold nothing."""
+    """Whole records without trailing words that may be unused."""
     cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
     if cut is None:
         return text
@@ -170,14 +170,14 @@ def _cut_off(tensor: Tensor, text: str) -> str:
 
 
 def shifted(tensor: Tensor, text: str, sign: int) -> str:
-    """What the file holds of what the record packs (sign 1) or the reverse (sign -1), where `stored` speaks of words."""
+    """The stored value for a packed value (sign 1) or the reverse (sign -1), if `stored` applies to words."""
     if tensor.stored is None or tensor.stored.field is not None:
         return text
     return f"({tensor.stored.text(text, sign)})"
 
 
 def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:
-    """The same for `stored` on one field."""
+    """The same if `stored` applies to one field."""
     if tensor.stored is None or tensor.stored.field != field.name:
         return text
     changed = tensor.stored.text(text, sign, field.bits)
@@ -187,7 +187,7 @@ def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:
 
 
 def bare(text: str) -> str:
-    """Without parentheses around the whole."""
+    """The text without parentheses around the whole."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0

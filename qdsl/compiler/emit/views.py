@@ -1,7 +1,7 @@
-"""Chains of torch views: an expression together with the names of its axes, so that moving data is moving names.
+"""Chains of torch views: an expression together with the names of its axes, so that names move with the data.
 
 An axis is named by a variable of the tensor (a string) or by a `Digit` of a coordinate; BYTES names the bytes of a record, a
-region or a container.  Every method returns a new chain whose text does to the tensor what happened to the names.
+region or a container.  Every method returns a new chain, with the text and the names changed alike.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Label = str | Digit
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Torch text for a tensor, and what each of its axes is."""
+    """Torch text for a tensor, and the name of each axis."""
 
     text: str
     labels: tuple[Label, ...]
 
     def call(self, method: str) -> Chain:
-        """The chain with a method called on it, which leaves the axes as they are."""
+        """The chain with a method call appended that keeps the axes."""
         return replace(self, text=f"{self.text}.{method}")
 
     def in_rising_order(self) -> Chain:
-        """Digits whose bytes lie in the order of falling values the other way round; the same again takes that back."""
+        """Reverses digits whose bytes are in falling order; applying it twice changes nothing."""
         axes = [str(axis) for axis, label in enumerate(self.labels) if isinstance(label, Digit) and label.is_reversed]
         return self.call(f"flip({', '.join(axes)})") if axes else self
 
     def permute(self, order: Sequence[Label]) -> Chain:
-        """The axes in another order; nothing where they are in that order already."""
+        """The axes permuted; unchanged if they are in this order."""
         if tuple(order) == self.labels:
             return self
         if len(order) == 2:
@@ -40,7 +40,7 @@ class Chain:
         return Chain(f"{self.text}.permute({', '.join(str(self.labels.index(label)) for label in order)})", tuple(order))
 
     def unflatten(self, axis: int, labels: Sequence[Label], sizes: Sequence[int | str]) -> Chain:
-        """One axis as several, or as none where it has one element; a size 0 is left to torch."""
+        """One axis split into several, or removed if it has one element; torch infers a size of 0."""
         labels = tuple(labels)
         moved = (*self.labels[:axis], *labels, *self.labels[axis + 1:])
         place = axis if axis < len(self.labels) - 1 else -1
@@ -51,7 +51,7 @@ class Chain:
         return Chain(f"{self.text}.unflatten({place}, ({', '.join(str(size or -1) for size in sizes)}))", moved)
 
     def flatten(self, first: int, count: int, label: Label) -> Chain:
-        """`count` axes from `first` on as one."""
+        """`count` axes from `first` on joined to one."""
         labels = (*self.labels[:first], label, *self.labels[first + count:])
         if count == 1:
             return replace(self, labels=labels)
@@ -81,10 +81,10 @@ class Chain:
 
 
 def region(records: Chain, cut: Cut, skip: int, size: int) -> tuple[Chain, tuple[Digit, ...]] | None:
-    """The bytes at which lanes of a slice lie, `skip` bytes after its first, in records of `size` bytes; always a view.
+    """The bytes of a slice's lanes, `skip` bytes after its first, in records of `size` bytes; always a view.
 
-    The axes are those of the records, then byte digits that have gaps between their values, then BYTES, which holds the
-    returned digits and, innermost, the bytes of a container.  None where the bytes are too scattered for a view.
+    The axes are those of the records, then byte digits with gaps between their values, then BYTES, which holds the returned
+    digits and, innermost, the bytes of a container.  None if the bytes are too scattered for a view.
     """
     first = cut.first + skip
     outer: list[Digit] = list(cut.bytes_)

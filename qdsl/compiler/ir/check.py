@@ -1,7 +1,7 @@
-"""What must hold of a program after any pass: named rules, run by tests after each pass.
+"""Invariants of a program that hold after every pass: named rules, which tests run after each pass.
 
-A rule looks at what the passes so far have filled and yields what breaks it.  A broken rule is a bug of the compiler, not of
-a spec.
+A rule reads what the passes so far have filled in and yields its violations.  A violation is a bug of the compiler, not of a
+spec.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SIDE = 1 << 20                                                   # N and K of a 
 
 
 class IllegalProgram(AssertionError):
-    """A pass left a program that breaks a rule."""
+    """A pass left a program that violates a rule."""
 
 
 def check(program: Program, after: str) -> None:
-    """Raises IllegalProgram with the rule's name, what breaks it, and the program as text."""
+    """Raises IllegalProgram with the rule's name, the violation, and the program as text."""
     for name, rule in RULES.items():
         for problem in rule(program):
             raise IllegalProgram(f"after {after}: {name} is violated: {problem}\n\n{text(program)}")
@@ -39,7 +39,7 @@ def _rule(function: Rule) -> Rule:
 
 @_rule
 def subscripts_are_known(program: Program) -> Iterator[str]:
-    """A field varies with n, k and index fields, in blocks of constants and sizes; it has an extent per subscript."""
+    """Subscripts of a field use n, k and index fields, in blocks of constants and sizes; each has an extent."""
     allowed = {"n", "k", *program.sizes, *(field.name for field in program.fields if field.number is None)}
     for field in program.fields:
         if not all(extent.is_const for extent in field.extents[len(field.index):]):
@@ -64,7 +64,7 @@ def positions_are_at_most_weights(program: Program) -> Iterator[str]:
 
 
 def _parts(index: Index) -> Iterator[Index]:
-    """An index, and all that it divides and multiplies."""
+    """An index, and all indices that it divides and multiplies."""
     yield index
     for atom, _ in index.terms:
         for argument in atom.args:
@@ -73,7 +73,7 @@ def _parts(index: Index) -> Iterator[Index]:
 
 @_rule
 def placements_are_of_fields(program: Program) -> Iterator[str]:
-    """A placement has a tile for each coordinate of its field, carried by variables of its tensor."""
+    """A placement has a tile for each coordinate of its field; variables of its tensor carry the tile."""
     fields = {field.name: field for field in program.fields}
     for tensor in program.tensors:
         variables = {var.name for var in tensor.vars} | {""}
@@ -90,7 +90,7 @@ def placements_are_of_fields(program: Program) -> Iterator[str]:
 
 @_rule
 def slices_say_what_records_say(program: Program) -> Iterator[str]:
-    """Every piece of a record is where the slices say, and no bit is claimed twice."""
+    """Slices place every piece of a record where the record does, and no bit is claimed twice."""
     for tensor in program.tensors:
         if not all(placement.slices for placement in tensor.placements):
             continue
@@ -108,7 +108,7 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
 
 @_rule
 def fields_are_stored_once(program: Program) -> Iterator[str]:
-    """Over all tensors, the slices of a stored field are its bits, each once in every range of its elements."""
+    """The slices of a stored field, over all tensors, cover its bits once in every range of its elements."""
     placed = [placement for tensor in program.tensors for placement in tensor.placements]
     if not placed or not all(placement.slices for placement in placed):
         return
@@ -124,7 +124,7 @@ def fields_are_stored_once(program: Program) -> Iterator[str]:
 
 @_rule
 def values_refer_back(program: Program) -> Iterator[str]:
-    """A value is made of values before it, and varies over at least as many axes as they do."""
+    """A value is computed from earlier values, and varies over at least as many axes as they do."""
     for number, value in enumerate(program.values):
         for arg in value.args:
             if arg >= number:
@@ -135,7 +135,7 @@ def values_refer_back(program: Program) -> Iterator[str]:
 
 @_rule
 def types_agree(program: Program) -> Iterator[str]:
-    """Integers meet integers, and floats meet floats; the result is a float."""
+    """Operands are both integers or both floats; the result of decode is a float."""
     for number, value in enumerate(program.values):
         if value.op in ("field", "const", "float", "table", "entry", "row", "digit"):
             continue
@@ -149,7 +149,7 @@ def types_agree(program: Program) -> Iterator[str]:
 
 @_rule
 def integers_are_in_range(program: Program) -> Iterator[str]:
-    """An integer becomes a float only where float32 holds it exactly, and a subscript stays inside its table."""
+    """An integer becomes a float only if float32 holds it exactly, and a subscript stays inside its table."""
     for number, value in enumerate(program.values):
         if value.op not in ("float", "table", "entry", "row"):
             continue

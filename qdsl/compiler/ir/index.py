@@ -1,8 +1,8 @@
-"""Integer expressions over N, K, n, k, parameters and loop variables, kept in a normal form.
+"""Integer expressions over N, K, n, k, parameters and loop variables, in a normal form.
 
-An `Index` is a constant plus integer multiples of atoms; an atom is a name, a quotient, a remainder, a ceiling or a product
-that cannot be split further.  Building one simplifies it with the values that its names may have (`Domain`): the digits of a
-mixed radix number fall out of `//` and `%`, which is what turns addresses derived from layouts back into short text.
+An `Index` is a constant plus integer multiples of atoms.  An atom is a name, a quotient, a remainder, a ceiling or a product that
+cannot be split further.  Building an Index simplifies it with the possible values of its names (`Domain`).  `//` and `%` of a
+mixed-radix number become its digits, so that addresses derived from layouts become short text again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from math import gcd
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Which values names may have: inclusive bounds (None: no upper bound) and divisors.  A name not listed is at least 0.
+    """The possible values of names: inclusive bounds (None: no upper bound) and divisors.  An unlisted name is at least 0.
 
-    blocks: of lengths that may be a whole axis, what divides them where they are none; of a whole axis all quotients are 0.
+    blocks: for lengths that may be a whole axis, their divisor if they are not; if they are, all quotients by them are 0.
     """
 
     bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Domain:
 
 
 class _Hashed:
-    """Keeps the hash of an expression, which is asked for again and again as it becomes part of others."""
+    """Caches the hash of an expression, which is needed often because expressions nest."""
 
     __slots__ = ("_hash",)
     _hash: int
@@ -75,16 +75,16 @@ class Index(_Hashed):
 
     @property
     def is_const(self) -> bool:
-        """Whether it has no names."""
+        """Whether it is a constant."""
         return not self.terms
 
     @property
     def size(self) -> int:
-        """How many names and numbers it has."""
+        """The number of names and constants in it."""
         return 1 + sum(sum(argument.size for argument in atom.args) or 1 for atom, _ in self.terms)
 
     def names(self) -> set[str]:
-        """Every name that the expression reads."""
+        """Every name in the expression."""
         names: set[str] = set()
         for atom, _ in self.terms:
             names |= {atom.name} if atom.op == "name" else set().union(*(a.names() for a in atom.args))
@@ -102,21 +102,21 @@ class Index(_Hashed):
         return multiply(self, as_index(other))
 
     def __call__(self, values: Mapping[str, int]) -> int:
-        """The value, for values of all names.  Raises ArithmeticError where an exact division leaves a remainder."""
+        """The value for given values of all names.  Raises ArithmeticError if an exact division leaves a remainder."""
         total = self.const
-        for atom, coefficient in self.terms:                     # half the time of a sum over calls for names
+        for atom, coefficient in self.terms:                     # takes half the time of a sum that calls each name
             total += coefficient * (values[atom.name] if atom.op == "name" else _value(atom, values))
         return total
 
 
 def flat_of(index: Index) -> Atom | None:
-    """The quotient or remainder of the flat position n * K + k that an index is; None where it is neither."""
+    """The quotient or remainder of the flat position n * K + k, if the index is one; else None."""
     atom, coefficient = index.terms[0] if len(index.terms) == 1 and not index.const else (None, 0)
     return atom if atom is not None and coefficient == 1 and atom.op in ("div", "mod") and atom.args[0] == FLAT else None
 
 
 def digit_of(index: Index) -> tuple[int, int] | None:
-    """(a, m) where an index is the digit k // a % m of the column; else None."""
+    """(a, m) if an index is the digit k // a % m of the column; else None."""
     atom, coefficient = index.terms[0] if len(index.terms) == 1 and not index.const else (None, 0)
     if atom is None or coefficient != 1 or atom.op != "mod" or not atom.args[1].is_const:
         return None
@@ -126,13 +126,13 @@ def digit_of(index: Index) -> tuple[int, int] | None:
 
 
 def as_index(value: Index | int) -> Index:
-    """An integer as an Index; an Index as it is."""
+    """An integer as an Index; an Index unchanged."""
     return Index(value) if isinstance(value, int) else value
 
 
 @cache
 def name(word: str) -> Index:
-    """The index that is a name."""
+    """The index of a single name."""
     return Index(0, ((Atom("name", word), 1),))
 
 
@@ -151,13 +151,13 @@ def combine(parts: list[tuple[Index, int]]) -> Index:
     kept = [term for term in terms.items() if term[1]]
     if len(kept) > 1:
         if len({abs(coefficient) for _, coefficient in kept}) < len(kept):
-            kept.sort(key=lambda term: term[0].key)              # texts, which only equal coefficients need
+            kept.sort(key=lambda term: term[0].key)              # only equal coefficients compare texts
         kept.sort(key=lambda term: -abs(term[1]))
     return Index(const, tuple(kept))
 
 
 def multiply(left: Index, right: Index) -> Index:
-    """The product, distributed over sums where one side allows it."""
+    """The product, distributed over sums if one side allows it."""
     if left.is_const:
         return combine([(right, left.const)])
     if right.is_const:
@@ -218,7 +218,7 @@ def mod(top: Index, bottom: Index | int, domain: Domain = Domain()) -> Index:
 
 
 def ceil(top: Index, bottom: Index | int) -> Index:
-    """Ceiling division; ceil(ceil(a / b) / c) is ceil(a / (b * c))."""
+    """Ceiling division; ceil(ceil(a / b) / c) becomes ceil(a / (b * c))."""
     bottom = as_index(bottom)
     if bottom == Index(1):
         return top
@@ -231,7 +231,7 @@ def ceil(top: Index, bottom: Index | int) -> Index:
 
 
 def exact(top: Index, bottom: Index | int) -> Index:
-    """Division that must leave no remainder; of a quotient, which must leave none either, by the product."""
+    """Division without remainder; an exact quotient is divided by the product of both divisors."""
     bottom = as_index(bottom)
     if len(top.terms) == 1 and not top.const and top.terms[0][1] == 1 and top.terms[0][0].op == "exact":
         inner, by = top.terms[0][0].args
@@ -243,7 +243,7 @@ def exact(top: Index, bottom: Index | int) -> Index:
 
 
 def substitute(index: Index, values: Mapping[str, Index], domain: Domain = Domain()) -> Index:
-    """Names replaced, and everything simplified anew."""
+    """Replaces names, and simplifies the result."""
     parts = [(Index(index.const), 1)]
     for atom, coefficient in index.terms:
         if atom.op == "name":
@@ -263,7 +263,7 @@ def _rebuild(op: str, left: Index, right: Index, domain: Domain) -> Index:
 
 
 def bounds(index: Index, domain: Domain) -> tuple[int | None, int | None]:
-    """Inclusive bounds; None where there is none."""
+    """Inclusive bounds; None for an unbounded side."""
     low: int | None = index.const
     high: int | None = index.const
     for atom, coefficient in index.terms:
@@ -315,7 +315,7 @@ def _steps(index: Index, by: int) -> list[int]:
 
 
 def _div_by_name(top: Index, bottom: Index, domain: Domain) -> Index:
-    """`(8*t + i) // group` is `t // (group // 8)` where 8 divides every group and i < 8; `8*t // group` where one is the axis."""
+    """`(8*t + i) // group` is `t // (group // 8)` if 8 divides all groups and i < 8; `8*t // group` if one may be the axis."""
     common = divisor(bottom, domain)
     alone = bottom.terms[0][0].name if len(bottom.terms) == 1 and not bottom.const and bottom.terms[0][1] == 1 else ""
     for step in sorted({gcd(c, domain.blocks.get(alone, common)) for _, c in top.terms}, reverse=True):
@@ -351,9 +351,9 @@ _PRECEDENCE = {"mul": 2, "div": 2, "mod": 2, "exact": 2, "ceil": 4, "name": 4}
 
 
 def text(index: Index, tight: int = 0, cdiv: str = "cdiv") -> str:
-    """Python text, with `cdiv` as the ceiling division.
+    """Python text of the expression, with `cdiv` as the ceiling division.
 
-    `tight` says what stands around it: 0 nothing, 2 the left side of a product, 3 its right side.
+    tight: its surroundings: 0 none, 2 the left side of a product, 3 its right side.
     """
     if not index.terms:
         return str(index.const) if index.const >= 0 or tight < 2 else f"({index.const})"
@@ -386,4 +386,4 @@ def _atom_text(atom: Atom, tight: int, cdiv: str) -> str:
     return f"({body})" if tight > 2 else body
 
 
-FLAT = name("n") * name("K") + name("k")                         # the position of a weight where rows follow one another
+FLAT = name("n") * name("K") + name("k")                         # the position of a weight in row-major order

@@ -1,6 +1,6 @@
-"""What a format means: one typed program for each storage and each choice of the parameters that shape its bits.
+"""The compiler's representation of a format: one typed program per storage and choice of the parameters that change the bits.
 
-Passes fill a `Program` from left to right (params, fields, tensors, values, units); printers read it and nothing else.
+Passes fill in a `Program` from left to right (params, fields, tensors, values, units); printers read only the Program.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from qdsl.core.numbers import Number
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field: its type (None for an index into `groups`), and what it is subscripted by for weight [n, k].
+    """A field: its type (None for an index into `groups`), and its subscripts for weight [n, k].
 
-    `kind` is the type as the spec names it: a number type, 'index', or a parameter that lists types.  `index` is over n, k,
-    size parameters and the names of index fields (a gather); `extents` is the shape of the field.  A stored table has constant
-    extents behind those of its index: the weights of a block share it, or all of them, and decode reads its entries.
-    by_places: its k is the place where a column is stored, in storages that have an order of columns.
+    kind: the type as the spec names it: a number type, 'index', or a parameter that lists types.  index: subscripts over n, k,
+    size parameters and the names of index fields (a gather).  extents: the shape of the field.  A stored table has constant
+    extents after those of its index: it is shared by a block or by all weights, and decode reads its entries.  by_places: in
+    storages with an order of columns, its k is the place of a stored column.
     """
 
     name: str
@@ -36,20 +36,20 @@ class Field:
 
     @property
     def bits(self) -> int:
-        """Bits of a code, 32 where a parameter decides the type."""
+        """Bits of a code, 32 if a parameter decides the type."""
         return self.number.bits if self.number else 32
 
     @property
     def table(self) -> tuple[int, ...]:
-        """The shape of a stored table; () of any other field."""
+        """The shape of a stored table; () for other fields."""
         return tuple(extent.const for extent in self.extents[len(self.index):])
 
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A digit of a tensor's axis: `t < extent`.  `exact` says that the extent divides evenly, so nothing is padding.
+    """A digit of a tensor's axis: `t < extent`.  exact: the extent divides evenly, so that there is no padding.
 
-    spare: whole records may be padding, `ceil(K/1024)*8` of 128 columns each.
+    spare: whole records may be padding, as in `ceil(K/1024)*8` records of 128 columns.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Var:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One physical axis: the product of its digits, slowest first; '' stands for the word.
+    """One physical axis: the product of its digits, slowest first; '' is the word.
 
-    extent: how many elements it has where the last record is cut off after the last word that holds something.
+    extent: the number of elements if the last record ends after its last used word.
     """
 
     digits: tuple[str, ...]
@@ -71,12 +71,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a field lies in a tensor: per coordinate its digits, and the slices of a record.
+    """The place of a field in a tensor: per coordinate its digits, and the slices of a record.
 
-    digits: of a coordinate, slowest first, the names of variables, and '' for what a record holds, extents[axis] elements.
-    ('t', '') is the plain case, coordinate = extent * t + local; ('', 't') a record of elements that are t's extent apart.
-    `flat` says that the one coordinate is the position n * K + k of a two-dimensional field.  `slices` is
-    empty until the layouts are inferred.  copies: of bits that the record holds again.
+    digits: of a coordinate, slowest first: names of variables, and '' for the extents[axis] elements in a record.  ('t', '') is
+    the plain case, coordinate = extent * t + local; in ('', 't') a record holds elements that are t's extent apart.  flat: the
+    only coordinate is the position n * K + k of a two-dimensional field.  slices: empty until the layouts are inferred.  copies:
+    slices of bits that the record repeats.
     """
 
     field: str
@@ -88,28 +88,28 @@ class Placement:
 
     @property
     def vars(self) -> tuple[str, ...]:
-        """The variables that carry the field from record to record, those of slower digits first."""
+        """The variables that select the record of an element, slower digits first."""
         return tuple(dict.fromkeys(digit for digits in self.digits for digit in digits if digit))
 
     @property
     def plain(self) -> bool:
-        """Whether each coordinate has one variable or none, and a record holds consecutive elements."""
+        """Whether each coordinate has at most one variable, and a record holds consecutive elements."""
         return all(digits[1:] in ((), ("",)) and (len(digits) > 1 or not digits[0]) for digits in self.digits)
 
     @property
     def tiles(self) -> tuple[tuple[str, int], ...]:
-        """Of a plain placement, per coordinate (variable or '', elements of a record)."""
+        """For a plain placement, per coordinate (variable or '', elements of a record)."""
         assert self.plain
         return tuple((digits[0], extent) for digits, extent in zip(self.digits, self.extents, strict=True))
 
     @property
     def ranges(self) -> int:
-        """How many ranges of elements have slices of their own."""
+        """How many ranges of elements have separate slices."""
         return len({part.start for part in self.slices})
 
     @property
     def cuts(self) -> tuple[tuple[Slice, ...], ...]:
-        """The slices of the same bits together, in all ranges of elements."""
+        """The slices of all ranges of elements, grouped by equal bits."""
         slices_by_bit: dict[int, tuple[Slice, ...]] = {}
         for part in self.slices:
             slices_by_bit[part.lo] = (*slices_by_bit.get(part.lo, ()), part)
@@ -128,9 +128,9 @@ class Change:
     amount: int
 
     def text(self, value: str, sign: int, bits: int = 0) -> str:
-        """What the file holds of what the record packs (sign 1) or the reverse (sign -1), for the text of a value.
+        """The text of the stored value for a packed value (sign 1) or the reverse (sign -1).
 
-        bits: the amount is shown as a number of that many bits, of which the caller keeps the lowest; 0 for that of a word.
+        bits: print the amount as a number of that many bits, of which the caller keeps the lowest; 0 for those of a word.
         """
         if self.op == "^":
             return f"{value} ^ {self.amount % (1 << bits) if bits else hex(self.amount)}"
@@ -140,7 +140,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The entropy code that holds a tensor's elements (core/codecs.py); tensors: what the storage calls those of the code."""
+    """The entropy code that holds a tensor's elements (core/codecs.py); tensors: the storage's names of the code's tensors."""
 
     coding: str
     tensors: Mapping[str, str]
@@ -148,10 +148,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Where a tensor lies in the stored tensor that holds it: its first element, and how many elements there are.
+    """The section of a stored tensor that holds another tensor: its first element, and the number of elements.
 
-    Both count along a row (by_rows), which then is the first axis of the section too, or through the whole stored tensor.
-    is_plane: sections are alike, and the axis ahead of theirs, or behind that of rows, counts them.
+    Both count along a row (by_rows), which is then also the first axis of the section, or through the whole stored tensor.
+    is_plane: all sections are alike, and an axis before theirs, or after that of rows, counts them.
     """
 
     holder: str
@@ -165,9 +165,9 @@ class Section:
 class Tensor:
     """A stored tensor: records of `record_bits`, each along the word digit of an axis, in elements of `element`.
 
-    `kind` is the element type as the spec names it.  omitted: it is left out where its field has the value of a missing one.
-    seen: the axes that files give it, where they are others.  section: of a tensor that another one holds, where; `aliases` and
-    `seen` are then those of the holder.  within: the integers of files, which hold several elements each.
+    kind: the element type as the spec names it.  omitted: it is absent if its field has its default value.  seen: the axes in
+    files, if different.  section: the part of another tensor that holds it; `aliases` and `seen` are then those of that tensor.
+    within: the integer type in files that holds several elements.
     """
 
     name: str
@@ -191,31 +191,31 @@ class Tensor:
 
     @property
     def stored_name(self) -> str:
-        """What files call the tensor, or the one that holds it."""
+        """The name in files of the tensor, or of the tensor that holds it."""
         return self.section.holder if self.section is not None else self.name
 
     @property
     def words(self) -> int:
-        """Elements of one record."""
+        """Elements per record."""
         return self.record_bits // self.element.bits
 
     def var(self, name: str) -> Var:
-        """The variable of a name."""
+        """The variable with this name."""
         return next(var for var in self.vars if var.name == name)
 
     def axis_extent(self, axis: Axis) -> Index:
-        """How many elements an axis has."""
+        """The number of elements of an axis."""
         digits = [self.var(digit).extent if digit else Index(self.words) for digit in axis.digits]
         return product_of(digits) if axis.extent is None else axis.extent
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One step of decode.  `op` is 'field', 'const', 'table', 'neg' or an operator; integers carry their range, f32 has none.
+    """One step of decode.  `op` is 'field', 'const', 'table', 'neg' or an operator; integers have a range, f32 has none.
 
-    A table of rows has one argument too, the row: the column is k modulo the row's length.  'entry' is the same of a stored
-    table, `const` the number of the plane of rows, those of the axes before the last two.  'digit' is the column by its digit, k
-    // const % (range's end + 1).  `index` is what the value varies over; two values meet at the finer of their subscripts.
+    A table of rows has one argument too, the row; the column is k modulo the row's length.  'entry' is the same for a stored
+    table; `const` is the index along the axes before the last two.  'digit' is a digit of the column, k // const % (range's end +
+    1).  index: the subscripts over which the value varies; an operation takes the finer subscripts of its two operands.
     """
 
     op: str
@@ -228,7 +228,7 @@ class Value:
 
     @property
     def is_int(self) -> bool:
-        """Whether the value is an integer, whose range is known."""
+        """Whether the value is an integer, with a known range."""
         return self.range is not None
 
 
@@ -237,10 +237,10 @@ Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of produ
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """w = (scale * (code + zero) + offset) * columns, where code is a field of every weight and the rest belongs to groups.
+    """Decode as w = (scale * (code + zero) + offset) * columns; every weight has a code, and groups have the rest.
 
-    table: what the code is looked up in first, '' for none.  columns: a field of every column, '/name' where it divides, '' for
-    none; kernels meet x with it in place of the weight.  lookups: the tables in which other fields are looked up first.
+    table: the table that the code indexes first, or ''.  columns: a field of every column, '/name' if it divides, or ''; kernels
+    multiply x by it instead of the weight.  lookups: tables that other fields index first.
     """
 
     code: str
@@ -260,9 +260,9 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """What single weights get of a field that `columns` of them share: the entries of a table's row, or the field itself.
+    """The share of a single weight in a field for `columns` weights: entries of a table row, or the field itself.
 
-    numbers: the distinct values that a weight can get, in rising order.
+    numbers: the distinct values that a weight can have, in rising order.
     """
 
     field: str
@@ -273,10 +273,10 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class RowCodes:
-    """A code per weight in place of fields that a few columns share.
+    """A code per weight that replaces fields which a few columns share.
 
-    Places of numbers, one per factor, are the digits of a joint number, the first factor's the highest.  order: the joint
-    number that each code stands for.
+    A joint number has one digit per factor, the index of its value; the first factor's digit is the highest.  order: the joint
+    number of each code.
     """
 
     code: str
@@ -288,9 +288,9 @@ class RowCodes:
 class BranchTensor:
     """The tensor of a branch's field.
 
-    kind: its element type as the spec names it.  digits: their extents in storage order, slowest first.  order: of every
-    coordinate of the field its digits, slowest first, as places in `digits`.  axes: the shape in files.  half: of a tensor of
-    words that holds two fields the type and the first bit of this one, 'f16@16'.
+    kind: its element type as the spec names it.  digits: their extents in storage order, slowest first.  order: for every
+    coordinate of the field its digits, slowest first, as indices into `digits`.  axes: the shape in files.  half: if a word holds
+    two fields, the type and first bit of this one, 'f16@16'.
     """
 
     role: str
@@ -304,13 +304,13 @@ class BranchTensor:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the field lies in the tensor as it is."""
+        """Whether the tensor is the field itself."""
         return self.order == tuple((place,) for place in range(len(self.digits)))
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What is added to the decoded weight: a kind of core/branches.py, and the tensors of its fields in the kind's order."""
+    """A term added to the decoded weight: a kind of core/branches.py, and the tensors of its fields in the kind's order."""
 
     kind: str
     tensors: tuple[BranchTensor, ...]
@@ -322,10 +322,10 @@ Constant = int | float | str | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The scheme that chooses codes: its roles (role -> field), options, and what it needs to know of decode.
+    """The scheme that chooses codes: its roles (role -> field), options, and constants of decode.
 
-    Constants are numbers, names of tables, and of what depends on one field alone the numbers for all its codes.
-    `open` names the options that a caller of quantize may give too; importance: it may give that.
+    Constants are numbers, names of tables, and, for parts of decode that depend on one field, the numbers for all its codes.
+    open: the options that a caller of quantize may set; importance: the caller may pass one.
     """
 
     scheme: str
@@ -338,7 +338,7 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A digit that a kernel unrolls: weight `axis` moves by `weight` for each of its `extent` values."""
+    """A digit that a kernel unrolls: each of its `extent` values moves `axis` by `weight`."""
 
     name: str
     axis: str
@@ -348,10 +348,10 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How a kernel walks the weight: by words of `tensor`, whose variable along `last` is contiguous in memory.
+    """How a kernel iterates over the weight: by words of `tensor`, whose variable along `last` is contiguous in memory.
 
-    `digits` are the variables of the unit, slowest first: (name, weight in k, extent or None).  `lanes` are the weights
-    of one unit.  `whole` says that the words of a record are loaded together because elements straddle them.
+    digits: the variables of the unit, slowest first: (name, weight in k, extent or None).  lanes: the weights of a unit.  whole:
+    the words of a record are loaded together because elements straddle them.
     """
 
     tensor: str
@@ -364,9 +364,9 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`params` has the structural parameters' values; `sizes` names the others; `dims` are the derived extents.
+    """A format in one storage.  params: the structural parameters.  sizes: the other ones.  dims: derived extents.
 
-    row_codes: of a program whose fields are not the format's, how its code makes some of those.
+    row_codes: how its code encodes fields of the format that it replaces, if any.
     """
 
     spec: Spec
@@ -388,18 +388,18 @@ class Program:
 
     @property
     def unstored(self) -> Mapping[str, Index]:
-        """The values of fields that no tensor holds, or that an optional one does."""
+        """The values of fields that no tensor, or an optional tensor, holds."""
         return {**self.defaults, **self.where}
 
     @property
     def appended(self) -> tuple[str, ...]:
-        """Fields of floats [n, extent] that decode does not read: numbers of a row behind its K columns."""
+        """Float fields [n, extent] that decode does not read: plain numbers of a row behind its K columns."""
         read = {value.name for value in self.values}
         return tuple(field.name for field in self.fields if field.name not in read and field.number is not None
                      and field.number.is_float and len(field.table) == 1 and list(map(str, field.index)) == ["n"])
 
     def field(self, name: str) -> Field:
-        """The field of a name."""
+        """The field with this name."""
         return next(field for field in self.fields if field.name == name)
 
     def row_axis(self, value: Value) -> str:
@@ -409,12 +409,12 @@ class Program:
 
     @property
     def stored(self) -> Mapping[str, tuple[Tensor, ...]]:
-        """The tensors that files have: by name the tensor itself, or its sections in their order."""
+        """The tensors in files: by name the tensor itself, or its sections in order."""
         holders: dict[str, tuple[Tensor, ...]] = {}
         for tensor in self.tensors:
             holders[tensor.stored_name] = (*holders.get(tensor.stored_name, ()), tensor)
         return holders
 
     def tensor(self, name: str) -> Tensor:
-        """The stored tensor, or the section, of a name."""
+        """The stored tensor, or the section, with this name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)

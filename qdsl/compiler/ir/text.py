@@ -1,4 +1,4 @@
-"""A program as text that a person can read: what is known of it after any pass."""
+"""Prints a program as readable text, after any pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qdsl.compiler.ir.program import Placement, Program, Section, Tensor, Value
 
 
 def text(program: Program) -> str:
-    """One section per part that the passes so far have filled."""
+    """One section per part that the passes so far have filled in."""
     return "\n".join(line.rstrip() for line in _lines(program)) + "\n"
 
 
@@ -84,7 +84,7 @@ def _placement(placement: Placement) -> Iterator[str]:
 
 
 def _tile(digits: tuple[str, ...], extent: int) -> str:
-    """A coordinate's elements of a record, and its variables; where others are faster than the record, all digits in order."""
+    """A coordinate's elements of a record, and its variables; all digits in order if some are faster than the record."""
     if digits[1:] in ((), ("",)):
         return f"{extent} {digits[0] or 'one'}"
     return " ".join(digit or str(extent) for digit in digits)

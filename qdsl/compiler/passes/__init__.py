@@ -1,4 +1,4 @@
-"""From a spec to its programs: the passes in order, each in the file of its name."""
+"""The compiler's passes, which turn a spec into programs, in order; each has a file of its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pass = Callable[[Program, Problems], Program]
 PASSES: tuple[Pass, ...] = (
     type_fields,        # dims, types and subscripts of the fields
     read_records,       # tensors, variables, records, stored operations
-    read_branches,      # what is added to the decoded weight, and its tensors
+    read_branches,      # terms added to the decoded weight, and their tensors
     check_coverage,     # every bit placed once, every extent filled
     infer_layouts,      # records become strided bit layouts
     type_decode,        # the decode expression as typed values with ranges
@@ -40,8 +40,8 @@ PASSES: tuple[Pass, ...] = (
 def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None) -> tuple[Program, ...]:
     """The programs of a spec, the derived planar storages last.
 
-    Raises SpecError with the problems of all programs at the first pass that finds any.
-    `after(name, program)` is called when a pass is done with a program; tests check the program there.
+    Raises SpecError with the problems of all programs at the first pass that finds any.  after(name, program): called when a pass
+    has finished a program; tests check the program there.
     """
     problems = Problems()
     authored = choose_variants(spec, problems)
@@ -58,7 +58,7 @@ def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None
 
 
 def _check_defaults(programs: list[Program], problems: Problems) -> None:
-    """A field that storages do not hold has the same value in all of them: decode is one for all."""
+    """All storages must agree on the value of a field that they do not hold: decode is the same for all."""
     defaults: dict[str, Index] = {}
     for program in programs:
         for field, value in program.unstored.items():

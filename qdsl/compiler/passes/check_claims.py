@@ -13,7 +13,7 @@ from qdsl.core.shapes import axis, seen_shape
 
 
 def check_claims(program: Program, problems: Problems) -> Program:
-    """The program; adds a problem for each claim that its layout does not meet."""
+    """The program unchanged; adds a problem for each claim that its layout contradicts."""
     for claim in program.spec.claims:
         if claim.name.value == "bytes":
             records = [tensor for tensor in program.tensors if tensor.words > 1]
@@ -31,12 +31,12 @@ def check_claims(program: Program, problems: Problems) -> Program:
 
 
 def _bytes_per_row(tensor: Tensor) -> Fraction:
-    """The bytes that each of the rows has which a record holds in turn."""
+    """The bytes per row, for the rows over which records are counted."""
     return Fraction(tensor.record_bits, 8 * divisor_of("N", [var.extent for var in tensor.vars]))
 
 
 def _check_seen(program: Program, problems: Problems) -> None:
-    """A tensor has as many elements in the shape that files give it as in its own."""
+    """Adds a problem if the shape in files has another number of elements than the tensor."""
     defined = [var.extent for tensor in program.tensors for var in tensor.vars]
     for name, tensors in program.stored.items():
         if seen := tensors[0].seen:
@@ -49,12 +49,12 @@ def _check_seen(program: Program, problems: Problems) -> None:
 
 
 def bits_text(program: Program) -> str:
-    """Bits per weight as a phrase; of an entropy code those of normally distributed weights."""
+    """Bits per weight as a phrase; for an entropy code those of normally distributed weights."""
     return f"{typical_bits(program):.6g} bits per weight{' where weights are normal' if _coded_bits(program) else ''}"
 
 
 def typical_bits(program: Program) -> float:
-    """Stored bits per weight; what depends on the weights is that of normally distributed ones."""
+    """Stored bits per weight; for an entropy code those of normally distributed weights."""
     return float(bits_per_weight(program)) + _coded_bits(program)
 
 
@@ -63,7 +63,7 @@ def _coded_bits(program: Program) -> float:
 
 
 def bits_per_weight(program: Program) -> Fraction:
-    """Stored bits per weight of a large matrix of whole blocks, with the default sizes; of a stream what all weights take."""
+    """Stored bits per weight of a large matrix of whole blocks, with the default sizes; for a stream without its coded part."""
     extents = [var.extent for tensor in program.tensors for var in tensor.vars]
     sizes = {p.name.value: p.values[0] for p in program.spec.params if p.name.value in program.sizes}
     n, k = (divisor_of(axis, extents) * (1 << 14) for axis in ("N", "K"))

@@ -1,7 +1,7 @@
 """Every record bit placed once, every field bit stored once, for every N and K.
 
 Does: walks each record and proves that it holds whole elements; proves that every field's tiles fill the field; compares
-extents at concrete sizes (samples), where a variable's extent is a quotient and nothing can hide between the samples.
+extents at sample sizes, which is a proof because a variable's extent is a quotient.
 Does not: look for strides (infer_layouts).
 """
 
@@ -20,7 +20,7 @@ from qdsl.core.layout import Clash, Line, coverage, walk
 
 
 def check_coverage(program: Program, problems: Problems) -> Program:
-    """The program, its variables marked exact or padded; adds a problem for bits that are missing or stored twice."""
+    """The program with variables marked exact or padded; adds a problem for bits that are missing or stored twice."""
     stored: dict[str, set[int]] = {}
     for tensor in program.tensors:
         is_whole = _check_words(tensor, problems)
@@ -43,7 +43,7 @@ def check_coverage(program: Program, problems: Problems) -> Program:
 
 
 def _check_words(tensor: Tensor, problems: Problems) -> bool:
-    """Whether a record is whole elements; where it is not, errors about its elements would follow from that."""
+    """Whether a record is whole elements; if not, checks of its elements would only repeat the error."""
     span = tensor.record_span
     if tensor.record_bits % tensor.element.bits:
         problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits, which is not a whole number of "
@@ -61,7 +61,7 @@ def _check_words(tensor: Tensor, problems: Problems) -> bool:
 
 
 def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: dict[str, set[int]], problems: Problems) -> None:
-    """One record holds the same bits of every element of the field's tile, each once."""
+    """Adds a problem unless a record holds the same bits of every element of the field's tile, each once."""
     field = program.field(placement.field)
     pieces = [piece for piece in walk(tensor.lines) if piece.field == field.name]
     bits = {bit for piece in pieces for bit in range(piece.lo, piece.lo + piece.width)}
@@ -100,7 +100,7 @@ def _describe(field: Field, placement: Placement, clash: Clash) -> str:
 
 
 def _first_broken_weight(field: Field, placement: Placement, clash: Clash) -> list[str]:
-    """The first weight that the clash breaks."""
+    """Notes on the first weight that the clash affects."""
     if len(clash.index) != len(field.index) or not clash.index or min(clash.index) < 0:
         return []
     shared = [1 if not i.terms or i.terms[0][0].op == "name" else
@@ -111,7 +111,7 @@ def _first_broken_weight(field: Field, placement: Placement, clash: Clash) -> li
 
 
 def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tensor:
-    """The digits of a coordinate count its elements, exactly or (ceil) with padding at the end, and no more than they must."""
+    """Checks that the digits of a coordinate count its elements, exactly or (ceil) with padding at the end, and no further."""
     used = {name for placement in tensor.placements for name in placement.vars}
     for var in tensor.vars:
         if var.name not in used:
@@ -139,7 +139,7 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
 
 
 def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tuple[list[str], int, Fit]]:
-    """(variables, tile, how well they count) for each coordinate that is not one element to a record."""
+    """(variables, tile, fit) for each coordinate that has more than one element per record."""
     wanted = list(program.field(placement.field).extents)
     if placement.flat:
         wanted = [wanted[0] * wanted[1]]
@@ -153,7 +153,7 @@ def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tu
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How records of a tile count elements.  mismatch: the records, elements and sizes where they are too few or too many."""
+    """How records of a tile count elements.  mismatch: the records, elements and sizes at which they are too few or too many."""
 
     is_tried: bool = False
     is_exact: bool = True
@@ -161,9 +161,9 @@ class Fit:
     mismatch: tuple[int, int, Mapping[str, int]] | None = None
 
 
-@lru_cache(maxsize=1 << 12)                                      # tensors, storages and edited specs ask the same again
+@lru_cache(maxsize=1 << 12)                                      # tensors, storages and edited specs repeat the question
 def _fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ...], tile: int, extent: Index) -> Fit:
-    """Compare tile * product of `counts` with `extent`, at samples of sizes for which all of `defined` have values."""
+    """Compare tile * product of `counts` with `extent`, at sample sizes for which all of `defined` have values."""
     fit = Fit()
     read = set[str]().union(*(index.names() for index in (*counts, extent)))
     for sample in distinct(samples_of(sizes, defined), sorted(read)):
@@ -179,7 +179,7 @@ def _fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ..
 
 
 def _step(extent: Index, sample: Mapping[str, int]) -> int:
-    """How many records come at once: of `8 * ceil(K / 1024)` and of `1024 * ceil(K / 1024) / 128`, eight."""
+    """The step of a number of records: 8 for `8 * ceil(K / 1024)` and for `1024 * ceil(K / 1024) / 128`."""
     by = 1
     if len(extent.terms) == 1 and extent.terms[0][0].op == "exact":
         extent, divisor = extent.terms[0][0].args[0] * extent.terms[0][1], extent.terms[0][0].args[1]

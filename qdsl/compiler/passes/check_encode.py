@@ -1,7 +1,7 @@
 """Checks that the encode scheme exists, gets the fields that it chooses, and is the inverse of decode.
 
-Does: checks roles and options, and that fields of one level share a subscript; matches decode with what the scheme inverts and
-reads the constants off it.  Does not: judge whether a scheme suits a format.
+Does: checks roles and options, and that fields of one level share a subscript; matches decode with the formula that the scheme
+inverts, and reads its constants.  Does not: judge whether a scheme suits a format.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Options = dict[str, str | int | float]
 _OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
                                                "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
-ALIKE = (("scale", "choice"), ("code", "sign"))                  # and of schemes of any values
+ALIKE = (("scale", "choice"), ("code", "sign"))                  # of schemes that need no particular values
 
 
 def check_encode(program: Program, problems: Problems) -> Program:
-    """The program with its encode scheme: the fields of its roles, its options, and the constants that decode gives it."""
+    """The program with its encode scheme: the fields of its roles, its options, and the constants from decode."""
     call = program.spec.encode
     if call is None:
         for option, _ in _storage(program).options:
@@ -60,7 +60,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
 
 
 def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Problems) -> tuple[dict[str, str], Options]:
-    """(field of each role, options) that the spec gives the scheme."""
+    """(field of each role, options) from the spec's call of the scheme."""
     roles: dict[str, str] = {}
     options: Options = {}
     if call.arguments:
@@ -83,7 +83,7 @@ def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Proble
 
 
 def _constants(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Constants | None:
-    """The constants of the first pattern of the scheme that decode matches; None where it matches none."""
+    """The constants of the first pattern of the scheme that matches decode; None if none does."""
     for i, pattern in enumerate(scheme.patterns):
         constants = _matched(program, roles, _parsed(pattern), _without_columns(program))
         if constants is not None:
@@ -92,7 +92,7 @@ def _constants(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Co
 
 
 def _without_columns(program: Program) -> Value:
-    """Decode without a factor of columns that is 1 where it is missing, as of what a scheme makes."""
+    """Decode without a factor of columns whose default is 1, because a scheme does not choose it."""
     value = program.values[-1]
     if program.affine is None or not program.affine.columns or value.op not in ("*", "/"):
         return value
@@ -103,7 +103,7 @@ def _without_columns(program: Program) -> Value:
 
 
 def _reads(program: Program, value: Value, name: str) -> bool:
-    """Whether a value is a field and nothing else."""
+    """Whether a value is just this field."""
     while value.op == "float":
         value = program.values[value.args[0]]
     return value.op == "field" and value.name == name
@@ -111,7 +111,7 @@ def _reads(program: Program, value: Value, name: str) -> bool:
 
 def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: Constants, code: Number, problems: Problems,
                    ) -> None:
-    """Options of the spec suit the type of its codes."""
+    """Adds a problem for options of the spec that do not suit the type of its codes."""
     for word in () if code.is_float else scheme.of_integers:
         if word not in options:
             problems.add(call.span, f"'{call.name}' of codes that are {code.name} needs '{word}'", scheme.summary)
@@ -125,7 +125,7 @@ def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: C
 
 
 def _check_storage_options(program: Program, call: g.Apply, scheme: Scheme, code: Number, problems: Problems) -> None:
-    """A storage chooses among the options that a caller may choose, and gives them values that they may have."""
+    """Adds a problem if a storage sets options that callers cannot choose, or illegal values."""
     offered = scheme.open(code)
     for option, choice in _storage(program).options:
         words = scheme.options[option.value] if option.value in offered else ()
@@ -179,10 +179,10 @@ def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: Options, proble
 
 def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], constants: Constants,
                   problems: Problems) -> None:
-    """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
+    """Checks that fields of one level share a subscript, and that super-blocks, and grid rows in them, are whole blocks of a row.
 
-    Levels are rising integers; a super-scale of blocks of any rows is that of the whole weight, or of blocks of blocks of the
-    flat position.
+    Levels must be rising integers.  A super-scale of blocks of any rows must be that of the whole weight, or of blocks of blocks
+    of the flat position.
     """
     for table in program.spec.tables:
         if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
@@ -210,7 +210,7 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
 
 def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], levels: Sequence[tuple[str, ...]],
                   problems: Problems) -> None:
-    """Fields of one level have the same subscript."""
+    """Adds a problem if fields of one level have different subscripts."""
     for level in levels:
         present = [role for role in level if role in roles]
         for role in present[1:]:
@@ -219,7 +219,7 @@ def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], lev
 
 
 def _check_entries(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
-    """A stored table has a level for every code."""
+    """Adds a problem unless a stored table has a level for every code."""
     code, levels = (program.field(roles[role]) for role in ("code", "levels"))
     if levels.table != (1 << code.bits,):
         problems.add(call.span, f"'{call.name}' needs a level for every code: '{levels.name}' has {levels.table[0]}, and "
@@ -229,7 +229,7 @@ def _check_entries(program: Program, call: g.Apply, roles: Mapping[str, str], pr
 
 
 def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
-    """Sums of integers over runs of columns: integers that hold the largest, or floats of the blocks of the scale."""
+    """Checks sums over runs of columns: integers that hold the largest sum, or floats per block of the scale."""
     code, field = program.field(roles["code"]).number, program.field(roles["sums"])
     size, offset = _length(field.index), constants.get("offset", 0)
     assert code is not None and field.number is not None
@@ -247,7 +247,7 @@ def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], const
 
 def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, sizes: list[int],
                 problems: Problems) -> None:
-    """A row is for as many columns as share its code; signs that are no rows are of single weights."""
+    """Checks that a table row has as many entries as columns share its code, and that other signs are per weight."""
     tables = {table.name.value: table for table in program.spec.tables}
     for role, name in (("code", "grid"), ("sign", "signs")):
         if name in constants and _length(program.field(roles[role]).index) != tables[str(constants[name])].shape[1]:
@@ -265,7 +265,7 @@ def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], const
 
 
 def _length(index: tuple[Index, ...]) -> int | None:
-    """The size of (n, k // size), which is a number; None for any other subscript."""
+    """The constant size of (n, k // size); None for any other subscript."""
     if len(index) != 2 or str(index[0]) != "n" or len(index[1].terms) != 1 or index[1].terms[0][0].op != "div":
         return None
     size = index[1].terms[0][0].args[1]
@@ -280,10 +280,10 @@ def _parsed(pattern: str) -> g.Expr:
 
 
 def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
-    """The constants with which a value is what a pattern says, whatever the order of factors and summands; None if it is not.
+    """The constants with which a value matches a pattern, in any order of factors and summands; None if it does not match.
 
-    A name of the pattern that is no role is a constant, which may be missing: a summand is an integer, and a table has a name.
-    An application is whatever depends on that role alone.
+    A name of the pattern that is no role is a constant, which may be absent: a summand is an integer, and a table has a name.  An
+    application matches any value that depends only on that role.
     """
     value = _plain(program, value)
     match pattern:
@@ -315,7 +315,7 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
 
 
 def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
-    """A sum either way round, a difference or a quotient as it stands."""
+    """Matches a sum in both orders, a difference or a quotient in its own order."""
     sides = [program.values[i] for i in value.args]
     constants = _all_matched(program, roles, (pattern.left, pattern.right), sides)
     if constants is not None or pattern.op in ("-", "/"):
@@ -324,7 +324,7 @@ def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value:
 
 
 def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
-    """Factors in any order.  Numbers are multiplied, and a factor that is 1 unless a weight has another is left out."""
+    """Matches factors in any order.  Numbers are multiplied, and an optional factor with default 1 is ignored."""
     wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
     alone: Constants | None = {}
     for part in wanted:
@@ -351,7 +351,7 @@ def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value
 
 
 def _steps_of(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
-    """The product of values that depend on these roles' fields alone, for each of their codes, the last role's the fastest."""
+    """The product of values that depend only on these roles' fields, for each of their codes, the last role's the fastest."""
     fields = [program.field(roles[role.name]) for role in pattern.arguments if isinstance(role, g.Name)]
     if {field.name for field in fields} != {name for factor in factors for name in _read(program, factor)}:
         return None
@@ -362,14 +362,14 @@ def _steps_of(program: Program, roles: Mapping[str, str], pattern: g.Apply, fact
 
 
 def _numbers(number: Number) -> list[float]:
-    """What the codes of a type stand for."""
+    """The numbers of the codes of a type."""
     if number.is_float:
         return [number.decode(code) for code in range(1 << number.bits)]
     return list(range(number.low, number.high + 1))
 
 
 def _read(program: Program, value: Value) -> set[str]:
-    """The fields and tables of rows that a value is made of, and the types that it is rounded to."""
+    """The fields and tables of rows that a value reads, and the types that it rounds to."""
     rows = {table.name.value for table in program.spec.tables if len(table.shape) > 1}
     is_own = value.op in ("field", "entry", "row", "round") or (value.op == "table" and value.name in rows)
     own = {value.name} if is_own else set()
@@ -377,7 +377,7 @@ def _read(program: Program, value: Value) -> set[str]:
 
 
 def _at(program: Program, value: Value, numbers: Mapping[str, float]) -> float:
-    """A value that depends on fields alone, where those fields are these numbers."""
+    """The number of a value that depends only on fields, for these numbers of the fields."""
     if value.op in ("field", "const"):
         return numbers[value.name] if value.op == "field" else value.const
     arguments = [_at(program, program.values[i], numbers) for i in value.args]
@@ -394,7 +394,7 @@ def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
 
 def _all_matched(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value],
                  ) -> Constants | None:
-    """The constants of all patterns, one for each value; None where a value does not match its pattern."""
+    """The constants of all patterns, one for each value; None if a value does not match its pattern."""
     total: Constants = {}
     for pattern, value in zip(patterns, values, strict=True):
         constants = _matched(program, roles, pattern, value)
@@ -421,7 +421,7 @@ def _factors(program: Program, value: Value) -> Iterator[Value]:
 
 
 def _plain(program: Program, value: Value) -> Value:
-    """The integer that is turned into a float, where one is, and what is rounded to a shorter type."""
+    """The value before a conversion to float or rounding to a shorter type."""
     while value.op in ("float", "round"):
         value = program.values[value.args[0]]
     return value

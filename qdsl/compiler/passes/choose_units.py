@@ -1,10 +1,10 @@
-"""How a kernel walks the weight, read off the bit layouts.
+"""How a kernel iterates over the weight, from the bit layouts.
 
-Does: takes the tensor that holds most bits of a weight, lets one of its elements (a word) be the unit of work, and splits the
-digits of n and k into those that move inside a word (lanes, unrolled) and those that move from word to word (the unit).
-Where elements straddle words, the unit is a whole record.  Does not: choose tile sizes; leaves `units` None where the
-layout does not fit (flat positions, ranges of elements, rows inside a record), and kernels then work weight by weight.  Codes
-that blocks of rows share make a unit of those rows in one column, whose code is loaded once.
+Does: takes an element (a word) of the tensor with most bits per weight as the unit of work.  Splits the digits of n and k into
+those that move inside a word (lanes, unrolled) and those that move from word to word (the unit).  If elements straddle words, the
+unit is a whole record.  If a block of rows shares codes, the unit is those rows in one column, whose code is loaded once.
+Does not: choose tile sizes.  It leaves `units` None for other layouts (flat positions, ranges of elements, rows inside a record);
+kernels then work weight by weight.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from qdsl.compiler.spec.source import Problems
 from qdsl.core.layout import Slice, refine, split
 
 MAX_WORDS = 8
-ROWS = 8                                                         # of a unit: each has a sum of its own
+ROWS = 8                                                         # rows per unit: each has its own sum
 _LANE_NAMES = "hijabcefuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
 class _Digit:
-    """A digit of a coordinate inside a record: whether it moves inside some word, and whether it moves some word."""
+    """A digit of a coordinate inside a record; inside, outside: whether it moves within a word, and between words."""
 
     axis: str
     weight: int
@@ -35,19 +35,19 @@ class _Digit:
 
 
 def choose_units(program: Program, problems: Problems) -> Program:
-    """Never finds problems: a layout without units is served weight by weight."""
+    """The program with units; never adds problems, because kernels can serve any layout weight by weight."""
     return replace(program, units=_units(program) or _rows_of_codes(program))
 
 
 def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
-    """Where the fields lie that have a value of their own for every weight."""
+    """The placements of fields that have a value per weight."""
     every = (ix.name("n"), ix.name("k"))
     return [(tensor, placement) for tensor in program.tensors for placement in tensor.placements
             if program.field(placement.field).index == every]
 
 
 def _rows_of_codes(program: Program) -> Units | None:
-    """A column of ROWS rows that share a code, where codes are all of [n // size, k]; None elsewhere."""
+    """A unit of ROWS rows of a column that share a code, if codes are [n // size, k]; else None."""
     single = {field.index for field in program.fields if field.number is not None and len(field.index) == 2
               and field.index[1] == ix.name("k")}
     atom = next(iter(single))[0].terms[0][0] if len(single) == 1 else None
@@ -77,7 +77,7 @@ def _units(program: Program) -> Units | None:
     if "" in variables.values():
         return None
     names = iter(letter for letter in _LANE_NAMES if letter not in variables.values())
-    # Outermost the lanes that choose a word, so that a word is loaded once and cut in the loops inside.
+    # Lanes that choose a word are the outer loops, so that a word is loaded once and cut in the inner loops.
     inside = sorted((d for d in digits if d.inside), key=lambda d: (d.axis == "k", not d.outside, -d.weight))
     lanes = tuple(Lane(next(names), d.axis, d.weight, d.extent) for d in inside)
     steps = sorted(((d.weight, d.extent) for d in digits if not d.inside), reverse=True)
@@ -88,7 +88,7 @@ def _units(program: Program) -> Units | None:
 
 
 def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit] | None:
-    """Digits of n and k inside a record, cut where any slice cuts; None where the cuts do not nest."""
+    """Digits of n and k inside a record, split at every border of slices; None if the borders do not nest."""
     digits: list[_Digit] = []
     for axis, letter in enumerate("nk"):
         size = placement.extents[axis]
@@ -108,7 +108,7 @@ def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit
 
 
 def _merge(digits: list[_Digit]) -> list[_Digit]:
-    """Neighbouring digits of a unit as one: their words follow one another wherever the text asks for both."""
+    """Adjacent digits of a unit merged if their words are consecutive in memory."""
     merged: list[_Digit] = []
     for digit in digits:
         last = merged[-1] if merged else None
@@ -121,7 +121,7 @@ def _merge(digits: list[_Digit]) -> list[_Digit]:
 
 
 def _contiguous(tensor: Tensor, variables: dict[str, str], steps: bool) -> str:
-    """The axis whose neighbours are neighbours in memory: that of the last digit of the tensor's last axis."""
+    """The axis that is contiguous in memory: that of the last digit of the tensor's last axis."""
     digits = tensor.axes[-1].digits
     if digits[-1] == "" and (steps or len(digits) == 1):
         return "k"

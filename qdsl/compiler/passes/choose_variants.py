@@ -1,6 +1,6 @@
-"""Which programs a spec stands for: one per storage and per choice of the parameters that shape its bits.
+"""The programs of a spec: one per storage and per choice of the parameters that change its bits.
 
-Does: finds the structural parameters (those that types, records, stored operations or decode read, dims followed), applies
+Does: finds the structural parameters (those that types, records, stored operations or decode read, also through dims), applies
 the storages' `where`, and lists the combinations.  Does not: look into fields, records or expressions beyond their names.
 """
 
@@ -21,7 +21,7 @@ MAX_PROGRAMS = 128
 
 
 def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
-    """Programs in the order of the storages, then of the parameters' values."""
+    """The programs in the order of the storages, then of the parameters' values."""
     structural = _structural(spec)
     for param in spec.params:
         _check_values(param, param.name.value in structural, problems)
@@ -42,7 +42,7 @@ def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
 
 
 def _structural(spec: Spec) -> set[str]:
-    """Names of parameters and dims that decide the text of generated code; not of those that are only sizes of blocks."""
+    """Names of parameters and dims that change generated code; without those that are only block sizes."""
     parts = [part for field in spec.fields for part in field.typed.index]
     used = set(_computed(spec.decode)) | {word for part in parts if not _moves(part) for word in g.names(part)}
     stored = [tensor for storage in spec.storages for tensor in storage.tensors]
@@ -63,12 +63,12 @@ def _structural(spec: Spec) -> set[str]:
 
 
 def _moves(part: g.Expr) -> bool:
-    """Whether a subscript is of rows or columns: a block, and not an extent."""
+    """Whether a subscript reads rows or columns, that is, is a block and not an extent."""
     return not {"n", "k"}.isdisjoint(g.names(part))
 
 
 def _computed(expr: g.Expr) -> Iterator[str]:
-    """What decode computes with: every name but those in subscripts that only say which block a stored table is of."""
+    """The names that decode computes with: all but those in subscripts that only select the block of a stored table."""
     match expr:
         case g.Subscript(word, index):
             yield word
@@ -100,7 +100,7 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
 
 
 def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, tuple[int | str, ...]]:
-    """The values that a storage's `where` leaves to parameters, in the order of the parameter's own."""
+    """The values that a storage's `where` allows for parameters, in the order of the parameter's values."""
     params = {param.name.value: param for param in spec.params}
     fixed: dict[str, tuple[int | str, ...]] = {}
     for key, values in storage.only:

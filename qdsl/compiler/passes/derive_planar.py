@@ -1,10 +1,10 @@
 """The planar storage: a format's fields laid out for matrix units.
 
-Does: where decode is a line in its code (factor_decode), or in one that stands for rows of tables (expand_codes), and the code's
-bits fit registers, writes one more storage in the language of specs.  That has the code in planes of 4, 2 and 1 bits (or 8), each
-chunk of 128 columns in the order in which a warp's lanes want it (gpu/kernels/lanes.py), and every other field in a tensor, row
-by row, in bytes or its own float type; two small integers of the same blocks share bytes.  It then takes the way of every other
-storage through the passes, which prove that it holds each bit once.
+Does: writes one more storage in the language of specs, if decode is affine in a code (factor_decode), or in a code that replaces
+table rows (expand_codes), whose bits fit registers.  The storage has the code in planes of 4, 2 and 1 bits (or 8), with each
+chunk of 128 columns in the order of a warp's lanes (gpu/kernels/lanes.py).  Every other field has a tensor, row by row, in bytes
+or its own float type; two small integers of the same blocks share bytes.  The storage then goes through the passes like any
+other, which prove that it holds each bit once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from qdsl.core.numbers import Number, number
 
 PLANAR, ORDER = "planar", "order"
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
-# Columns of a record, its loops, and where its chunks of 128 columns are, by the width of the first plane and of a plane.
-# Bits of a later plane lie as far apart as the first plane's codes, so that one shift brings two of them to their place.
+# Columns of a record, its loops, and the place of its chunks of 128 columns, by the width of the first plane and of a plane. Bits
+# of later planes are as far apart as the first plane's codes, so that one shift moves a pair of them into place.
 ORDERS = {
     (8, 8): (128, "h<2 c<4 u<4 e<2 i<2", "128*t"),
     (4, 4): (128, "c<4 u<4 e<2 i<2 h<2", "128*t"),
@@ -37,23 +37,23 @@ ORDERS = {
     (2, 1): (512, "c<4 u<4 e<2 i<2 j<2 h<2 l<2", "512*t + 256*l + 128*j"),
     (1, 1): (512, "c<4 u<4 e<2 i<2 l<2 j<2 h<2", "512*t + 256*l + 128*j"),
 }
-# A float of 4 bits in two parts, each of which chooses a byte (gpu/kernels/codebook.py).
+# A 4-bit float in two parts, each of which selects a byte (gpu/kernels/codebook.py).
 FLOAT_ORDER = (128, "c<4 u<4 i<2 e<2 p<2 h<2", "128*t")
-LOOKED_UP = ("u2", "u3", "u4", "u5", "u6", "u7", "u8")           # codes that stand for the numbers of a table
-IN_REGISTERS = 32                                                # numbers of a table; of longer ones each is loaded
-LOOKED_UP_ORDERS = {                                             # bytes are looked up four at a time (gpu/kernels/codebook.py)
+LOOKED_UP = ("u2", "u3", "u4", "u5", "u6", "u7", "u8")           # codes that index a table
+IN_REGISTERS = 32                                                # longest table in registers; longer ones are loaded from memory
+LOOKED_UP_ORDERS = {                                             # four bytes are looked up at a time (gpu/kernels/codebook.py)
     (4, 4): (128, "c<4 u<4 i<2 e<2 h<2", "128*t"),
     (4, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<4", "512*t + 128*j"),
     (2, 2): (256, "c<4 u<4 i<2 e<2 h<2 j<2", "256*t + 128*j"),
     (2, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<2 l<2", "512*t + 256*l + 128*j"),
 }
-FLOAT_CODES = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")           # whose bits become a 16-bit float's by shifts alone
-X_FLOATS = {"f32", "bf16", "f16"}                                # of factors that x meets
+FLOAT_CODES = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")           # shifts alone turn their bits into a 16-bit float
+X_FLOATS = {"f32", "bf16", "f16"}                                # of column factors that x is multiplied by
 GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
 
 
 def derive_planar(programs: Sequence[Program]) -> Program | None:
-    """A program of the same params with the planar storage, before its passes; None where the format has none.
+    """A program of the same params with the planar storage, before its passes; None if the format has none.
 
     programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
     """
@@ -77,7 +77,7 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
 
 
 def why_no_planar(programs: Sequence[Program]) -> str:
-    """Why a format has no planar storage, in one line; '' where it has one for some choice of params."""
+    """Why a format has no planar storage, in one line; '' if it has one for some choice of params."""
     if any(program.storage == PLANAR for program in programs):
         return ""
     program = _with_codes([program for program in programs if program.params == programs[0].params])
@@ -85,18 +85,18 @@ def why_no_planar(programs: Sequence[Program]) -> str:
 
 
 def _with_codes(programs: Sequence[Program]) -> Program | str:
-    """The last program with a code per weight, and the values of fields that some storage does not hold; or why there is none."""
+    """The last program with a code per weight, and values for fields that some storage lacks; or why there is none."""
     missing = {key: value for other in programs for key, value in (*other.where.items(), *other.defaults.items())}
     return expand_codes(replace(programs[-1], defaults=missing), _divisor(programs))
 
 
 def _divisor(programs: Sequence[Program]) -> int:
-    """What K is a multiple of wherever a storage has whole blocks that all of them have."""
+    """The number that K is a multiple of if every storage has whole blocks."""
     return gcd(*(divisor_of("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
 
 
 def _obstacle(program: Program) -> str:
-    """The first condition of the planar storage that a format does not meet; '' where it meets all."""
+    """The first condition of the planar storage that a format violates; '' if it meets all."""
     affine = program.affine
     if affine is None:
         return why_not_affine(program)
@@ -119,12 +119,12 @@ def _obstacle(program: Program) -> str:
 
 
 def is_stored(program: Program, table: str) -> bool:
-    """Whether a table is a field, whose numbers are stored with the weight."""
+    """Whether a table is a field, stored with the weight."""
     return any(field.name == table for field in program.fields)
 
 
 def _obstacle_of_table(program: Program, table: Field) -> str:
-    """Why kernels cannot look codes up in a stored table; '' where they can: it is of rows, and of floats of 16 or 32 bits."""
+    """Why kernels cannot look codes up in a stored table; '' if they can: it has rows, of 16-bit or 32-bit floats."""
     if table.kind not in X_FLOATS | program.params.keys():
         return f"stored table '{table.name}' is no {', '.join(sorted(X_FLOATS))}"
     if len(table.index) > 1 or any((coordinate(program, index) or "k")[0] == "k" for index in table.index):
@@ -133,7 +133,7 @@ def _obstacle_of_table(program: Program, table: Field) -> str:
 
 
 def _obstacle_of_group(program: Program, name: str) -> str:
-    """Why kernels cannot read a field of groups; '' where they can."""
+    """Why kernels cannot read a field of groups; '' if they can."""
     assert program.affine is not None
     if any((atom := ix.flat_of(index)) is not None and atom.op == "mod" for index in program.field(name).index):
         return f"weights that share a '{name}' lie far apart, so that each column of a row has its own"
@@ -149,9 +149,9 @@ def _text(value: str, span: Span) -> Text:
 
 
 def order_name(program: Program) -> str:
-    """What the tensor is called that may hold an order of the columns; '' where there is none.
+    """The name of the tensor that may hold an order of the columns; '' without one.
 
-    Of a planar program there is one where an index field alone says which values columns share; else its spec names it.
+    A planar program has one if only an index field tells which values columns share; another program if its spec names it.
     """
     authored = next((storage.order for storage in program.spec.storages if storage.name.value == program.storage), None)
     if authored is not None:
@@ -168,14 +168,14 @@ def order_name(program: Program) -> str:
 
 
 def is_code(number: Number | None, table: str = "") -> bool:
-    """Whether the planar storage has an order for codes of this type, which are numbers or are looked up in a table."""
+    """Whether the planar storage supports codes of this type, which are numbers or index a table."""
     if number is None or (table and number.name not in LOOKED_UP):
         return False
     return number.name in FLOAT_CODES if number.is_float else number.bits in PLANES
 
 
 def _is_group(program: Program, field: Field) -> bool:
-    """Whether a group's field is a number that a kernel reads as it is stored, and lies by rows and columns."""
+    """Whether a kernel can read a group's field in its stored form, by rows and columns."""
     number = field.number
     if number is None or (number.is_float and number.name not in GROUP_FLOATS) or (not number.is_float and number.bits > 8):
         return False
@@ -185,14 +185,14 @@ def _is_group(program: Program, field: Field) -> bool:
 
 
 def _is_whole_table(program: Program, name: str) -> bool:
-    """Whether the table that a group's field is looked up in, if any, has a number for each of its values."""
+    """Whether the table that a group's field indexes, if any, has a number for each of its values."""
     assert program.affine is not None
     word, kind = program.affine.lookups.get(name), program.field(name).number
     return word is None or (kind is not None and kind.kind == "unsigned" and program.spec.table(word).shape == (kind.high + 1,))
 
 
 def shared(program: Program, field: Field) -> int:
-    """How many blocks of the flat position share a number of a field: of the shortest that any field has; 1 of that itself."""
+    """How many of the shortest blocks of the flat position share a number of a field; 1 for the field with these blocks."""
     assert program.affine is not None
     blocks = [program.field(name).index for name in (field.name, *program.affine.fields)]
     flat = [ix.as_index(atom.args[1]) for index in blocks if len(index) == 1 and (atom := ix.flat_of(index[0])) is not None]
@@ -201,16 +201,16 @@ def shared(program: Program, field: Field) -> int:
 
 
 def _multiple(index: Index, of: Index) -> int:
-    """How many times one expression is another; 0 where it is no multiple."""
+    """How many times one expression is another; 0 if it is no multiple."""
     pairs = [(index.const, of.const), *((c, dict(of.terms).get(atom, 0)) for atom, c in index.terms)]
     ratios = {whole // part if part and whole % part == 0 else 0 for whole, part in pairs if whole or part}
     return ratios.pop() if len(ratios) == 1 and len(index.terms) == len(of.terms) else 0
 
 
 def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
-    """The axis and the block of every coordinate; blocks of the flat position, of which rows hold whole ones, are of rows too.
+    """The axis and block of every coordinate; blocks of the flat position are blocks of a row if rows hold whole blocks.
 
-    None where a subscript is something else.  Of a field whose numbers several blocks share (`shared`), those blocks.
+    None if a subscript is something else.  For a field that several blocks share (`shared`), those blocks.
     """
     flat = [atom for index in field.index if (atom := ix.flat_of(index)) is not None]
     if flat:
@@ -225,7 +225,7 @@ def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
 
 
 def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
-    """The axis of a subscript and the block it is divided by, '1' where it is not: of n, n // b, k // b, or an index field."""
+    """The axis of a subscript and its block, '1' without one: for n, n // b, k // b, or an index field."""
     if str(index) in ("n", "k"):
         return (str(index), "1") if str(index) == "n" else None
     atom, coefficient = index.terms[0] if len(index.terms) == 1 else (None, 0)
@@ -241,14 +241,14 @@ def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
 
 
 def _in_order(program: Program, field: Field) -> Index | None:
-    """What an index field is where columns lie in order."""
+    """The value of an index field if columns are in order."""
     return program.defaults.get(field.name) or program.where.get(field.name)
 
 
 def float_of_table(program: Program, table: str) -> tuple[Number, float] | None:
-    """The small float, and the power of two times its numbers, that a table has for 4 bits; None where it has others.
+    """The 4-bit float with the numbers of a table, and the power of two between them; None if there is none.
 
-    The sign of a zero, which no sum of products shows, may differ.
+    The sign of zero may differ, because no sum of products shows it.
     """
     values = [] if is_stored(program, table) else [float(value) for value in program.spec.table(table).values[:16]]
     for name in FLOAT_CODES:
@@ -279,7 +279,7 @@ def _planes(program: Program, code: Field, table: str, span: Span) -> Iterator[T
 
 
 def _byte_shares(program: Program) -> dict[str, Field]:
-    """Fields that lie in the bytes of others, by the names of those: unsigned integers of the same blocks, never left out."""
+    """Fields that share bytes with others, by the names of those: unsigned integers of the same blocks, always stored."""
     assert program.affine is not None
     shares: dict[str, Field] = {}
     alone: list[Field] = []
@@ -297,7 +297,7 @@ def _byte_shares(program: Program) -> dict[str, Field]:
 
 
 def _plain(program: Program, field: Field, divisor: int, span: Span, other: Field | None = None) -> Tensor:
-    """A field alone, rows first; integers below 8 bits in bytes, with `other` behind them.  K is a multiple of `divisor`."""
+    """A tensor of one field, rows first; integers below 8 bits are bytes, with `other` above.  K is a multiple of `divisor`."""
     assert field.number is not None
     pairs = [("k", "1")] if field.index == (ix.name("k"),) else coordinates(program, field) or []
     flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage

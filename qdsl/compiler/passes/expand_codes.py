@@ -1,10 +1,9 @@
-"""A code per weight, in place of rows of tables and other fields that fewer columns share than a kernel's group.
+"""A code per weight that replaces table rows and other fields which fewer columns share than a kernel's group.
 
-Does: where decode reads such fields in one part of its formula alone, counts the numbers that the part can be, and writes the
-spec with a code for them: `levels[q]`, or `a * q + b` where the numbers are evenly spaced.  IQ2's rows of {8, 25, 43} and their
-signs become codes of six numbers.  The rest of decode stays as it is, so that every weight keeps its bits; rows are found again
-by their entries, which must differ.
-Does not: read tables that are stored with a weight, whose numbers no compiler knows.
+Does: if decode reads such fields in only one part of its formula, computes all values of that part and writes a spec with a code
+for them: `levels[q]`, or `a * q + b` if the values are evenly spaced.  IQ2's rows of {8, 25, 43} and their signs become codes of
+six numbers.  The rest of decode stays unchanged, so that every weight keeps its bits.  Rows are recovered from their entries,
+which must differ.  Does not: read tables that are stored with a weight, whose numbers the compiler does not know.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problems, Span, Text
 from qdsl.core.numbers import round_to_f32
 
-GROUP = 16                                                       # columns that share a number of a group, at least
-MAX_NUMBERS = 256                                                # of a code
-MAX_LEVELS = 16                                                  # of a code that is looked up
-MAX_ROWS = 1 << 16                                               # of all entries that a row can have, when it is looked for
-FRACTION = 16                                                    # bits of a fraction that are taken out of numbers
+GROUP = 16                                                       # least columns that share a number of a group
+MAX_NUMBERS = 256                                                # per code
+MAX_LEVELS = 16                                                  # of a code that indexes a table
+MAX_ROWS = 1 << 16                                               # combinations of entries that a search for rows may index
+FRACTION = 16                                                    # bits of a fraction that are moved out of numbers
 
 Numbers = tuple[int, ...] | tuple[float, ...]
 
 
 def expand_codes(program: Program, divisor: int) -> Program | str:
-    """The program with a code per weight, typed and factored; itself where it has one; or why there is none.
+    """The program with a code per weight, typed and factored; itself if it has one; or why there is none.
 
-    divisor: what K is a multiple of in all storages.
+    divisor: the number that K is a multiple of in all storages.
     """
     fields = [field for field in program.fields if _columns(field) is not None and field.index != (name("k"),)]
     if not fields or [field.index for field in fields] == [(name("n"), name("k"))]:
@@ -64,7 +63,7 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
 
 
 def _columns(field: Field) -> int | None:
-    """How many columns share a value, where they are fewer than a kernel's group; else None."""
+    """How many columns share a value, if fewer than a kernel's group; else None."""
     if field.number is None or not field.index:
         return None
     if field.index[-1] == name("k"):
@@ -77,7 +76,7 @@ def _columns(field: Field) -> int | None:
 
 
 def _part(expr: g.Expr, names: set[str], fields: set[str]) -> g.Expr | None:
-    """The largest part of decode that reads all of these fields and no others; None where others lie in between."""
+    """The largest part of decode that reads all of these fields and no others; None if others are in between."""
     read = set(_reads(expr)) & fields
     if read == names:
         return expr
@@ -104,7 +103,7 @@ def _rounds(expr: g.Expr) -> bool:
 
 
 def _reads(expr: g.Expr) -> Iterator[str]:
-    """The names that stand for a field, once for each time."""
+    """The names of fields in an expression, once per occurrence."""
     if isinstance(expr, g.Name):
         yield expr.name
     for part in _operands(expr):
@@ -112,7 +111,7 @@ def _reads(expr: g.Expr) -> Iterator[str]:
 
 
 def _factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
-    """What a weight gets of a field, or why nobody could find the field again."""
+    """A field's factor of a weight, or why the field could not be recovered from it."""
     assert field.number is not None
     columns, count = _columns(field) or 1, field.number.high + 1
     if Counter(_reads(part))[field.name] != 1:
@@ -134,7 +133,7 @@ def _factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
 
 
 def _table_of(expr: g.Expr, field: str) -> str:
-    """The table whose rows a field chooses; '' where it stands for itself."""
+    """The table whose rows a field selects; '' if the field is the number."""
     for part in _operands(expr):
         if isinstance(expr, g.Subscript) and field in _reads(expr.index[0]):
             return expr.name
@@ -144,7 +143,7 @@ def _table_of(expr: g.Expr, field: str) -> str:
 
 
 def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
-    """A part of decode with numbers for its fields, rounded as decode is: integers exactly, floats to float32."""
+    """The number of a part of decode for these field values, rounded as in decode: integers exactly, floats to float32."""
     match expr:
         case g.Number(value):
             return value
@@ -164,7 +163,7 @@ def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
 
 
 def _expanded(program: Program, part: g.Expr, factors: list[Factor]) -> Program | str:
-    """The program of the spec in which one code stands for the part."""
+    """The program of the spec in which a code replaces the part."""
     span = program.spec.span
     joint = [_number(part, dict(zip([factor.field for factor in factors], numbers, strict=True)))
              for numbers in product(*(factor.numbers for factor in factors))]
@@ -197,7 +196,7 @@ def _expanded(program: Program, part: g.Expr, factors: list[Factor]) -> Program 
 
 
 def _as_integers(numbers: list[int | float]) -> tuple[Numbers, float | int]:
-    """Numbers as integers times a power of two, where they are; else as they are, times 1."""
+    """The numbers as integers times a power of two, if possible; else unchanged, times 1."""
     for bits in range(FRACTION):
         scaled = [number * 2 ** bits for number in numbers]
         if all(number == int(number) for number in scaled):
@@ -214,7 +213,7 @@ def _even(code: str, numbers: Numbers, span: Span) -> g.Expr:
 
 
 def _replaced(expr: g.Expr, part: g.Expr, by: g.Expr) -> g.Expr:
-    """An expression with another in place of a part."""
+    """An expression in which `by` replaces a part."""
     if expr is part:
         return by
     match expr:
@@ -228,7 +227,7 @@ def _replaced(expr: g.Expr, part: g.Expr, by: g.Expr) -> g.Expr:
 
 
 def _read_tables(tables: list[Table], decode: g.Expr) -> tuple[Table, ...]:
-    """The tables that decode reads, and those that they are computed from."""
+    """The tables that decode reads, and the tables that these are computed from."""
     wanted = set(g.names(decode))
     for table in reversed(tables):
         if table.formula is not None and table.name.value in wanted:

@@ -1,9 +1,9 @@
-"""Decode as a line in its code: w = (scale * (code + zero) + offset) * columns.
+"""Decode as an affine function of its code: w = (scale * (code + zero) + offset) * columns.
 
-Does: where decode reads one field that each weight has for itself, or what a table has for it, and reads it once and
-linearly, finds scale, zero and offset as sums of products of the other fields; the matmul kernels then sum x * code and apply
-the rest once per group.  A field of columns alone that multiplies or divides all of it meets x instead.
-Does not: change decode, whose order of roundings is the format's definition; leaves `affine` None for any other formula.
+Does: if decode reads one field with a value per weight, or its table entry, once and linearly, finds scale, zero and offset as
+sums of products of the other fields.  The matmul kernels then sum x * code and apply the rest once per group.  A field of columns
+that multiplies or divides the whole formula scales x instead.  Does not: change decode, whose order of roundings is the format's
+definition; leaves `affine` None for other formulas.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _Sum = Mapping[tuple[str, ...], Fraction]                        # coefficient b
 
 
 def factor_decode(program: Program, problems: Problems) -> Program:
-    """Never finds problems: a formula of another kind is computed weight by weight."""
+    """The program with `affine`; never adds problems: other formulas are computed weight by weight."""
     affine = _affine(program)
     return replace(program, affine=None if isinstance(affine, str) else affine)
 
 
 def why_not_affine(program: Program) -> str:
-    """Why decode is no line in a code; '' where it is one."""
+    """Why decode is not affine in a code; '' if it is."""
     affine = _affine(program)
     return affine if isinstance(affine, str) else ""
 
 
 def _affine(program: Program) -> Affine | str:
-    """The line, or why there is none."""
+    """The affine form, or why there is none."""
     codes = [field.name for field in program.fields if field.index == (ix.name("n"), ix.name("k"))]
     if len(codes) != 1:
         return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
@@ -71,19 +71,19 @@ def _affine(program: Program) -> Affine | str:
 
 
 def _columns(program: Program, sums: _Sum) -> str:
-    """The field of [k] alone that every product has once, '/name' where it divides them; '' for none."""
+    """The field of [k] that every product contains once, '/name' if it divides; '' for none."""
     names = [field.name for field in program.fields if field.index == (ix.name("k"),) and field.number is not None]
     return next((factor for name in names for factor in (name, f"/{name}")
                  if sums and all(product.count(factor) == 1 for product in sums)), "")
 
 
 def _looked_up(name: str) -> str:
-    """The field of a factor, which may be looked up in a table."""
+    """The field of a factor, whether or not a table is looked up."""
     return name[:-1].partition("[")[2] if "[" in name else name
 
 
 def _expanded(program: Program) -> _Sum | None:
-    """Decode as a sum of products; None where it divides by a sum, or is long."""
+    """Decode as a sum of products; None if it divides by a sum, or is too long."""
     sums: list[_Sum | None] = []
     for value in program.values:
         args = [part for arg in value.args if (part := sums[arg]) is not None]
@@ -92,13 +92,13 @@ def _expanded(program: Program) -> _Sum | None:
 
 
 def _step(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
-    """A step of decode as a sum of products, from those of its arguments; None where it is none."""
+    """A step of decode as a sum of products, from those of its arguments; None if it has no such form."""
     match value.op, args:
         case "field", _:
             return {(value.name,): Fraction(1)}
         case "table", [index]:
             return _looked_up_by(program, value.name, index)
-        case "entry", [index]:                                   # of a code that chooses all of a stored table
+        case "entry", [index]:                                   # of a code that indexes a whole stored table
             codes = [field.name for field in program.fields if index == {(field.name,): 1}]
             return {(f"{value.name}[{codes[0]}]",): Fraction(1)} if codes else None
         case "const", _:
@@ -118,9 +118,9 @@ def _step(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
 
 
 def _looked_up_by(program: Program, table: str, index: _Sum) -> _Sum | None:
-    """A table's number by a field, or by one of every weight behind a choice: levels[16 * h + q] is levels[q] + 4 * h.
+    """A table lookup by a field, or by a code plus a choice: levels[16 * h + q] is levels[q] + 4 * h.
 
-    That holds where a table's parts, one for each choice, differ by a step alone.  None for any other subscript.
+    The latter requires that the parts of the table, one per choice, differ by a constant step.  None for other subscripts.
     """
     fields = {product[0]: c for product, c in index.items() if len(product) == 1}
     codes = [name for name, c in fields.items() if c == 1]
@@ -139,7 +139,7 @@ def _looked_up_by(program: Program, table: str, index: _Sum) -> _Sum | None:
 
 
 def _step_of_parts(numbers: Sequence[int | float], length: int) -> Fraction | None:
-    """By how much each part of a table has larger numbers than the one before; None where that is no step."""
+    """The constant step between the parts of a table; None if it is not constant."""
     steps = {Fraction(after) - Fraction(before) for before, after in zip(numbers, numbers[length:], strict=False)}
     return steps.pop() if len(steps) == 1 else None
 
@@ -155,9 +155,9 @@ def _multiplied(left: _Sum, right: _Sum) -> _Sum | None:
 
 
 def _divided(left: _Sum, right: _Sum) -> _Sum | None:
-    """A sum of products over one product; None where it has a quotient or a table.
+    """A sum of products divided by one product; None if that has a quotient or a table.
 
-    A quotient of numbers is rounded to float32, as kernels multiply with it.
+    A quotient of numbers is rounded to float32, because kernels multiply by it.
     """
     (by, divisor), = right.items()
     if not divisor or any(name[0] == "/" or "[" in name for name in by):
@@ -171,13 +171,13 @@ def _rounded(number: Fraction) -> Fraction:
 
 
 def _kept(terms: _Sum) -> _Sum | None:
-    """The terms other than 0; None where they are too many or too long."""
+    """The nonzero terms; None if they are too many or too long."""
     kept = {product: c for product, c in terms.items() if c}
     return kept if len(kept) <= MAX_TERMS and all(len(product) <= MAX_TERMS for product in kept) else None
 
 
 def _quotient(dividend: _Sum, scale: _Sum) -> _Sum | None:
-    """dividend / scale where that is a sum of products, found by the longest product of scale; None elsewhere."""
+    """dividend / scale if that is a sum of products, found by the longest product of scale; else None."""
     if not dividend:
         return {}
     if dividend.keys() == scale.keys():
@@ -197,7 +197,7 @@ def _quotient(dividend: _Sum, scale: _Sum) -> _Sum | None:
 
 
 def _terms(total: _Sum) -> Terms | None:
-    """Coefficients as floats; None where float32 does not hold one."""
+    """Coefficients as floats; None if float32 does not hold one exactly."""
     if any(c != Fraction(float(c)) or abs(float(c)) > 2.0 ** 100 for c in total.values()):
         return None
     return tuple((float(c), product) for product, c in sorted(total.items(), key=lambda term: (-len(term[0]), term[0])))

@@ -1,6 +1,6 @@
-"""From records to strided bit layouts, the normal form that every later step reads.
+"""Strided bit layouts from records: the normal form that every later step reads.
 
-Does: gathers the pieces of each field into slices.  Does not: choose anything; the layout is what the record says.
+Does: gathers the pieces of each field into slices.  Does not: make choices; the record determines the layout.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
 
 @lru_cache(maxsize=256)
 def _copies(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
-    """The slices of second copies, of third ones, and so on; None where some are not of all elements, or not strided."""
+    """The slices of second copies, third copies, and so on; None if some are incomplete or not strided."""
     groups: list[list[Piece]] = []
     count: Counter[tuple[tuple[int, ...], int]] = Counter()
     for piece in walk(lines):

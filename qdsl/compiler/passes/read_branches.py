@@ -1,4 +1,4 @@
-"""The side branches of a format: what is added to the decoded weight, and how its tensors lie.
+"""The side branches of a format: terms added to the decoded weight, and the layout of their tensors.
 
 Does: finds the tensor of every field of a branch, and checks that the digits of its axes make up the field's subscripts, each
 once.  Does not: look into the storages, all of which have these tensors.
@@ -20,14 +20,14 @@ from qdsl.compiler.spec.source import Problems, did_you_mean
 from qdsl.core.branches import BRANCHES, COLUMN, ENTRIES, RANK, Role
 from qdsl.core.numbers import TORCH_FLOATS
 
-INDEX, WORD, HALF = "i32", 32, 16                                # the type of indices and of words, and bits of these
+INDEX, WORD, HALF = "i32", 32, 16                                # the type of indices; bits of words and of half words
 WORDS = "words i32[e<E] hold two in 16 bits each, column[e].lo:16 value[e]; values are f16"
-FLOATS = ("f32", "f16", "bf16")                                  # of values of a branch
+FLOATS = ("f32", "f16", "bf16")                                  # types of values of a branch
 assert set(FLOATS) <= TORCH_FLOATS.keys()
 
 
 def read_branches(program: Program, problems: Problems) -> Program:
-    """The program with its branches; adds a problem for a tensor that is none of a field of its branch."""
+    """The program with its branches; adds a problem for a tensor that holds no field of its branch."""
     spec = program.spec
     if not spec.plus:
         return program
@@ -39,7 +39,7 @@ def read_branches(program: Program, problems: Problems) -> Program:
 
 
 def _check_names(program: Program, problems: Problems) -> None:
-    """Tensors of branches, and fields of these, have names of their own."""
+    """Tensors of branches, and their fields, must have unique names."""
     spec = program.spec
     taken = {item.stored_name.value for storage in spec.storages for item in storage.tensors}
     taken |= {param.name.value for param in spec.params}
@@ -58,7 +58,7 @@ def _check_names(program: Program, problems: Problems) -> None:
 
 
 def _branch(program: Program, branch: model.Branch, problems: Problems) -> Branch | None:
-    """The branch with its tensors in the order of its fields; None where some are wrong."""
+    """The branch with its tensors in the order of its fields; None if some are wrong."""
     roles = BRANCHES[branch.kind.value].roles
     read = [_tensor(program, branch, tensor, item, half, problems) for tensor in branch.tensors
             for item, half in _items(tensor, roles)]
@@ -85,7 +85,7 @@ def _shown(field: str, role: Role) -> str:
 
 def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.Item | None, half: str, problems: Problems,
             ) -> BranchTensor | None:
-    """The tensor of a field of a branch; None, with a problem, where it is none.  half: where words hold the field."""
+    """The tensor of a branch's field; None, with a problem, if it is wrong.  half: how words hold the field."""
     roles = BRANCHES[branch.kind.value].roles
     if item is None or item.field is None or tensor.shape is None:
         problems.add(tensor.record_text.span, "a tensor of a branch holds one field, element by element",
@@ -123,8 +123,9 @@ def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: 
 
 
 def _items(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item | None, str]]:
-    """The one item of a record that is a whole element; of words of 32 bits the low bits of a list's index and its value in f16,
-    and where.
+    """The single item of a record, with ''; or two halves of a 32-bit word with their places.
+
+    The low half is a list's index, the high half its value in f16.
     """
     lines = tensor.record
     items = lines[0].items if len(lines) == 1 and not lines[0].loops else ()
@@ -143,7 +144,7 @@ def _is_half(item: g.Item) -> bool:
 
 
 def _check_type(program: Program, kind: g.Type, field: str, role: Role, problems: Problems) -> bool:
-    """Whether elements are i32 of an index, floats of values; adds a problem where they are not."""
+    """Whether elements are i32 for an index, floats for values; adds a problem if not."""
     number = number_of(program, kind, problems, stored=True)
     if number is None:
         return False
@@ -155,7 +156,7 @@ def _check_type(program: Program, kind: g.Type, field: str, role: Role, problems
 
 def _order(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Index], role: Role, constants: dict[str, Index],
            problems: Problems) -> tuple[tuple[int, ...], ...] | None:
-    """Of every subscript its digits, slowest first, as places among all; None, with a problem, where they do not make it up."""
+    """For every subscript its digits, slowest first, as indices into all digits; None, with a problem, if they do not match."""
     if len(item.index) != len(role.extents):
         problems.add(item.span, f"{_shown(field, role)} has {len(role.extents)} subscripts, not {len(item.index)}")
         return None
@@ -177,7 +178,7 @@ def _order(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Inde
 
 
 def _covers(steps: Sequence[tuple[int, int]], digits: Sequence[Index], whole: str) -> bool:
-    """Whether digits, the fastest first, step by what all faster ones reach, up to the extent of a subscript."""
+    """Whether digits, fastest first, each step by the product of faster extents, up to the extent of a subscript."""
     extent = name("N") + 1 if whole == "N + 1" else name(whole)
     reach = 1
     for i, (step, place) in enumerate(steps):

@@ -1,7 +1,7 @@
-"""Storage tensors and their records, with everything constant that must be constant.
+"""Storage tensors and their records, with all loops, widths and offsets resolved to constants.
 
 Does: resolves element types, variables, axes, record lines, optional values and stored operations of one storage, and finds
-for every field which variable carries it from record to record.  Does not: check that the bits are complete
+for every field the variable that selects its record.  Does not: check that the bits are complete
 (check_coverage) or look for strides (infer_layouts).
 """
 
@@ -51,8 +51,9 @@ def read_records(program: Program, problems: Problems) -> Program:
 
 
 def _domain(program: Program, tensors: list[Tensor]) -> Domain:
-    """A size that may be the whole axis (-1) is divided only by what the tensors make the axis a multiple of; quotients by it
-    are those of the others.
+    """The domain of size parameters: a size that may be the whole axis (-1) is divided only by divisors of the axis.
+
+    Quotients by it are those of its other values.
     """
     extents = [var.extent for tensor in tensors for var in tensor.vars]
     whole = {param.name.value for param in program.spec.params if -1 in param.values}
@@ -62,7 +63,7 @@ def _domain(program: Program, tensors: list[Tensor]) -> Domain:
 
 
 def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> Index | None:
-    """What a field is where it is not stored: groups in order for an index field, a constant for any other."""
+    """The value of a field that is not stored: groups in order for an index field, a constant for other fields."""
     names = {"n": name("n"), "k": name("k"), **parameters(program)}
     value = Scope(names, f"the value of '{field.name}'", problems, program.domain).index(expr)
     if value is None:
@@ -109,9 +110,9 @@ def _fixed_values(program: Program, storage: model.Storage, problems: Problems) 
 
 
 def _check_order(program: Program, storage: model.Storage, values: Mapping[str, Index], problems: Problems) -> None:
-    """A storage has an order of columns only where one index field, whose value it fixes, says which columns share a group.
+    """Checks an order of columns: one index field, whose value the storage fixes, must give the groups of columns.
 
-    Tensors whose columns stay in order hold one field of [k], element by element.
+    Tensors whose columns stay in order must hold one field of [k], element by element.
     """
     for tensor in storage.tensors:
         if tensor.ordered is False and storage.order is None:
@@ -148,7 +149,7 @@ ELEMENTS = ("u8", "i8", "u16", "i16", "u32", "i32")              # integers that
 
 
 class _TensorReader:
-    """Reads one tensor of a storage; `records` reads the lines of its record.  constants: values of variables, of a plane."""
+    """Reads one tensor of a storage; `records` reads its record lines.  constants: values of variables, for a bit plane."""
 
     def __init__(self, program: Program, item: model.Tensor, problems: Problems, constants: Mapping[str, Index]) -> None:
         self.program = program
@@ -185,7 +186,7 @@ class _TensorReader:
                       within=self.within(element))
 
     def within(self, element: Number) -> str:
-        """The type of integers in which files hold elements, several in each; '' where they hold the elements."""
+        """The integer type in files that holds several elements; '' if files hold single elements."""
         kind = self.item.shape.within if self.item.shape is not None else None
         if kind is None:
             return ""
@@ -261,7 +262,7 @@ class _TensorReader:
         if dense is not None and element is not None and words:
             return self.dense(element, tuple(variables), tuple(axes), *dense)
         names = {digit.name for axis in shape.axes for digit in axis.digits if digit is not None}
-        lines = self.records.lines(self.item.record, names)              # a variable whose extent is wrong is known, too
+        lines = self.records.lines(self.item.record, names)              # also catches variables with a wrong extent
         if element is None or lines is None or len(variables) < len(names):
             return None
         return element, tuple(variables), tuple(axes), lines
@@ -291,7 +292,7 @@ class _TensorReader:
         return element, (Var("n", name("N"), True), Var("t", extent, True)), (Axis(("n",)), Axis(("t", ""))), lines
 
     def columns(self, field: Field) -> int:
-        """How many columns share one value of a field; 0, with a problem, where that is no constant."""
+        """How many columns share a value of a field; 0, with a problem, if that is not constant."""
         last = field.index[-1] if field.index else Index()
         if last == name("k"):
             return 1
@@ -308,7 +309,7 @@ class _TensorReader:
 
     def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[Line, ...], variables: tuple[Var, ...],
                   ) -> Placement | None:
-        """Which digits carry each coordinate from record to record; all items of a field must agree."""
+        """The digits that select the record of each coordinate; all items of a field must agree."""
         loops = {loop for line in lines for loop, _ in line.loops}
         digits: list[tuple[str, ...]] = []
         tiles: list[int] = []
@@ -328,7 +329,7 @@ class _TensorReader:
         return Placement(field, tuple(digits), tuple(tiles), flat)
 
     def carried(self, field: str, moves: list[tuple[tuple[str, int], ...]], box: int) -> tuple[tuple[str, ...], int] | None:
-        """One variable, whose steps are records, or none."""
+        """The single variable that steps from record to record, or none."""
         if len(set(moves)) > 1:
             self.problems.add(self.item.record_text.span,
                               f"items of '{field}' must all move by the same step from record to record")
@@ -337,7 +338,7 @@ class _TensorReader:
 
     def chain(self, field: str, moves: list[dict[str, int]], units: list[Weights], loops: set[str], box: int,
               variables: tuple[Var, ...]) -> tuple[tuple[str, ...], int] | None:
-        """Variables and the elements of a record as the digits of one number, each as far apart as all faster ones reach."""
+        """Variables and a record's elements as digits of one number, each stepping by the product of faster extents."""
         span = self.item.record_text.span
         inside = {unit for factors in units for moving, unit in factors.items() if not moving or moving in loops}
         if len({tuple(sorted(terms.items())) for terms in moves}) > 1 or len(inside) > 1 or any(
@@ -386,7 +387,7 @@ class _TensorReader:
               ) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
         """A stream without gaps along a whole axis, cut into the shortest records of whole elements: `t<ceil(K/P) word`.
 
-        The last of several elements end where the stream does.
+        The last record may be partial, and ends with the stream.
         """
         line = self.item.record[0]
         lines = self.records.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
@@ -411,7 +412,7 @@ class _TensorReader:
     # -- stored operations --------------------------------------------------------------------------------------------
 
     def stored(self, element: Number, lines: tuple[Line, ...]) -> Change | None:
-        """The rule of `stored` that holds for this program's parameters."""
+        """The rule of `stored` that applies to this program's parameters."""
         changes: list[Change] = []
         for rule in self.item.stored:
             params = self.program.params
@@ -441,7 +442,7 @@ class _TensorReader:
         return changes[0] if changes else None
 
     def operation(self, rule: model.Stored) -> tuple[str, int] | None:
-        """'+' or '^' and the constant of `word - constant` or `word ^ constant`; anything else might not be reversible."""
+        """'+' or '^' and the constant of `word - constant` or `word ^ constant`; other operations might not be reversible."""
         value = rule.value
         if isinstance(value, g.Binary) and value.op in ("+", "-", "^") and isinstance(value.left, g.Name) \
                 and value.left.name == rule.target.value:
@@ -459,6 +460,6 @@ def _product(unit: tuple[Atom, ...], by: int) -> Index:
 
 
 def _chunk(form: Affine, loop: str, tile: str, period: int) -> Affine:
-    """Loop variable i becomes period * tile + i."""
+    """Replaces loop variable i by period * tile + i."""
     step = form.coefficient(loop)
     return Affine(form.const, form.terms + (((tile, step * period),) if step else ()))

@@ -1,6 +1,6 @@
-"""The lines of a record: loops, widths, bits and subscripts of one tensor, everything constant that must be constant.
+"""Reads the lines of a tensor's record: loops, widths, bits and subscripts, resolved to constants.
 
-read_records uses it for each tensor, and finds which variables carry the fields from record to record.
+read_records uses it for each tensor, and then finds the variables that select the record of a field.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, Line, RecordItem
 MAX_PIECES = 1 << 14
 MAX_WIDTH = 64
 MAX_GROUP = 1 << 8
-Weights = dict[str, tuple[Atom, ...]]                             # extents that a variable ('' for a number) is multiplied by
+Weights = dict[str, tuple[Atom, ...]]                             # extents by which a variable ('' for a number) is multiplied
 
 
 class RecordReader:
     """Reads the lines of a tensor's record.
 
-    used: the subscripts of each field, one for each item.  weights: what the variables in them are multiplied by.
+    used: the subscripts of each field, one per item.  weights: the factors of their variables.
     """
 
     def __init__(self, program: Program, item: model.Tensor, problems: Problems, constants: Mapping[str, Index]) -> None:
@@ -52,7 +52,7 @@ class RecordReader:
             if loops is None:
                 return None
             if 0 in (extent for _, extent in loops):
-                continue                                         # a line that these parameters do not have
+                continue                                         # a line that does not exist for these parameters
             names = variables | {loop for loop, _ in loops}
             read = [self.bits(item, names, local) for item in line.items]
             items = tuple(item for some in read for item in some or ())
@@ -73,7 +73,7 @@ class RecordReader:
         return tuple(lines) if self.has_originals(kept, lines) else None
 
     def has_originals(self, record: Sequence[g.Line], lines: Sequence[Line]) -> bool:
-        """Whether bits that stand again are those of an item as it stands, in loops alike; adds a problem where they are not."""
+        """Whether bits marked `again` are copies of items in equal loops; adds a problem if not."""
         stored = {_key(line, item) for line in lines for item in line.items if not item.again}
         spans = [item.span for line in record for item in line.fields if item.again]
         copies = [(line, item) for line in lines for item in line.items if item.again]
@@ -84,7 +84,7 @@ class RecordReader:
         return True
 
     def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
-        """Name and extent of each loop; None, with a problem, where an extent is not a constant in range."""
+        """Name and extent of each loop; None, with a problem, if an extent is not a constant in range."""
         extents: list[tuple[str, int]] = []
         for loop in loops:
             if set(AXES.values()) & set(g.names(loop.extent)):
@@ -95,7 +95,7 @@ class RecordReader:
             if loop.name in taken | {seen for seen, _ in extents} | self.constants.keys():
                 self.problems.add(loop.span, f"loop '{loop.name}' has the name of an axis, a parameter or another loop; the axis "
                                              "of a record's elements is called 'word'")
-            least = 0 if any(g.names(loop.extent)) else 1        # parameters may leave out a line
+            least = 0 if any(g.names(loop.extent)) else 1        # a loop of extent 0 omits the line for some parameters
             if extent is not None and not least <= extent <= MAX_PIECES:
                 self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")
                 extent = None
@@ -105,7 +105,7 @@ class RecordReader:
         return extents
 
     def bits(self, item: g.Item | g.Group, names: set[str], local: bool) -> list[RecordItem] | None:
-        """An item, or those of a group one after the other, its loops written out; None where one has a problem."""
+        """An item, or the items of a group in order, with its loops unrolled; None if one has a problem."""
         if isinstance(item, g.Item):
             read = self.part(item, names, local)
             return None if read is None else [read]
@@ -127,7 +127,7 @@ class RecordReader:
         return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(written)] if is_byte else written
 
     def fits_byte(self, span: Span, digits: Sequence[RecordItem], size: int) -> bool:
-        """Whether a byte has room for as many digits, all of one field; adds a problem where it has not."""
+        """Whether a byte has room for this number of digits, all of one field; adds a problem if not."""
         if not 1 <= size <= PLACES:
             self.problems.add(span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
         elif len({form.field for form in digits}) > 1:
@@ -137,7 +137,7 @@ class RecordReader:
         return False
 
     def digit(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
-        """An item of a byte of digits: a whole element of two bits."""
+        """An item of a byte of base-3 digits: a whole element of two bits."""
         if item.field is None:
             self.problems.add(item.span, f"digits of base {BASE} are fields, not padding", "places after the last digit are 0")
             return None
@@ -154,7 +154,7 @@ class RecordReader:
         return None
 
     def part(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
-        """An item with its subscripts, lowest bit and width; None, with a problem, where one is wrong."""
+        """An item with its subscripts, lowest bit and width; None, with a problem, if one is wrong."""
         scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
         if item.field is None:
             width = scope.const(item.width, "a width") if item.width is not None else None
@@ -187,14 +187,14 @@ class RecordReader:
         return RecordItem(field.name, (Affine(), *forms) if local else forms, lo, width, again=item.again)
 
     def fits(self, width: int | None, most: int, span: Span) -> bool:
-        """Whether a width is from 1 to `most` bits; adds a problem where it is not."""
+        """Whether a width is from 1 to `most` bits; adds a problem if not."""
         if width is not None and not 1 <= width <= most:
             self.problems.add(span, f"a width of {width} bits: expected 1 to {most}")
             return False
         return width is not None
 
     def bit(self, scope: Scope, expr: g.Expr) -> Affine | None:
-        """A bit of an element, which loops may move."""
+        """A bit of an element, which may depend on loops."""
         index = scope.index(expr)
         if index is not None and all(atom.op == "name" for atom, _ in index.terms):
             return Affine(index.const, tuple((atom.name, coefficient) for atom, coefficient in index.terms))
@@ -203,7 +203,7 @@ class RecordReader:
         return None
 
     def linear(self, scope: Scope, expr: g.Expr, names: set[str]) -> tuple[Affine, Weights] | None:
-        """A subscript as the elements of a record, and what variables, and these elements, are multiplied by."""
+        """A subscript as the elements of a record, and the factors of its variables and of these elements."""
         index = scope.index(expr)
         if index is None:
             return None
@@ -237,12 +237,12 @@ def expanded(index: Index) -> dict[tuple[Atom, ...], int]:
 
 
 def _key(line: Line, item: RecordItem) -> tuple[tuple[tuple[str, int], ...], RecordItem]:
-    """An item, and the loops that move it."""
+    """An item, and the loops that it depends on."""
     names = {name for form in (*item.index, item.lo) for name, _ in form.terms}
     return tuple(loop for loop in line.loops if loop[0] in names), item
 
 
 def _bound(form: Affine, values: Mapping[str, int]) -> Affine:
-    """With values in place of some variables."""
+    """The form with values for some variables."""
     const = form.const + sum(coefficient * values[word] for word, coefficient in form.terms if word in values)
     return Affine(const, tuple(term for term in form.terms if term[0] not in values))

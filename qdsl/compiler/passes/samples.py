@@ -1,4 +1,4 @@
-"""Concrete sizes at which a program's extents are compared: the smallest that its divisions allow, whole and ragged."""
+"""Sample sizes at which a program's extents are compared: the smallest legal ones, whole and partial."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[
 
 
 def _are_defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
-    """Whether extents have values for these of the names that they read."""
+    """Whether all extents are defined for the names that have values."""
     try:
         return all(extent(sample) is not None for extent in extents)
     except ArithmeticError:
@@ -60,7 +60,7 @@ def _are_defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
 
 
 def distinct(samples: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[Mapping[str, int]]:
-    """Of samples that give these names the same values, the first."""
+    """The samples without those that repeat an earlier one in the values of these names."""
     firsts: dict[tuple[int, ...], Mapping[str, int]] = {}
     for sample in samples:
         firsts.setdefault(tuple([sample[name] for name in names]), sample)
@@ -68,7 +68,7 @@ def distinct(samples: Sequence[Mapping[str, int]], names: Sequence[str]) -> list
 
 
 def divisor_of(axis: str, extents: Sequence[Index]) -> int:
-    """What an axis must be a multiple of, so that every exact division of it by a constant divides."""
+    """The divisor of an axis that makes every exact division of it by a constant possible."""
     common = 1
     for extent in extents:
         for atom, _ in extent.terms:
@@ -88,7 +88,7 @@ def _candidates(step: int, large: int) -> list[int]:
 
 
 def _large(extents: Sequence[Index]) -> int:
-    """A size at which quotients by different constants differ: a multiple of them all, and of more than any record's tile."""
+    """A size at which quotients by different constants differ: a multiple of them all, larger than any record's tile."""
     by = {atom.args[1].const for extent in extents for atom, _ in extent.terms if atom.args and atom.args[1].const > 1}
     return lcm(*by) << 14
 

@@ -1,4 +1,4 @@
-"""Names in reach, and the integer expressions that may be written with them."""
+"""Names in scope, and integer expressions over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TERMS = 64
 
 
 class Scope:
-    """What names mean at one place of a spec.  `what` completes 'unknown name x in ...'."""
+    """The meaning of names at one place of a spec.  `what` completes 'unknown name x in ...'."""
 
     def __init__(self, names: Mapping[str, Index], what: str, problems: Problems, domain: Domain = Domain()) -> None:
         self.names = names
@@ -24,7 +24,7 @@ class Scope:
         self.domain = domain
 
     def index(self, expr: g.Expr) -> Index | None:
-        """The expression as an Index; None, with a problem added, where it is not an integer expression of this scope."""
+        """The expression as an Index; None, with a problem added, if it is not an integer expression in this scope."""
         try:
             return self._index(expr)
         except _Unreadable as error:

@@ -1,4 +1,4 @@
-"""Where the sections of stored tensors lie: one after the other in every row, or in the whole tensor; planes of bits are some."""
+"""Places the sections of stored tensors: consecutive in every row, or in the whole tensor; bit planes are sections too."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ MOST_PLANES = 32                                                 # of bits, one 
 
 
 def planes(program: Program, item: model.Tensor, problems: Problems) -> list[tuple[model.Tensor, dict[str, Index]]]:
-    """The tensor of every value of an axis whose variable says which bits are stored, `.at(3 - p):1`, and that value; the tensor
-    itself where no axis does.
+    """The tensor and value for each value of an axis whose variable selects the stored bit, as in `.at(3 - p):1`.
+
+    The tensor itself if there is no such axis.
     """
     axes = item.shape.axes if item.shape is not None else ()
     digits = [digit for axis in axes for digit in axis.digits if digit is not None]
@@ -43,7 +44,7 @@ def planes(program: Program, item: model.Tensor, problems: Problems) -> list[tup
 
 
 def placed_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], problems: Problems) -> tuple[Tensor, ...]:
-    """The tensors of a storage, those that others hold with their places in them.  written: as the spec has them."""
+    """The tensors of a storage; those inside of others get their places.  written: the tensors as the spec has them."""
     inside = {item.name.value: item.inside for item in written if item.inside is not None}
     placed: list[Tensor] = []
     for tensor in tensors:
@@ -60,7 +61,7 @@ def placed_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], 
 
 
 def _fits(holder: model.Sectioned, sections: Sequence[Tensor], problems: Problems) -> bool:
-    """Whether sections have elements of one type, and the same rows; adds a problem where they have not."""
+    """Whether sections have elements of one type, and the same rows; adds a problem if not."""
     first = sections[0]
     for tensor in sections:
         if tensor.kind != first.kind:
@@ -78,13 +79,13 @@ def _fits(holder: model.Sectioned, sections: Sequence[Tensor], problems: Problem
 
 
 def _rows(tensor: Tensor) -> Index | None:
-    """The extent of the first axis, which has one variable; None where it is another."""
+    """The extent of the first axis, which has one variable; None if it is different."""
     digits = tensor.axes[0].digits if tensor.axes else ()
     return tensor.var(digits[0]).extent if len(digits) == 1 and digits[0] else None
 
 
 def _length(tensor: Tensor, by_rows: bool) -> Index:
-    """Elements of a section in a row, or in all."""
+    """Elements of a section per row, or in total."""
     return product_of(tensor.axis_extent(axis) for axis in (tensor.axes[1:] if by_rows else tensor.axes))
 
 

@@ -21,7 +21,7 @@ from qdsl.core.numbers import round_to_f32
 
 F32_EXACT = 1 << 24
 INT32 = 1 << 31
-MAX_PERIOD = 1024                                                # columns after which a digit begins again
+MAX_PERIOD = 1024                                                # columns after which a digit repeats
 
 
 def type_decode(program: Program, problems: Problems) -> Program:
@@ -60,7 +60,7 @@ class _Builder:
         return len(self.values) - 1
 
     def value(self, expr: g.Expr) -> int | None:
-        """The number of the value of an expression; None, with a problem added, where it has no meaning."""
+        """The number of an expression's value; None, with a problem added, if it is invalid."""
         match expr:
             case g.Number(value, span):
                 fixed = (value, value) if isinstance(value, int) else None
@@ -117,7 +117,7 @@ class _Builder:
         return self.add("field", (), expr.span, name=field.name, range=_limits(field), index=_reach(program, field.index))
 
     def rounded(self, expr: g.Apply, arg: int, kind: g.Name) -> int | None:
-        """A value rounded to f16 or bf16, or to the type of a parameter, which a stored tensor has."""
+        """A value rounded to f16 or bf16, or to the type of a parameter, as a stored tensor has it."""
         program = self.program
         listed = next((param.values for param in program.spec.params if param.name.value == kind.name), (kind.name,))
         if not set(listed) <= {"f16", "bf16", *(["f32"] if kind.name in program.params else [])}:
@@ -133,7 +133,7 @@ class _Builder:
         return None if value is None else self.add("round", (value,), expr.span, name=kind.name, index=self.values[value].index)
 
     def table(self, expr: g.Subscript) -> int | None:
-        """A table's number, by an integer that never leaves the table; of a table of rows, the column's number in a row."""
+        """A table lookup by an integer that stays in range; for a table of rows, the column's number in a row."""
         stored = next((field for field in self.program.fields if field.name == expr.name and field.table), None)
         if stored is not None:
             return self.entry(expr, stored)
@@ -157,7 +157,7 @@ class _Builder:
         return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=index)
 
     def entry(self, expr: g.Subscript, field: Field) -> int | None:
-        """A stored table's number: its block as the field says it, planes by constants, then an entry or a column of a row."""
+        """A lookup in a stored table: its block as in the field, planes by constants, then an entry or a column of a row."""
         if len(expr.index) != len(field.extents):
             self.problems.add(expr.span, f"stored table '{expr.name}' has {len(field.extents)} subscripts, not {len(expr.index)}")
             return None
@@ -182,7 +182,7 @@ class _Builder:
                         index=index)
 
     def is_block(self, expr: g.Subscript, field: Field) -> bool:
-        """Whether the first subscripts of a stored table are those that its field has."""
+        """Whether the first subscripts of a stored table are those of its field."""
         places = sorted(place_fields(self.program))[:field.by_places]
         for part, index in zip(expr.index, field.index, strict=False):
             if self.index(part, places) != index or (places and "k" in g.names(part)):
@@ -192,12 +192,12 @@ class _Builder:
         return True
 
     def index(self, expr: g.Expr, places: Collection[str] = ()) -> Index | None:
-        """A subscript of rows and columns; None where it is none.  places: index fields that stand for k."""
+        """A subscript of rows and columns; None if it is something else.  places: index fields that replace k."""
         names = {word: ix.name(word) for word in ("n", "k", "N", "K")} | parameters(self.program) | dict(self.program.dims)
         return Scope(names | dict.fromkeys(places, ix.name("k")), "a subscript", Problems(), self.program.domain).index(expr)
 
     def row(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
-        """The subscript that says which row, or which entry of a table without columns: an integer that is always one."""
+        """The subscript that selects the row, or the entry of a table without columns: an integer that stays in range."""
         arg = self.value(at)
         if arg is None or (len(shape) > 1 and not self.is_column(expr, at, shape[1], self.values[arg])):
             return None
@@ -209,7 +209,7 @@ class _Builder:
         return arg
 
     def is_column(self, expr: g.Subscript, at: g.Expr, columns: int, by: Value) -> bool:
-        """Whether a table of rows is read as one: by a field of whole runs of columns, each column at its place in the row."""
+        """Whether a lookup reads a row of a table: by a field of whole runs of columns, each column at its index in the row."""
         axes = ("n", "k") if any(field.name == expr.name for field in self.program.fields) else ("k",)
         match expr.index[-1]:
             case g.Binary("%", g.Name(axis), length) if axis in axes and self.index(length) == Index(columns):
@@ -287,7 +287,7 @@ class _Builder:
         return self.add(expr.op, (left, right), expr.span, range=limits, index=_finer(a.index, b.index))
 
     def to_float(self, number: int) -> int | None:
-        """The value as float32; an integer must be exact there."""
+        """The value as float32; integers must be exact there."""
         value = self.values[number]
         if value.range is None:
             return number
@@ -325,7 +325,7 @@ def _limits(field: Field) -> tuple[int, int] | None:
 
 
 def _columns(row: Value, axis: str = "k") -> tuple[Index, ...]:
-    """What a row's entries vary over: what the row does, and every column, or along 'n' every row of the weight."""
+    """The subscripts of a row's entries: those of the row, and every column, or for axis 'n' every row of the weight."""
     others = tuple(i for i in row.index if axis not in i.names())
     return (*others, ix.name("k")) if axis == "k" else (ix.name("n"), *others)
 
@@ -335,7 +335,7 @@ def _fold(op: str, a: int, b: int) -> int:
 
 
 def _round(value: float) -> float:
-    """The nearest float32, or infinity where there is none."""
+    """The nearest float32, or infinity beyond the range."""
     return round_to_f32(value) if abs(value) < 3.4028235677973366e38 else math.inf
 
 
@@ -344,13 +344,13 @@ def _fold_floats(op: str, a: float, b: float) -> float:
 
 
 def _reach(program: Program, index: tuple[Index, ...]) -> tuple[Index, ...]:
-    """A field's subscripts, where one by an index field varies with every column."""
+    """A field's subscripts, with k for those by an index field."""
     indices = {field.name for field in program.fields if field.number is None}
     return tuple(ix.name("k") if i.names() & indices else i for i in index)
 
 
 def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
-    """What a value varies over that is made of two others; blocks of the flat position meet single weights and each other."""
+    """The subscripts of a value computed from two others; blocks of the flat position meet single weights and each other."""
     flat = [i for i in (*a, *b) if ix.flat_of(i) is not None]
     if flat:
         every = (ix.name("n"), ix.name("k"))
@@ -364,13 +364,13 @@ def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
 
 
 def _flat_size(index: Index) -> int:
-    """The size of a block of the flat position, or its multiple of a parameter."""
+    """The size of a block of the flat position, or its factor of a parameter."""
     by = index.terms[0][0].args[1]
     return by.terms[0][1] if by.terms else by.const
 
 
 def _finest(both: set[Index], axis: str) -> Index:
-    """Of two subscripts along one axis, the one whose blocks lie inside the other's, else the axis itself."""
+    """Of two subscripts along one axis, the one with nested blocks, else the axis itself."""
     by = {i: i.terms[0][0].args[1].const if i.terms[0][0].op == "div" and i.terms[0][0].args[1].is_const else 0 for i in both}
     small, large = sorted(both, key=lambda i: by[i])
     return small if by[small] and by[large] % by[small] == 0 else ix.name(axis)

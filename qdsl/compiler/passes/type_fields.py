@@ -40,7 +40,7 @@ def type_fields(program: Program, problems: Problems) -> Program:
 
 
 def _check_flat(fields: tuple[Field, ...], problems: Problems) -> None:
-    """Blocks of the flat position nest, and meet single weights and what all weights share, but no blocks of rows or columns."""
+    """Checks that blocks of the flat position nest, and meet single weights and shared values, but no other blocks."""
     flat = [(field, atom) for field in fields for index in field.index if (atom := ix.flat_of(index)) is not None]
     if not flat:
         return
@@ -55,7 +55,7 @@ def _check_flat(fields: tuple[Field, ...], problems: Problems) -> None:
 
 
 def times(size: Index, by: Index) -> int | None:
-    """size / by, where that is an integer."""
+    """size / by, if that is an integer."""
     if size.is_const and by.is_const:
         return size.const // by.const if by.const and size.const % by.const == 0 else None
     if len(size.terms) != 1 or len(by.terms) != 1 or size.const or by.const or size.terms[0][0] != by.terms[0][0]:
@@ -64,7 +64,7 @@ def times(size: Index, by: Index) -> int | None:
 
 
 def _check_blocks(program: Program, fields: tuple[Field, ...], axis: str, problems: Problems) -> None:
-    """Along an axis, a block whose size is a parameter may meet single weights, and no other block."""
+    """Along an axis, a block whose size is a parameter may meet single weights, but no other block."""
     blocks = {index.terms[0][0].args[1]: field for field in fields for index in field.index
               if axis in index.names() and index.terms[0][0].op == "div" and ix.flat_of(index) is None}
     named = [block for block in blocks if not block.is_const]
@@ -75,13 +75,13 @@ def _check_blocks(program: Program, fields: tuple[Field, ...], axis: str, proble
 
 
 def parameters(program: Program) -> dict[str, Index]:
-    """What parameters mean in integer expressions: structural ones their value, sizes themselves."""
+    """The values of parameters in integer expressions: structural ones their value, sizes themselves."""
     fixed = {word: Index(value) for word, value in program.params.items() if isinstance(value, int)}
     return {**fixed, **{size: name(size) for size in program.sizes}}
 
 
 def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool = False) -> Number | None:
-    """The number type that a type expression names in this program.  stored: of the elements of a tensor, which may be u32."""
+    """The number type of a type expression in this program.  stored: of the elements of a tensor, which may be u32."""
     word = kind.name
     if kind.parameter is not None:
         value = program.params.get(kind.parameter.name)
@@ -152,7 +152,7 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
 
 
 def _table(program: Program, item: SpecField) -> tuple[Index, ...]:
-    """The extents of a stored table, which are constants and stand last; () of any other field."""
+    """The extents of a stored table, which are constants and come last; () for other fields."""
     scope = Scope({"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
                    **parameters(program), **program.dims}, "", Problems(), program.domain)
     shape: list[Index] = []
@@ -165,7 +165,7 @@ def _table(program: Program, item: SpecField) -> tuple[Index, ...]:
 
 
 def group_size(groups: Index) -> Index | None:
-    """The columns of a group, where there are ceil(K / size) groups, or K."""
+    """The columns of a group, if there are ceil(K / size) groups, or K."""
     if groups == name("K"):
         return Index(1)
     if len(groups.terms) != 1 or groups.const or groups.terms[0][1] != 1 or groups.terms[0][0].op not in ("ceil", "exact"):
@@ -175,14 +175,14 @@ def group_size(groups: Index) -> Index | None:
 
 
 def _index_fields(program: Program) -> dict[str, Index]:
-    """Index fields of the spec, by name; as a subscript they stand for themselves, and k for places of columns."""
+    """Index fields of the spec, by name; as a subscript each means itself, or k for an order of columns."""
     places = place_fields(program)
     return {f.name.value: name("k" if f.name.value in places else f.name.value) for f in program.spec.fields
             if f.typed.type.name == "index"}
 
 
 def place_fields(program: Program) -> set[str]:
-    """The index fields that have a place for every column, by name."""
+    """The names of index fields that have a place for every column."""
     return {f.name.value for f in program.spec.fields if f.typed.type.name == "index" and f.typed.type.extent is not None
             and list(g.names(f.typed.type.extent)) == ["K"] and isinstance(f.typed.type.extent, g.Name)}
 
@@ -226,17 +226,17 @@ def _is_flat(program: Program, index: Index) -> bool:
 
 
 def _is_size(program: Program, size: Index) -> bool:
-    """A number, a size parameter, or a multiple of one."""
+    """Whether an index is a number, a size parameter, or a multiple of one."""
     return size.is_const or (not size.const and len(size.terms) == 1 and str(size.terms[0][0].name) in program.sizes)
 
 
 def axis_of(program: Program, index: Index) -> str:
-    """'n' or 'k': the axis that a subscript moves along; index fields move along k."""
+    """'n' or 'k': the axis of a subscript; index fields belong to k."""
     return "n" if "n" in index.names() else "k"
 
 
 def _extent(program: Program, index: Index) -> Index:
-    """How many values a subscript has."""
+    """The number of values of a subscript."""
     atom = index.terms[0][0]
     if atom.op == "name" and atom.name not in AXES:
         kind = next(f.typed.type for f in program.spec.fields if f.name.value == atom.name)

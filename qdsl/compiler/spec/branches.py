@@ -1,4 +1,4 @@
-"""The side branches of a spec: `plus`, kinds and their tensors, as the author wrote them."""
+"""Reads the side branches of a spec: `plus`, kinds and their tensors, as the author wrote them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from qdsl.compiler.spec.model import Branch, Tensor
 from qdsl.compiler.spec.source import Problems, Text, did_you_mean
 from qdsl.core.branches import BRANCHES
 
-KEYS = ("tensor", "record", "aliases", "seen", "ordered")        # of a tensor of a branch
+KEYS = ("tensor", "record", "aliases", "seen", "ordered")        # keys of a branch's tensor
 
 Items = Callable[[Node | None, str], list[tuple[Text, Node]]]
 
 
 def branches(node: Node | None, named: Items, tensor: Callable[[Text, Node], Tensor], problems: Problems) -> tuple[Branch, ...]:
-    """The branches of `plus`, in their order; adds a problem for each kind that there is not.
+    """The branches of `plus`, in order; adds a problem for each unknown kind.
 
-    named: the items of a mapping whose keys may be names.  tensor: reads one.
+    named: returns the items of a mapping whose keys are names.  tensor: reads one tensor.
     """
     read: list[Branch] = []
     for kind, body in named(node, "plus"):

@@ -1,4 +1,4 @@
-"""Rules under `detect` that name storages, parameters and tensors: whether these exist."""
+"""Checks that storages, parameters and tensors named by rules under `detect` exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEX = re.compile(r"0x[0-9a-f]{8}\Z")
 
 
 def check_detection(problems: Problems, node: Node | None, params: Iterable[Param], storages: Iterable[Storage]) -> None:
-    """Rules are mappings, and speak of storages, parameters and tensors that there are: `words`, `spills`, `repacked`."""
+    """Rules are mappings, and name existing storages, parameters and tensors: `words`, `spills`, `repacked`."""
     names = [storage.name.value for storage in storages]
     params = list(params)
     tensors = {tensor.stored_name.value for storage in storages for tensor in storage.tensors}
@@ -52,7 +52,7 @@ def _check_repacked(problems: Problems, rules: Node, names: list[str]) -> None:
 
 
 def _check_overflowed(problems: Problems, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
-    """A tensor, and the parameter that is how many bits its fields have."""
+    """A tensor, and the parameter with the number of bits of its fields."""
     if name.value not in tensors:
         problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")
     widths = [param.name.value for param in params if all(type(value) is int and 1 <= value <= 32 for value in param.values)]

@@ -1,6 +1,6 @@
-"""The small grammars inside a spec's scalars: expressions, types, record lines, tensor shapes and calls.
+"""The grammars inside a spec's scalars: expressions, types, record lines, tensor shapes and calls.
 
-Everything is parsed into the dataclasses below, each with its span; nothing of the text survives into generated code.
+Everything is parsed into the dataclasses below, each with its span; no text of the spec is copied into generated code.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`q[l + 16].hi:2`: part is 'whole', 'lo', 'hi', 'at' or, with no field, 'pad'.  again: bits that stand elsewhere, too."""
+    """`q[l + 16].hi:2`: part is 'whole', 'lo', 'hi', 'at' or, without a field, 'pad'.  again: a copy of bits stored elsewhere."""
 
     field: Name | None
     index: tuple[Expr, ...]
@@ -110,7 +110,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`(j<16: q[n, 16*t + j])`: the items of a line, inside of another."""
+    """`(j<16: q[n, 16*t + j])`: the items of a line inside of another line."""
 
     line: Line
     span: Span
@@ -118,7 +118,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Digits(Group):
-    """`base3(j<5: q[l + 32*j])`: one byte of the items that a line has, the most significant digit first."""
+    """`base3(j<5: q[l + 32*j])`: one byte of the line's items, the most significant digit first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ class Line:
 
     @property
     def fields(self) -> Iterator[Item]:
-        """The items that are bits or digits, those of groups too."""
+        """The items that are bits or digits, including those in groups."""
         for item in self.items:
             yield from item.line.fields if isinstance(item, Group) else (item,)
 
     @property
     def extents(self) -> Iterator[Expr]:
-        """The extents of its loops, those of groups too."""
+        """The extents of its loops, including those of groups."""
         yield from (loop.extent for loop in self.loops)
         for item in self.items:
             yield from item.line.extents if isinstance(item, Group) else ()
@@ -145,7 +145,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`t<K/8 word`: the digits of one axis of a tensor, slowest first; a digit None is the word."""
+    """`t<K/8 word`: the digits of one axis of a tensor, slowest first; a None digit is the word."""
 
     digits: tuple[Loop | None, ...]
     span: Span
@@ -153,7 +153,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`i32[t<K/8 word, n<N] in i64`; within: the integers of files, each of which holds several elements."""
+    """`i32[t<K/8 word, n<N] in i64`; within: the integer type in files, each of which holds several elements."""
 
     type: Type
     axes: tuple[Axis, ...]
@@ -171,7 +171,7 @@ class Typed:
 
 
 def names(expr: Expr | None) -> Iterator[str]:
-    """Every name that an expression reads."""
+    """Every name in an expression."""
     match expr:
         case Name(word):
             yield word
@@ -200,7 +200,7 @@ def changed(text: Text) -> Expr:
 
 
 def call(text: Text) -> Apply:
-    """`absmax(code=q, scale=s)`, or a name alone."""
+    """`absmax(code=q, scale=s)`, or only a name."""
     return _whole(text, _Parser.call)
 
 
@@ -220,8 +220,8 @@ def table(text: Text) -> tuple[tuple[Loop, ...], Expr]:
 
 
 def record(text: Text) -> tuple[Line, ...]:
-    """Record lines, one per line of the text and those behind it that are indented further; empty lines are skipped."""
-    parts: list[tuple[int, int, int]] = []                       # where a line begins and ends, and how far it is indented
+    """Record lines: each line of the text with the lines after it that are indented further; empty lines are skipped."""
+    parts: list[tuple[int, int, int]] = []                       # begin, end and indentation of each line
     begin = 0
     for row in text.value.split("\n"):
         indent, end = len(row) - len(row.lstrip()), begin + len(row)
@@ -263,11 +263,11 @@ class _Parser:
         raise GrammarError(Problem(f"expected {expected}, found {shown}", self.text.at(token.begin, token.end)))
 
     def span(self, begin: int) -> Span:
-        """From token number `begin` to the one before the current."""
+        """The span from token number `begin` to the one before the current."""
         return self.text.at(self.tokens[begin].begin, self.tokens[max(begin, self.at - 1)].end)
 
     def take(self, *ops: str) -> str | None:
-        """The operator if it is one of these, and past it."""
+        """The current operator if it is one of these, and moves past it."""
         if self.token.kind == "op" and self.token.text in ops:
             self.at += 1
             return self.tokens[self.at - 1].text
@@ -288,7 +288,7 @@ class _Parser:
         return Name(self.tokens[self.at - 1].text, self.span(self.at - 1))
 
     def many(self, rule: Callable[[], _T], close: str) -> tuple[_T, ...]:
-        """Comma-separated, up to and past `close`; may be empty."""
+        """Comma-separated items, up to and past `close`; may be empty."""
         items: list[_T] = []
         if self.take(close):
             return ()
@@ -411,7 +411,7 @@ class _Parser:
         return Axis(tuple(digits), self.span(begin))
 
     def digit(self) -> Loop:
-        """A dimension, which names the variable that counts along it: `[n<N, j<K/2]`, not `[N, K/2]`."""
+        """A dimension, with the variable that counts along it: `[n<N, j<K/2]`, not `[N, K/2]`."""
         if self.token.kind == "name" and self.tokens[self.at + 1].text != "<":
             wanted = "an axis is a variable and its extent, such as 'n<N' or 'j<K/2'"
             span = self.text.at(self.token.begin, self.token.end)
@@ -441,7 +441,7 @@ class _Parser:
         return Line(tuple(loops), tuple(items), self.span(0))
 
     def loops(self) -> list[Loop]:
-        """Loops and the colon behind them, or nothing."""
+        """Loops and the colon after them, or nothing."""
         loops: list[Loop] = []
         if self.tokens[min(self.at + 1, len(self.tokens) - 1)].text == "<":
             while not self.take(":"):
@@ -449,7 +449,7 @@ class _Parser:
         return loops
 
     def inner(self) -> Line:
-        """What follows `base3(` or `(`, up to and past the closing bracket."""
+        """The content of `base3(` or `(`, up to and past the closing bracket."""
         first, loops = self.at, self.loops()
         items = [self.field()]
         while not self.take(")"):

@@ -1,7 +1,7 @@
-"""Strict YAML: plain nodes in which every scalar is text that knows its place.
+"""Strict YAML: plain nodes whose scalars are text with a position in the file.
 
-Only mappings, sequences and scalars are read; nothing is constructed or guessed.  Duplicate keys, anchors, aliases,
-tags, merge keys, several documents, folded or escaped scalars and YAML 1.1's booleans are refused.
+Only mappings, sequences and scalars are read; nothing is constructed or guessed.  Duplicate keys, anchors, aliases, tags, merge
+keys, several documents, folded or escaped scalars and YAML 1.1's booleans are refused.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Node = Mapping | Sequence | Text
 
 
 class _Refused(Exception):
-    """Reading cannot go on; the problem is already recorded."""
+    """Stops reading; the problem is already recorded."""
 
 
 def read(source: Source, problems: Problems) -> Node | None:
-    """The document of a file, or None where it is not YAML of the strict kind; what is wrong goes to `problems`."""
+    """The document of a file, or None if it is not strict YAML; problems are added to `problems`."""
     start = Span(source, 1, 1)
     if len(source.text.encode()) > MAX_BYTES:
         problems.add(start, f"the file is larger than {MAX_BYTES // 1024} KiB, the most that a spec may have")
@@ -73,7 +73,7 @@ def read(source: Source, problems: Problems) -> Node | None:
 
 
 def _remedy(problem: str) -> tuple[str, ...]:
-    """A note on what to write, for the mistake that records invite: `record: j<16: q[j]`."""
+    """A note with a correction for a common mistake in records: `record: j<16: q[j]`."""
     return ("text with a colon and a space needs quotes, such as record: \"j<8: q[n, j]\"",) \
         if problem.startswith("mapping values") else ()
 
@@ -163,12 +163,12 @@ class _Reader:
         return Text(event.value, (Span(self.source, first + 1, column + 1),))
 
     def start(self, row: int, value: str) -> Span:
-        """Where a line of literal text begins in its file line: after the indentation that YAML took away."""
+        """The position in the file at which a line of literal text begins, after the indentation that YAML removes."""
         raw = self.lines[row] if row < len(self.lines) else ""
         return Span(self.source, row + 1, max(0, len(raw) - len(value)) + 1)
 
 
 def _marks(event: yaml.Event) -> tuple[Any, Any]:
-    """Where an event begins and ends; the parser always says."""
+    """The begin and end marks of an event, which the parser always sets."""
     assert event.start_mark is not None and event.end_mark is not None
     return event.start_mark, event.end_mark

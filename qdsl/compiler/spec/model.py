@@ -1,4 +1,4 @@
-"""A spec as its author wrote it: parsed and placed, not yet checked for meaning."""
+"""A spec as its author wrote it: parsed, with positions, not yet checked for meaning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Data = bool | int | str | list["Data"] | dict[str, "Data"]
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter and the finite set of values it may have, the default first: integers or names of number types."""
+    """A parameter and the finite set of its values, the default first: integers or names of number types."""
 
     name: Text
     values: tuple[int | str, ...]
@@ -29,9 +29,9 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers that decode looks up: all integers, or all float32; in a row, or in rows of columns one after the other.
+    """Numbers that decode looks up: all integers, or all float32; a flat list, or rows of columns, row by row.
 
-    loops, formula: what computed them, where they are not listed.
+    loops, formula: how they were computed, if they are not listed.
     """
 
     name: Text
@@ -56,7 +56,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What lies in the file for what the record packs: `target` is 'word' or a field, under conditions on parameters."""
+    """A stored operation: the file's value for a packed value; `target` is 'word' or a field, under conditions on parameters."""
 
     when: tuple[tuple[Text, tuple[int | str, ...]], ...]
     target: Text
@@ -67,7 +67,7 @@ class Stored:
 class Sectioned:
     """A stored tensor that holds others one after the other: in every row (by_rows), or in the whole tensor.
 
-    seen: the shape that files give it.  is_planes: they are alike, and an axis of the tensor counts them.
+    seen: its shape in files.  is_planes: the sections are alike, and an axis of the tensor counts them.
     """
 
     name: Text
@@ -79,10 +79,10 @@ class Sectioned:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis.
+    """One tensor of a storage.  run: the axis of record tensors in short form, whose records hold consecutive elements.
 
-    `stream` is the entropy code that holds its elements, in tensors of its own.  seen: the shape that files give it.
-    inside: the stored tensor of which it is a section.  ordered: whether its columns are places, where the spec says so.
+    stream: the entropy code that holds its elements, in tensors of its own.  seen: its shape in files.  inside: the stored tensor
+    of which it is a section.  ordered: whether its columns are places, if the spec says so.
     """
 
     name: Text
@@ -101,17 +101,17 @@ class Tensor:
 
     @property
     def stored_name(self) -> Text:
-        """What files call the tensor, or the one that holds it."""
+        """The name in files of the tensor, or of the tensor that holds it."""
         return self.inside.name if self.inside is not None else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """`where` fixes parameters to one value and gives fields that are not stored their value; `only` lists those it allows.
+    """A storage.  where: fixes parameters, and values of fields that are not stored; only: allowed values of parameters.
 
-    shape: the tensor that says N and K.  options: those of the encode scheme that its producers choose.  least: of dims.
-    transient: it is made for a machine when a weight is loaded, and no file has it.
-    order: the tensor that may say in which order columns are stored, and the type of its elements.
+    shape: the tensor that holds N and K.  options: options of the encode scheme that its producers choose.  least: of dims.
+    transient: it is made for a machine when a weight is loaded, and never in files.  order: the tensor that may state the stored
+    order of columns, and the type of its elements.
     """
 
     name: Text
@@ -128,7 +128,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What is added to the decoded weight: a kind of core/branches.py, and the tensors that hold its fields in every storage."""
+    """A term added to the decoded weight: a kind of core/branches.py, and the tensors that hold its fields in every storage."""
 
     kind: Text
     tensors: tuple[Tensor, ...]
@@ -136,7 +136,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A number that the author claims of the layout."""
+    """A number that the author claims about the layout."""
 
     name: Text
     value: float
@@ -144,7 +144,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A spec, checked for its shape alone.  fixed: N or K where all weights have the same."""
+    """A spec, checked only for its shape.  fixed: N or K, if all weights have the same."""
 
     source: Source
     name: Text
@@ -165,7 +165,7 @@ class Spec:
 
     @property
     def span(self) -> Span:
-        """Where the spec names its format."""
+        """The position of the format's name."""
         return self.name.span
 
     @property
@@ -174,5 +174,5 @@ class Spec:
         return tuple(tensor for branch in self.plus for tensor in branch.tensors)
 
     def table(self, name: str) -> Table:
-        """The table of a name."""
+        """The table with this name."""
         return next(table for table in self.tables if table.name.value == name)

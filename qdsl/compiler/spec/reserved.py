@@ -1,6 +1,6 @@
-"""Names that a spec cannot give to fields, parameters, tables and tensors: words of the language and names of generated code.
+"""Names that a spec cannot use for fields, parameters, tables and tensors: keywords and names of generated code.
 
-The printers take what they import from the same lists (emit/module/module.py), so that an import is reserved by being listed.
+The printers take their imports from the same lists (emit/module/module.py), so that every import is reserved.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from qdsl.core.numbers import FLOATS
 from qdsl.core.schemes import SCHEMES
 
 LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar", "plus")
-# What generated modules import from qdsl.runtime and qdsl.runtime.gpu.kernels.
+# Imports of generated modules from qdsl.runtime and qdsl.runtime.gpu.kernels.
 RUNTIME = ("Branch", "BranchTensor", "Field", "Format", "GroupField", "Kernels", "MatrixUnitKernels", "Pairs", "Records",
            "RowCodes", "Storage", "Stored", "Stream", "Table", "Variant", "W8A8", "as_float", "as_type", "base3", "cdiv",
            "empty", "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace")
@@ -18,6 +18,6 @@ KERNELS = ("bitplanes", "codebook", "device", "gemv", "gemv_records", "group_sum
 # Other modules, and builtins that generated code calls.
 MODULES = ("torch", "triton", "tl", "qdsl", "Tensor", "Any")
 BUILTINS = ("sum", "range", "int", "str", "dict", "float")
-# What printed functions take and set themselves.
+# Arguments and variables of printed functions.
 LOCALS = ("x", "out", "bias", "fields", "tensors", "space", "w", "live", "inside", "sizes", "use", "state")
 RESERVED = frozenset({*LANGUAGE, *RUNTIME, *KERNELS, *MODULES, *BUILTINS, *LOCALS, *SCHEMES, *FLOATS})

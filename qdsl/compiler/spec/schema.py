@@ -1,4 +1,4 @@
-"""From strict YAML nodes to a `Spec`: which keys there are, what each holds, and which names are allowed."""
+"""Converts strict YAML nodes to a `Spec`: known keys, their contents, and legal names."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 _SOFT_KEYWORDS = {"case", "match"}  # the same with every release of Python: 3.12 has 'type', too
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
-MAX_FIXED = 1 << 20              # of an extent of all weights of a format
-MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
+MAX_FIXED = 1 << 20              # the largest fixed extent of weights
+MAX_ENTRIES = 64                # in a mapping or list: far more than any format needs, so that passes stay quick
 
 KEYS = {
     "format": "the format's name; the generated module is called so",
@@ -78,7 +78,7 @@ SECTION_KEYS = ("tensor", "run", "record")
 
 
 def load(path: Path | str, name: str | None = None) -> Spec:
-    """Read a spec file.  `name` is what messages call it.  Raises SpecError, or OSError where it cannot be read."""
+    """Read a spec file.  `name` is its name in messages.  Raises SpecError, or OSError if it cannot be read."""
     data = Path(path).read_bytes()
     label = name or str(path)
     try:
@@ -91,7 +91,7 @@ def load(path: Path | str, name: str | None = None) -> Spec:
 
 
 def parse(text: str, name: str = "spec.yaml", folder: Path | None = None) -> Spec:
-    """A Spec from text; `folder` is where its tables' files lie.  Raises SpecError with everything that is wrong in its shape."""
+    """Parse a Spec from text; `folder` has its tables' files.  Raises SpecError with all problems of its shape."""
     source = Source(name, text)
     problems = Problems()
     root = marked.read(source, problems)
@@ -121,13 +121,13 @@ class _Reader:
         return self.few(node.items, node.span, what)
 
     def few(self, items: tuple[_T, ...], span: Span, what: str, most: int = MAX_ENTRIES) -> tuple[_T, ...]:
-        """The items, or with a problem the first of them."""
+        """At most `most` items; adds a problem if there are more."""
         if len(items) > most:
             self.problems.add(span, f"{what} has {len(items)} entries, and at most {most} are allowed")
         return items[:most]
 
     def keys(self, node: Node, allowed: Iterable[str], what: str) -> dict[str, Node]:
-        """A mapping's items by key; adds a problem for each key that is not allowed."""
+        """A mapping's items by key; adds a problem for each unknown key."""
         nodes: dict[str, Node] = {}
         for key, value in self.mapping(node, what):
             if key.value in allowed:
@@ -161,7 +161,7 @@ class _Reader:
             return None
 
     def name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
-        """Whether a name of the author's may become an identifier of generated code."""
+        """Whether an author's name may be an identifier of generated code; adds a problem if not."""
         word = text.value
         if not form.match(word):
             rule = "a letter, then letters, digits and '_'" if form is _ANY_CASE else \
@@ -224,7 +224,7 @@ class _Reader:
                     " ".join(decode_text.value.split()), encode, storages, detect, claims, fixed, plus)
 
     def fixed(self, node: Node | None) -> dict[str, int]:
-        """The extents of the weight that are numbers."""
+        """The extents of the weight that are constants."""
         texts = self.texts(node, "weight")
         words = [text.value for text in texts]
         if node is not None and texts and (len(words) != 2 or not all(
@@ -239,7 +239,7 @@ class _Reader:
         return fixed
 
     def line(self, text: Text | None) -> str:
-        """One line of prose for headers; what could end a docstring or a comment is refused."""
+        """One line of prose for headers; refuses text that could end a docstring or a comment."""
         if text is None:
             return ""
         if len(text.value) > 200 or any(c in text.value for c in "\\\"\n") or not text.value.isprintable():
@@ -257,9 +257,7 @@ class _Reader:
             seen.setdefault(text.value, text.span)
 
     def arguments(self, params: Iterable[Param], tables: Iterable[Table], storages: Iterable[Storage]) -> None:
-        """Parameters and tables are arguments of generated functions beside tensors; parameters also of `encode`, beside the
-        weight and options; a table is a constant of the generated module.
-        """
+        """Checks names of parameters and tables: arguments of generated functions and of `encode`, and constants."""
         tensors = {name.value: name.span for storage in storages for tensor in storage.tensors
                    for name in (tensor.name, tensor.stored_name)}
         encode_arguments = ("weight", "importance", "options")
@@ -295,7 +293,7 @@ class _Reader:
         return tables.values()
 
     def table(self, key: Text, value: Node, tables: dict[str, Table]) -> Table | None:
-        """A table from a file, or computed from those above it."""
+        """A table from a file, or computed from earlier tables."""
         if not isinstance(value, Mapping):
             return self.parsed(lambda text: computed(key, text, tables), self.text(value, "a table"))
         node = self.keys(value, ["file"], f"table '{key}'").get("file")
@@ -357,7 +355,7 @@ class _Reader:
                        self.is_transient(settings.get("transient")), order, order_type)
 
     def where(self, node: Node | None) -> tuple[_Fixed, _Allowed]:
-        """What a storage fixes: expressions of one value, and lists of the values that parameters may have."""
+        """The entries of a storage's `where`: expressions of one value, and lists of allowed values of parameters."""
         fixed: list[tuple[Text, grammar.Expr]] = []
         only: list[tuple[Text, tuple[int | str, ...]]] = []
         for name, value in self.mapping(node, "where"):
@@ -373,7 +371,7 @@ class _Reader:
         return tuple((dim, int(text.value)) for dim, text in numbers if text is not None and self.counted(text))
 
     def encode_options(self, node: Node | None) -> tuple[tuple[Text, Text], ...]:
-        """Options of the encode scheme that a storage chooses."""
+        """Options of the encode scheme that a storage sets."""
         options = [(option, self.text(word, "an option's value")) for option, word in self.mapping(node, "encode")]
         return tuple((option, word) for option, word in options if word is not None)
 
@@ -390,14 +388,14 @@ class _Reader:
         return (order if self.name(order, "tensor", _ANY_CASE) else None), kind or "i32"
 
     def is_transient(self, node: Node | None) -> bool:
-        """Whether no file has the storage."""
+        """Whether the storage is never in files."""
         transient = self.text(node, "transient")
         if transient is not None and transient.value != "true":
             self.problems.add(transient.span, "transient is true, for a storage that no file has")
         return transient is not None
 
     def sectioned(self, name: Text, node: Node) -> list[Tensor] | None:
-        """The sections of a tensor that has some; None of another one."""
+        """The sections of a tensor; None if it has none."""
         keys = {key.value for key, _ in node.items} if isinstance(node, Mapping) else set()
         by_rows = "sections" in keys
         if not by_rows and "regions" not in keys:
@@ -419,7 +417,7 @@ class _Reader:
         return aliases
 
     def seen(self, node: Node | None) -> tuple[Text, ...]:
-        """The extents that files give a tensor."""
+        """The extents of a tensor in files."""
         seen = self.texts(node, "seen")
         for extent in seen:
             if not is_axis(extent.value):

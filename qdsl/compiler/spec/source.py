@@ -1,4 +1,4 @@
-"""Text with a place: spans, scalars that remember where they stand, and the problems that point at them."""
+"""Text with positions: spans, scalars with their place in the file, and problems that refer to them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A spec file's name, as the reader of a message knows it, and its text."""
+    """A spec file: its name in messages, and its text."""
 
     name: str
     text: str
 
     def line(self, number: int) -> str:
-        """Line `number`, counted from 1; empty past the end.  What does not print, and could steer a terminal, is a '?'."""
+        """Line `number`, from 1; empty past the end.  Unprintable characters, which could control a terminal, become '?'."""
         lines = self.text.split("\n")
         line = lines[number - 1] if 0 < number <= len(lines) else ""
         return "".join(c if c.isprintable() or c == "\t" else "?" for c in line)
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A scalar of the spec.  `starts` gives, for each line of the value, where that line begins in the file."""
+    """A scalar of the spec.  starts: for each line of the value, its position in the file."""
 
     value: str
     starts: tuple[Span, ...]
@@ -46,11 +46,11 @@ class Text:
 
     @property
     def span(self) -> Span:
-        """The whole scalar, cut at its first line."""
+        """The whole scalar, cut at the end of its first line."""
         return self.at(0, len(self.value.split("\n", 1)[0]))
 
     def at(self, begin: int, end: int) -> Span:
-        """Where characters [begin, end) of the value stand in the file."""
+        """The span of characters [begin, end) of the value in the file."""
         before = self.value[:begin]
         row = before.count("\n")
         start = self.starts[min(row, len(self.starts) - 1)]
@@ -60,7 +60,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong and where, with notes that belong to it.  `place` None is the spec as a whole."""
+    """A problem of a spec, its place, and notes.  place: None for the whole spec."""
 
     message: str
     span: Span
@@ -70,7 +70,7 @@ class Problem:
         return f"{self.span}: error: {self.message}"
 
     def render(self) -> str:
-        """The message, the line it speaks of with a caret under the exact text, and the notes."""
+        """The message, the source line with a caret under the text, and the notes."""
         text = self.span.source.line(self.span.line)
         rows = [str(self)]
         if text.strip() and len(text) <= 200:
@@ -81,18 +81,18 @@ class Problem:
 
 
 class SpecError(Exception):
-    """A spec that cannot be compiled: all its problems, in the order in which they stand in the file."""
+    """A spec that cannot be compiled: all its problems, in the order of the file."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda p: (p.span.line, p.span.column)))
         super().__init__("\n".join(problem.render() for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[tuple[Problem, ...]]]:
-        return SpecError, (self.problems,)                       # from one process to another
+        return SpecError, (self.problems,)                       # pickles, for other processes
 
 
 class Problems:
-    """The problems so far; passes add to them, and the driver stops between passes when there are any."""
+    """The problems so far; passes add to them, and the driver stops between passes if there are any."""
 
     def __init__(self) -> None:
         self._problems: list[Problem] = []
@@ -114,7 +114,7 @@ class Problems:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """`; did you mean 'x'?` where a word is close, else `; known: ...` for a short list."""
+    """`; did you mean 'x'?` if a word is close, else `; known: ...` for a short list."""
     words = sorted(words)
     near = get_close_matches(word, words, n=1, cutoff=0.6)
     if near:

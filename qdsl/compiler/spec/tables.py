@@ -1,7 +1,7 @@
-"""Tables of numbers, listed in a spec, read from a file beside it, or computed from other tables.
+"""Tables of numbers, listed in a spec, read from a file next to it, or computed from other tables.
 
-A file holds numbers apart by spaces and lines; '#' begins a comment.  A computed table, `grid: "i<256 j<8: level[codes[i] //
-4**j % 4]"`, has a row for each value of its first loop and a column for each of its second, integers of 32 bits.
+A file holds numbers separated by spaces and lines; '#' begins a comment.  A computed table, `grid: "i<256 j<8: level[codes[i] //
+4**j % 4]"`, has a row for each value of its first loop and a column for each of its second, 32-bit integers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from qdsl.compiler.spec.source import Problem, Span, Text, did_you_mean
 from qdsl.compiler.spec.tokens import GrammarError
 from qdsl.core.numbers import round_to_f32
 
-MAX_TABLE = 1 << 14             # numbers of a table: the largest codebook of a format in use has 2048 rows of 8
+MAX_TABLE = 1 << 14             # numbers per table: the largest codebook in use has 2048 rows of 8
 MAX_FILE = 1 << 17
 INT32 = 1 << 31
-LARGEST = 2.0 ** 128 - 2.0 ** 104                                # float32's
+LARGEST = 2.0 ** 128 - 2.0 ** 104                                # the largest float32
 OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod, "**": pow}
 _FILE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.txt\Z")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,8})\Z")
@@ -32,12 +32,12 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,8})(?:\.[0-9]{1,20})?(?:e[-+]?[0-9]{1
 
 
 def is_number(word: str) -> bool:
-    """Whether a table may hold it: an integer of up to nine digits, or a number in float32's range."""
+    """Whether a table can hold it: an integer of up to nine digits, or a number in float32's range."""
     return _NUMBER.match(word) is not None and abs(float(word)) <= LARGEST
 
 
 def numbers(words: Sequence[str]) -> tuple[int, ...] | tuple[float, ...]:
-    """The numbers of a table: integers where all of them are, else each rounded to float32."""
+    """The numbers of a table: integers if all of them are, else each rounded to float32."""
     if all(_INTEGER.match(word) for word in words):
         return tuple(map(int, words))
     return tuple(round_to_f32(float(word)) for word in words)
@@ -50,7 +50,7 @@ def from_file(name: Text, place: Text, folder: Path | None) -> Table:
     if folder is None:
         _fail(place.span, "a spec that is no file has no folder to read a table from")
     path = folder / place.value
-    if path.exists() and not path.is_file():                     # a read of a pipe might never end
+    if path.exists() and not path.is_file():                     # reading a pipe might never end
         _fail(place.span, f"'{place}' is no regular file")
     try:
         with open(path, "rb") as file:
@@ -83,7 +83,7 @@ def computed(name: Text, text: Text, tables: Mapping[str, Table]) -> Table:
 
 
 def evaluated(table: Table, tables: Mapping[str, Table]) -> Table:
-    """A computed table with its numbers.  Raises GrammarError where one of them is none."""
+    """A computed table with its numbers.  Raises GrammarError if one of them is undefined."""
     assert table.formula is not None
     places = zip(*product(*map(range, table.shape)), strict=True)
     values = _Reader(dict(zip(table.loops, places, strict=True)), prod(table.shape), tables).values(table.formula)
@@ -91,9 +91,9 @@ def evaluated(table: Table, tables: Mapping[str, Table]) -> Table:
 
 
 class _Reader:
-    """Integer expressions over loops and tables, each computed for all values of the loops at once: a list of `count` numbers.
+    """Evaluates integer expressions over loops and tables for all loop values at once: a list of `count` numbers.
 
-    loops: the values of each.
+    loops: the values of each loop.
     """
 
     def __init__(self, loops: Mapping[str, Sequence[int]], count: int, tables: Mapping[str, Table]) -> None:

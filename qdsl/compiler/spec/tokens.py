@@ -13,7 +13,7 @@ _TOKEN = re.compile(r"[ \t\n]*(?:(?P<float>\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)|
 
 
 class GrammarError(Exception):
-    """A scalar that does not parse; `problem` says where and what was expected."""
+    """A scalar that does not parse; `problem` has the position and what was expected."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -22,7 +22,7 @@ class GrammarError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A word of a text: its kind ('float', 'int', 'name', 'op' or 'end'), and where it begins and ends."""
+    """A token: its kind ('float', 'int', 'name', 'op' or 'end'), and where it begins and ends."""
 
     kind: str
     text: str

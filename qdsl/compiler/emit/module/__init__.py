@@ -1,1 +1,1 @@
-"""A generated module as a whole, and its description of the format as data."""
+"""Prints a generated module, and the description of its format as data."""

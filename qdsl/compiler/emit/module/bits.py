@@ -1,4 +1,4 @@
-"""Where the bits of a stored tensor lie, as the short texts that runtime/weight/bits.py reads: 'q[2:16 4:4 1@1, 1@0]'."""
+"""Prints where the bits of a stored tensor lie, as the texts that runtime/weight/bits.py reads: 'q[2:16 4:4 1@1, 1@0]'."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Digit = tuple[int, str]                                          # extent, 0 for
 
 
 def bits_texts(program: Program, tensors: Sequence[Tensor]) -> list[str]:
-    """The pieces of a tensor, or of its sections, where all their bits lie at digits of subscripts; else none."""
+    """The pieces of a tensor, or of its sections, if all their bits are at digits of subscripts; else none."""
     pieces = [_bits_texts(program, tensor) for tensor in tensors]
     return [text for texts in pieces for text in texts] if all(pieces) else []
 
 
 def _bits_texts(program: Program, tensor: Tensor) -> list[str]:
-    """The pieces of one tensor, or of a section in a row whose elements are counted by constants."""
+    """The pieces of one tensor, or of a section of a row with a constant number of elements."""
     if tensor.stored is not None and (tensor.stored.field is not None or tensor.stored.op == "^"):
         return []
     section = tensor.section
@@ -25,18 +25,18 @@ def _bits_texts(program: Program, tensor: Tensor) -> list[str]:
                                     and len(tensor.axes) == 2 and not section.is_plane):
         return []
     if program.row_codes and any(placement.field == program.row_codes.code for placement in tensor.placements):
-        return []                                                # what no other storage has
+        return []                                                # no other storage has it
     if any(placement.flat or placement.ranges > 1 or placement.copies for placement in tensor.placements):
         return []
     apart = tensor.words > 1 and tensor.axes[-1].digits[-1:] != ("",)
     if apart and any(len(placement.slices) > 1 for placement in tensor.placements):
-        return []                                                # planes of one field in words that lie apart
+        return []                                                # planes of one field in words that are apart
     pieces = [_piece(program, tensor, placement, part) for placement in tensor.placements for part in placement.slices]
     return pieces if all(pieces) else []
 
 
 def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) -> str:
-    """A slice: its coordinates' digits, the fastest first; '' where it crosses words that lie apart."""
+    """A slice as digits of its coordinates, fastest first; '' if it crosses words that are apart."""
     size = tensor.element.bits
     in_one = part.offset % size + part.width <= size
     if part.places or (not in_one and tensor.axes[-1].digits[-1:] != ("",)):
@@ -56,7 +56,7 @@ def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) 
 
 
 def _mode(tensor: Tensor, extent: int, stride: int) -> list[Digit]:
-    """A digit inside of an element, over elements of the record, or first the one and then the other; without a step if none."""
+    """A digit within an element, across elements of the record, or both in turn; without a step if neither."""
     size = tensor.element.bits
     if stride <= 0:
         return [(extent, "")]
@@ -69,7 +69,7 @@ def _mode(tensor: Tensor, extent: int, stride: int) -> list[Digit]:
 
 
 def _step(tensor: Tensor, digit: str, times: int = 1) -> str:
-    """How far a variable, or the word '', moves along its axis; '' where an axis has words that lie apart."""
+    """The step of a variable, or of the word '', along its axis; '' if an axis has words that are apart."""
     for place, axis in enumerate(tensor.axes):
         if digit in axis.digits:
             if axis.digits[-1] == digit:

@@ -1,4 +1,4 @@
-"""Building specs into files of generated modules: only what differs is written, and nothing outside the folder."""
+"""Builds specs into files of generated modules; writes only files that differ, and nothing outside the output folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qdsl.compiler.spec.schema import load
 from qdsl.core.producer import producer_of, read_yaml
 from qdsl.host.files import write_text
 
-PRODUCERS = "producers"                                          # the folder of their JSON
+PRODUCERS = "producers"                                          # the folder of producers' JSON
 MARK = "Do not edit: change the spec"
 
 
@@ -26,17 +26,17 @@ class Written:
 
 
 class BuildError(Exception):
-    """A file that a build must not touch."""
+    """A build must not touch this file."""
 
 
 def files_of(spec: Path | str, name: str | None = None) -> dict[str, str]:
-    """The generated files of a spec by their paths below the output folder, code first.  Raises SpecError."""
+    """The generated files of a spec, by path below the output folder, code first.  Raises SpecError."""
     programs = compile_spec(load(spec, name))
     return {**module(programs), f"{programs[0].spec.name}.json": description(programs)}
 
 
 def producer_files(folder: Path) -> dict[str, str]:
-    """The JSON of all producers of a folder by their paths below the output folder.  Raises ProducerError."""
+    """The JSON of all producers in a folder, by path below the output folder.  Raises ProducerError."""
     files: dict[str, str] = {}
     for path in sorted(folder.glob("*.yaml")):
         data = read_yaml(path)
@@ -46,15 +46,15 @@ def producer_files(folder: Path) -> dict[str, str]:
 
 
 def build(spec: Path | str, out: Path, *, write: bool = True) -> Iterator[Written]:
-    """Write a spec's module below `out`, and remove what an earlier build of it left.
+    """Write a spec's module below `out`, and remove stale files of earlier builds.
 
-    write=False changes nothing and says what would change.  Raises SpecError, BuildError, OSError.
+    write=False only reports what would change.  Raises SpecError, BuildError, OSError.
     """
     yield from put(files_of(spec), out, write=write)
 
 
 def put(files: Mapping[str, str], out: Path, *, write: bool = True) -> Iterator[Written]:
-    """The same with the files that are made already.  Raises BuildError, OSError."""
+    """As build, for files that are already printed.  Raises BuildError, OSError."""
     root = out.resolve()
     stem = next(iter(files)).split("/")[0].removesuffix(".py")
     for name, text in files.items():
@@ -72,7 +72,7 @@ def put(files: Mapping[str, str], out: Path, *, write: bool = True) -> Iterator[
 
 
 def _refuse_outside(path: Path, root: Path) -> None:
-    """Links could lead a write out of the folder; names cannot, because the spec's grammar has no dots or slashes."""
+    """Links could lead a write out of the folder; names cannot, because the spec's grammar allows no dots or slashes."""
     for part in (path, *path.parents):
         if part == root:
             return
@@ -82,7 +82,7 @@ def _refuse_outside(path: Path, root: Path) -> None:
 
 
 def _stale(root: Path, stem: str, files: Mapping[str, str]) -> Iterator[Path]:
-    """Files of the same format that this build did not write, as when a parameter lost a value."""
+    """Files of the same format that this build did not write, for example of a removed parameter value."""
     candidates = [root / f"{stem}.py", *sorted((root / stem).glob("*.py"))]
     if stem == PRODUCERS:
         candidates = sorted((root / stem).glob("*.json"))

@@ -1,7 +1,7 @@
-"""A format's description for readers of checkpoints, who import no torch: `qdsl.core.stored.Description`, as JSON.
+"""Prints a format's description as JSON, `qdsl.core.stored.Description`, for readers of checkpoints that do not import torch.
 
-It says what the generated module says of storages and parameters, of those that files may have: neither the storage that the
-compiler derives, nor one that is made when a weight is loaded.  Its `summary`, for `qdsl list`, has them all.
+It describes the storages and parameters that files may have: neither the storage that the compiler derives, nor storages that are
+made when a weight is loaded.  Its `summary`, for `qdsl list`, has all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Storages = dict[str, dict[str, Any]]
 
 
 def description(programs: Sequence[Program]) -> str:
-    """The JSON text.  A line holds a tensor, a parameter or a rule."""
+    """The JSON text, with one tensor, parameter or rule per line."""
     first = programs[0]
     by, variants = _variants(programs)
     return indented({
@@ -59,7 +59,7 @@ def _tables(spec: Spec) -> dict[str, Any]:
 
 
 def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params, Storages]]]:
-    """The parameters that change what tensors there are, and those for each of their values."""
+    """The parameters that change which tensors exist, and the programs for each of their values."""
     variants: list[tuple[Params, Storages]] = []
     for program in programs:
         if program.storage == PLANAR or _authored(program).transient:
@@ -78,7 +78,7 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
 
 
 def _fields(programs: Sequence[Program]) -> dict[str, Any]:
-    """The axes of fields, unless a block has weights from all over the matrix; and whether there is a storage `planar`."""
+    """The axes of fields, except those with blocks all over the matrix; and whether there is a storage `planar`."""
     first = programs[0]
     atoms = [ix.flat_of(index) for field in first.fields for index in field.index]
     axes = {} if any(atom and atom.op == "mod" for atom in atoms) else {
@@ -104,7 +104,7 @@ def _authored(program: Program) -> Storage:
 
 
 def _tensor(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """tensors: one, or its sections."""
+    """Describes a tensor.  tensors: the tensor, or its sections."""
     tensor = tensors[0]
     field = tensor.placements[0].field
     is_index = is_plain(program, tensor) and program.field(field).number is None
@@ -116,7 +116,7 @@ def _tensor(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _padding(tensor: Tensor) -> int:
-    """The bits of every element that hold nothing, where an element is a record."""
+    """The padding bits of every element, if an element is a record."""
     pieces = list(walk(tensor.lines))
     if tensor.words > 1 or tensor.stored or tensor.section or any(piece.place is not None for piece in pieces):
         return 0
@@ -131,7 +131,7 @@ def _coded(stream: Stream) -> dict[str, dict[str, Any]]:
 
 
 def indented(value: object, level: int = 0) -> str:
-    """JSON, broken into lines where a mapping or a list does not fit one."""
+    """JSON text, with mappings and lists broken into lines if they do not fit one."""
     line = json.dumps(value)
     numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
     if len(line) + 2 * level <= 100 or numbers or not isinstance(value, Mapping | list):

@@ -1,4 +1,4 @@
-"""The functions and tables of a module, printed once where storages have the same, or variants do."""
+"""The functions and tables of a module, each printed once even if storages or variants share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = re.compile(r"^(?:def )?(\w+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A function or a table of a module: its name and its lines."""
+    """A function or table of a module: its name and its lines."""
 
     name: str
     lines: tuple[str, ...]
@@ -27,22 +27,23 @@ class Definition:
 
 
 def definition(lines: Sequence[str]) -> Definition:
-    """The function or table of these lines."""
+    """Parses these lines as a function or table."""
     match = NAME.search("\n".join(lines))
     assert match is not None
     return Definition(match[1], tuple(lines))
 
 
 def definitions(lines: Iterable[str]) -> list[Definition]:
-    """Functions that two empty lines separate."""
+    """Splits lines into functions at two empty lines."""
     texts = [text.strip("\n") for text in "\n".join(lines).split("\n\n\n")]
     return [definition(text.split("\n")) for text in texts if text]
 
 
 def shared_by_storages(programs: Sequence[Program], printed: Sequence[list[Definition]],
                        ) -> tuple[list[Definition], dict[str, str]]:
-    """The functions of all storages without those that an earlier storage has with other names of tensors, and by which name
-    of that one they are called.  printed: the functions of each program.
+    """The functions of all storages, without repetitions that differ only in tensor names, and for those the name to call.
+
+    printed: the functions of each program.
     """
     kept: list[Definition] = []
     names: dict[str, str] = {}
@@ -59,7 +60,7 @@ def shared_by_storages(programs: Sequence[Program], printed: Sequence[list[Defin
 
 
 def _body(function: Definition, storage: str, places: Mapping[str, str]) -> tuple[str, ...]:
-    """What a function does: its kind, and its lines without docstring, with tensors by their places in the storage."""
+    """A key of a function's behaviour: its kind, and its lines without docstring, with tensors replaced by their index."""
     quotes = [number for number, line in enumerate(function.lines) for _ in range(line.count('"""'))]
     text = "\n".join((*function.lines[:quotes[0]], *function.lines[quotes[1] + 1:])).replace(f"def {function.name}(", "def (")
     return function.name.removesuffix(f"_{storage}"), WORD.sub(lambda word: places.get(word[0], word[0]), text)
@@ -72,9 +73,9 @@ def renamed(lines: Iterable[str], names: Mapping[str, str]) -> list[str]:
 
 def shared_by_variants(modules: Mapping[str, tuple[Sequence[Definition], Sequence[str]]],
                        ) -> dict[str, tuple[list[Definition], dict[str, list[str]]]]:
-    """What each module defines itself, and the names that it imports from modules before it, which have the same.
+    """What each module defines itself, and the names that it imports from earlier modules with the same definition.
 
-    modules: by name, definitions and the lines that follow them.  A function that reads a table is the same where its tables are.
+    modules: by name, definitions and the lines after them.  Functions are the same only if the tables they read are.
     """
     origins: dict[tuple[Definition, ...], str] = {}
     shared: dict[str, tuple[list[Definition], dict[str, list[str]]]] = {}
@@ -95,7 +96,7 @@ def shared_by_variants(modules: Mapping[str, tuple[Sequence[Definition], Sequenc
 
 
 def _tables_of(tables: Mapping[str, Definition], text: str) -> list[Definition]:
-    """The tables that a text reads, or one of these does."""
+    """The tables that a text reads, directly or through other tables."""
     read: list[Definition] = []
     for name, table in reversed(list(tables.items())):
         if re.search(rf"\b{name}\b", text):

@@ -1,7 +1,7 @@
-"""A generated module: reference, kernels and description of a format, in one file or, where bits differ, in a package.
+"""Prints a generated module: reference, kernels and description of a format, in one file or a package.
 
-Parameters that change the text get a file per value; all others are arguments or types of tensors.  The text depends on the
-spec and the compiler alone.
+It is a package with a file per value if parameters change the text; other parameters are arguments or types of tensors.  The text
+depends only on the spec and the compiler.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from qdsl.core.numbers import FLOATS
 from qdsl.core.schemes import SCHEMES
 
 RULE = "-" * 118
-# What a module offers of its FORMAT, by lines.
+# The functions of its FORMAT that a module exports, by lines.
 SURFACE = (("wrap", "pack", "unpack", "quantize", "dequantize"), ("convert", "requantize", "planar", "SPEC"),
            ("linear", "grouped_linear", "Linear", "Embedding"))
 
@@ -56,19 +56,19 @@ class Part:
 
     @property
     def defined(self) -> list[Definition]:
-        """All that it has."""
+        """All its definitions."""
         return [*self.reference, *self.kernels]
 
     @property
     def text(self) -> tuple[object, ...]:
-        """All that is printed of it."""
+        """All its printed text, as a key."""
         return self.reference, self.kernels, self.variant
 
 
 def module(programs: Sequence[Program]) -> dict[str, str]:
-    """Files of a format by path below the folder of generated modules: 'q4_0.py', or 'int_group/bits_4.py' and so on.
+    """The files of a format by path below the folder of generated modules: 'q4_0.py', or 'int_group/bits_4.py' and so on.
 
-    Raises SpecError for a layout that is legal but cannot be said in views and shifts.
+    Raises SpecError for a legal layout that views and shifts cannot express.
     """
     try:
         by, parts = _parts(programs)
@@ -100,12 +100,12 @@ def _part_name(by: Sequence[str], part: Part) -> str:
 
 def _finish(lines: Sequence[str]) -> str:
     text = "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
-    compile(text, "", "exec")                                    # a generator that writes no Python has a bug
+    compile(text, "", "exec")                                    # checks that the printed text is Python
     return text
 
 
 def _import(source: str, words: Iterable[str]) -> list[str]:
-    """The import of some names, in parentheses where a line does not hold it."""
+    """An import of names, in parentheses if it does not fit a line."""
     one = f"from {source} import {', '.join(words)}"
     return [one] if len(one) <= WIDTH else wrapped(f"from {source} import (", words, ")")
 
@@ -143,7 +143,7 @@ def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
 
 
 def _body(part: Part, own: Sequence[Definition]) -> list[str]:
-    """Everything of a variant but its header and imports.  own: what it does not import from other variants."""
+    """The text of a variant without its header and imports.  own: definitions that it does not import from other variants."""
     lines: list[str] = []
     for title, items in (("reference", part.reference), ("kernels", part.kernels)):
         section = [item for item in items if item in own]
@@ -199,7 +199,7 @@ def _origin(spec: Spec) -> list[str]:
 
 
 def _variant_header(spec: Spec, title: str) -> list[str]:
-    """The docstring of a variant: the package's has the fields and the storages."""
+    """The docstring of a variant; the package's docstring has the fields and storages."""
     return [_title(spec, f" at {title}"), "", f"    w = {spec.decode_text}", "", *_origin(spec)]
 
 
@@ -229,7 +229,7 @@ def _header(programs: Sequence[Program]) -> list[str]:
 
 
 def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:
-    """Imports of what earlier variants have too."""
+    """Imports of definitions from earlier variants."""
     lines: list[str] = []
     for module, names in imported.items():
         one = f"from .{module} import {', '.join(names)}"
@@ -238,7 +238,7 @@ def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _imports(body: Sequence[str]) -> list[str]:
-    """Imports of what the body reads."""
+    """Imports of the names that the body reads."""
     read = names_read(body)
     lines = ["from typing import Any", ""] if "Any" in read else []
     lines += ["import torch"] if "torch" in read else []

@@ -1,4 +1,4 @@
-"""The tables of a spec as constants of its module."""
+"""Prints the tables of a spec as constants of its module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def constants(programs: Sequence[Program]) -> list[list[str]]:
 
 
 def _constants(program: Program) -> list[list[str]]:
-    """Each table that decode reads, and those that it is computed from, in the order of the spec; then one of joint steps."""
+    """The tables that decode reads, and those that they are computed from, in the order of the spec; then the joint table."""
     kinds = tables(program)
     wanted = set(kinds)
     for table in reversed(program.spec.tables):
@@ -35,7 +35,7 @@ def _constants(program: Program) -> list[list[str]]:
 
 
 def _constant(table: Table, kinds: Mapping[str, str]) -> list[str]:
-    """A Table where decode looks it up; a tuple where other tables alone do."""
+    """A Table if decode reads it; a tuple if only other tables do."""
     name, kind = constant(table.name.value), kinds.get(table.name.value)
     head = [f'"{kind}"'] if kind else []
     if table.formula is None:

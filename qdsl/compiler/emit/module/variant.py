@@ -1,4 +1,4 @@
-"""A variant's description in its module: types and axes of its fields, and its storages."""
+"""Prints a variant's description in its module: types and axes of its fields, and its storages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qdsl.core.schemes import SCHEMES
 
 
 def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[Reference]) -> list[str]:
-    """Lines of `VARIANT = Variant(...)`: fields, storages, and how decode and encode are called."""
+    """Lines of `VARIANT = Variant(...)`: fields, storages, and the calls of decode and encode."""
     first = programs[0]
     shown: list[str] = []
     for field in first.fields:
@@ -61,7 +61,7 @@ def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[R
 
 
 def _encode(program: Program) -> list[str]:
-    """The encoder, and what a caller may choose of it."""
+    """The encoder, and the options that a caller may choose."""
     encode = program.encode
     assert encode is not None
     code = program.field(encode.roles["code"]).number
@@ -84,7 +84,7 @@ def _scheme(encode: Encode) -> list[str]:
 
 
 def _defaults(programs: Sequence[Program]) -> dict[str, str]:
-    """Fields that may be missing: an integer, or None for an index in order."""
+    """Optional fields: an integer as default, or None for an index in order."""
     defaults: dict[str, str] = {}
     for program in programs:
         for name, value in program.unstored.items():
@@ -93,8 +93,9 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
 
 
 def _storage(program: Program, reference: Reference, moves: bool, always: Sequence[str]) -> list[str]:
-    """moves: bits move between storages, or a kernel of caches puts them.  always: fields that other storages may leave out, and
-    this one holds.
+    """Describes a storage.  moves: storages exchange bits, or a kernel of caches writes them.
+
+    always: fields that other storages may omit but this one holds.
     """
     name = program.storage
     arguments = [f"unpack=unpack_{name}", f"pack=pack_{name}", *_more_arguments(program, reference, always), "tensors={"]
@@ -111,7 +112,7 @@ def _storage(program: Program, reference: Reference, moves: bool, always: Sequen
 
 
 def _stored(program: Program, tensors: Sequence[Tensor], moves: bool) -> str:
-    """tensors: one, or its sections."""
+    """Describes a tensor.  tensors: the tensor, or its sections."""
     tensor = tensors[0]
     kind, axes = _typed(program, tensors)
     arguments = [quoted(kind), *map(quoted, axes)]
@@ -128,14 +129,14 @@ def _stored(program: Program, tensors: Sequence[Tensor], moves: bool) -> str:
 
 
 def _typed(program: Program, tensors: Sequence[Tensor]) -> tuple[str, list[str]]:
-    """A tensor's type, 'index' where it holds places of groups, and its axes.  tensors: one, or its sections."""
+    """A tensor's type, 'index' if it holds group numbers, and its axes.  tensors: the tensor, or its sections."""
     tensor = tensors[0]
     index = is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None
     return "index" if index else tensor.kind, stored_axes(tensors)
 
 
 def _kernels(program: Program) -> list[str]:
-    """The kernels of a storage, and into what tiles they cut a weight."""
+    """The kernels of a storage, and their tiles of a weight."""
     at = tile(program)
     sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
     arguments = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
@@ -152,7 +153,7 @@ def _kernels(program: Program) -> list[str]:
 
 
 def _divides(program: Program) -> bool:
-    """Whether decode divides by what is stored."""
+    """Whether decode divides by stored numbers."""
     def is_stored(number: int) -> bool:
         value = program.values[number]
         return value.op != "const" if not value.args else any(map(is_stored, value.args))
@@ -192,7 +193,7 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
 
 
 def _is_whole(program: Program) -> bool:
-    """Whether rows cannot be taken apart: a tensor, or the groups of a field, go through the whole weight."""
+    """Whether rows cannot be separated: a tensor, or the groups of a field, span the whole weight."""
     groups = [atom for field in program.fields for index in field.index if (atom := ix.flat_of(index)) and atom.op == "mod"]
     sections = [tensor.section for tensor in program.tensors if tensor.section is not None]
     regions = any(not section.by_rows and not section.is_plane for section in sections)
@@ -201,13 +202,13 @@ def _is_whole(program: Program) -> bool:
 
 
 def _by_rows(tensor: Tensor, placement: Placement) -> bool:
-    """Whether the slowest digit of the first coordinate is also that of the tensor, so that runs of rows lie together."""
+    """Whether the slowest digit of the first coordinate is also the tensor's, so that runs of rows are contiguous."""
     first = next((digit for axis in tensor.axes for digit in axis.digits), "")
     return placement.digits[0][0] == first != "" and all(digits[1:] in ((), ("",)) for digits in placement.digits[1:])
 
 
 def _stream(program: Program, tensor: Tensor, stream: Stream) -> str:
-    """What an entropy code holds, and its tensors by role."""
+    """The entropy code of a tensor, and the code's tensors by role."""
     kind, axes = _typed(program, [tensor])
     stored = ", ".join(map(quoted, (kind, *axes)))
     named = "".join(f', {role}="{name}"' for role, name in stream.tensors.items())
@@ -221,5 +222,5 @@ def _coded(stream: Stream) -> list[str]:
 
 
 def _authored(program: Program) -> model.Storage:
-    """The storage in the spec."""
+    """The storage as the spec has it."""
     return next(storage for storage in program.spec.storages if storage.name.value == program.storage)

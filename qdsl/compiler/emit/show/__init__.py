@@ -1,1 +1,1 @@
-"""A format for people: its page and the picture of its bits."""
+"""Shows a format to people: its page and the picture of its bits."""

@@ -1,4 +1,4 @@
-"""A format on one page: what it is, its formula, and its layouts, for people and for programs."""
+"""The page of a format: title, formula and layouts, as text and as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qdsl.core.layout import vector_width
 
 
 def distinct(programs: Sequence[Program]) -> list[Program]:
-    """Programs whose bits differ: types of scales and the like do not change where anything lies."""
+    """Programs with different bits: types of scales, for example, do not change the layout."""
     by_layout: dict[tuple[object, ...], Program] = {}
     for program in programs:
         key = (program.storage, tuple((k, v) for k, v in program.params.items() if isinstance(v, int)))
@@ -25,7 +25,7 @@ def distinct(programs: Sequence[Program]) -> list[Program]:
 
 
 def summary(programs: Sequence[Program]) -> dict[str, Any]:
-    """A line of the list of formats."""
+    """An entry of the list of formats."""
     spec = programs[0].spec
     plain = [program for program in programs if not any(tensor.stream for tensor in program.tensors)] or programs
     bits = [typical_bits(program) for program in distinct(plain)]

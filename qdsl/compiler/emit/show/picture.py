@@ -1,6 +1,6 @@
-"""The bit picture of a record: which field lies at each bit, as rows for a terminal and as SVG.
+"""The bit picture of a record: the field at each bit, as rows for a terminal and as SVG.
 
-Bytes with the same contents one after the other share a row.  The most significant bit is on the left, as in a hex dump.
+Consecutive bytes with the same contents share a row.  The most significant bit is on the left, as in a hex dump.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qdsl.core.layout import BASE, RecordBit, spread
 from qdsl.core.text import counted
 
 Elements = tuple[tuple[int, ...], ...]
-MOST_ROWS, MOST_CELLS = 10, 32                                   # rows of bytes that are drawn; elements in a line of a grid
+MOST_ROWS, MOST_CELLS = 10, 32                                   # rows of bytes to draw; elements in a line of a grid
 LIGHT, DARK = "--paper:#ffffff;--ink:#1f2328", "--paper:#0d1117;--ink:#e6edf3"
 STYLE = (f".qdsl-bits{{{LIGHT}}}.qdsl-bits .paper{{fill:var(--paper,#ffffff)}}.qdsl-bits text{{fill:var(--ink,#1f2328)}}"
          f"@media (prefers-color-scheme:dark){{.qdsl-bits{{{DARK}}}}}"
@@ -25,9 +25,9 @@ COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#e
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Neighbouring bits of one element in one byte; `field` '' is padding.  `many`: which subscripts vary in the record.
+    """Adjacent bits of one element in one byte; `field` '' is padding.  many: which subscripts vary in the record.
 
-    first, last: the element in the first and last byte of a row; of a byte of base-3 digits, all of them.
+    first, last: the element in the first and last byte of a row; for a byte of base-3 digits, its range of elements.
     """
 
     field: str
@@ -39,13 +39,13 @@ class Cell:
     many: tuple[bool, ...] = ()
 
     def label(self) -> str:
-        """`q[0]..q[15]`, without subscripts that are the same all over the record."""
+        """`q[0]..q[15]`, without subscripts that are constant in the record."""
         if not self.field:
             return "pad"
         return "..".join(dict.fromkeys(self._text(elements) for elements in (self.first, self.last)))
 
     def short(self) -> str:
-        """`12`, for a cell of a grid; without subscripts that are the same all over the record."""
+        """`12`, for a cell of a grid; without subscripts that are constant in the record."""
         shown = [str(i) for i, varies in zip(self.first[0], self.many, strict=True) if varies]
         return ",".join(shown) if self.field else "-"
 
@@ -57,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bytes [first, last] of the record that differ in their elements' numbers alone, each by `steps` from the one before."""
+    """Bytes [first, last] of the record that differ only in element numbers, each by `steps` from the previous one."""
 
     first: int
     last: int
@@ -80,7 +80,7 @@ def rows(tensor: Tensor) -> list[Row]:
 
 
 def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
-    """The row with one more byte, where that continues it."""
+    """The row extended by one byte, if that continues it."""
     if _shape(row.cells) != _shape(cells) or row.steps not in (None, steps := _steps(row.cells, cells)):
         return None
     merged = tuple(replace(a, last=b.last) for a, b in zip(row.cells, cells, strict=True))
@@ -88,19 +88,19 @@ def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
 
 
 def _steps(before: Sequence[Cell], after: Sequence[Cell]) -> tuple[tuple[int, ...], ...]:
-    """How far the elements of a byte are from those of the one before; those of several bytes do not count."""
+    """The steps from the elements of one byte to those of the next; elements of several bytes do not count."""
     return tuple(() if a.width == 8 and not a.digits else
                  tuple(j - i for old, new in zip(a.last, b.first, strict=True) for i, j in zip(old, new, strict=True))
                  for a, b in zip(before, after, strict=True))
 
 
 def _shape(cells: Sequence[Cell]) -> list[tuple[str, int, int, int]]:
-    """What two bytes must share to share a row; the bytes of a wide element count as alike."""
+    """A key that is equal for bytes that may share a row; the bytes of a wide element count as alike."""
     return [(cell.field, -1 if cell.width == 8 and not cell.digits else cell.lo, cell.width, len(cell.first)) for cell in cells]
 
 
 def _cells(bits: Sequence[RecordBit | None]) -> Iterator[Cell]:
-    """Runs of a byte's bits that are neighbours in one element, from bit 7 down; or the byte of digits."""
+    """Runs of a byte's bits that are adjacent in one element, from bit 7 down; or the byte of digits."""
     end = 8
     while end:
         start = end - 1
@@ -121,7 +121,7 @@ def _continues(low: RecordBit | None, high: RecordBit | None) -> bool:
 
 
 def describe(tensor: Tensor) -> str:
-    """What one record holds: `18 bytes hold 1 d, 32 q`."""
+    """The contents of one record: `18 bytes hold 1 d, 32 q`."""
     counts = []
     for placement in tensor.placements:
         count = 1
@@ -145,7 +145,7 @@ def terminal(program: Program) -> list[str]:
 
 
 def _bits(program: Program, cell: Cell) -> str:
-    """How much of its element a cell is: `4 bits`, or `bits 4..5`."""
+    """The part of its element that a cell holds: `4 bits`, or `bits 4..5`."""
     if cell.digits:
         return f"{len(cell.first)} digits of base {BASE}"
     whole = program.field(cell.field).bits if cell.field else cell.width
@@ -155,9 +155,9 @@ def _bits(program: Program, cell: Cell) -> str:
 
 
 def svg(programs: Sequence[Program]) -> str:
-    """The records of storages as one drawing, a screen for each storage; the same input gives the same bytes.
+    """The records of storages as one drawing, a screen per storage; the same input gives the same bytes.
 
-    programs: of each storage the first is drawn, whose parameters are the defaults.  Colours follow a light or dark theme.
+    programs: the first one of each storage is drawn; its parameters are the defaults.  Colours follow a light or dark theme.
     """
     spec = programs[0].spec
     colours = {field.name: COLOURS[i % len(COLOURS)] for i, field in enumerate(programs[0].fields)}
@@ -178,7 +178,7 @@ def svg(programs: Sequence[Program]) -> str:
 
 
 def _draw_record(program: Program, tensor: Tensor, colours: dict[str, str], body: list[str], y: int) -> int:
-    """Draw a record from y on: as rows of bytes, repeated ones once, or as a grid of its elements; where it ends."""
+    """Draw a record from y on, as rows of bytes with repeated ones folded, or as a grid of its elements; returns the end."""
     every = rows(tensor)
     folds = list(_folds(every))
     is_of_words = tensor.element.bits > 8 and len(every) > MOST_ROWS      # codes in the order of a warp's lanes
@@ -196,7 +196,7 @@ def _draw_record(program: Program, tensor: Tensor, colours: dict[str, str], body
 
 @dataclass(frozen=True, slots=True)
 class _Fold:
-    """Rows that stand `times` times one after the other, up to byte `last`, with other elements each time."""
+    """Rows that repeat `times` times up to byte `last`, with other elements each time."""
 
     rows: tuple[Row, ...]
     times: int
@@ -205,7 +205,7 @@ class _Fold:
 
 
 def _folds(every: Sequence[Row]) -> Iterator[_Fold]:
-    """Rows in order, with the shortest period that repeats written once."""
+    """Rows in order, with the shortest repeating period written once."""
     at = 0
     while at < len(every):
         period, times = max(((period, _times(every, at, period)) for period in range(1, MOST_ROWS + 1)),
@@ -221,7 +221,7 @@ def _folds(every: Sequence[Row]) -> Iterator[_Fold]:
 
 
 def _times(every: Sequence[Row], at: int, period: int) -> int:
-    """How often the rows from `at` on repeat with a period, their elements moving by the same steps."""
+    """How often the rows from `at` on repeat with a period and equal steps of their elements."""
     times = 1
     steps: list[tuple[int, ...]] | None = None
     while len(part := every[at + times * period:at + (times + 1) * period]) == period:
@@ -239,17 +239,17 @@ def _times(every: Sequence[Row], at: int, period: int) -> int:
 
 
 def _advance(before: Cell, after: Cell) -> tuple[int, ...]:
-    """How far the first element of a cell is from that of another."""
+    """The steps from the first element of one cell to that of another."""
     return tuple(b - a for a, b in zip(before.first[0], after.first[0], strict=True))
 
 
 def _text_of(steps: tuple[int, ...]) -> str:
-    """`+8`, of subscripts that change."""
+    """`+8`, for subscripts that change."""
     return " ".join(f"{step:+}" for step in steps if step) or "the same"
 
 
 def _draw_grid(tensor: Tensor, colours: dict[str, str], body: list[str], y: int) -> int:
-    """Draw a record as a grid of its elements, low bits first; a darker cell is a later element; where it ends."""
+    """Draw a record as a grid of its elements, low bits first; later elements are darker; returns the end."""
     cells = list(_elements(tensor))
     per_word = max(1, len(cells) * 32 // tensor.record_bits)
     per_line = per_word * max(1, MOST_CELLS // per_word)
@@ -270,7 +270,7 @@ def _draw_grid(tensor: Tensor, colours: dict[str, str], body: list[str], y: int)
 
 
 def _elements(tensor: Tensor) -> Iterator[Cell]:
-    """Runs of a record's bits that are neighbours in one element, low bits first."""
+    """Runs of a record's bits that are adjacent in one element, low bits first."""
     bits = spread({p.field: (*p.slices, *p.copies) for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
     start = 0
@@ -303,7 +303,7 @@ def _box(x: int, y: int, width: int, height: int, fill: str, opacity: str) -> st
 
 
 def _heading(y: int, text: str, size: int, bold: bool = False) -> str:
-    """A line of text, in smaller letters where it would be wider than the picture; a letter is 0.61 of its size wide."""
+    """A line of text, in smaller letters if it would be wider than the picture; a letter is 0.61 of its size wide."""
     return _text(20, y, text, min(size, int((WIDTH - 40) / 0.61 / max(1, len(text)))), bold=bold)
 
 

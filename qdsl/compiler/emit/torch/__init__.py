@@ -1,1 +1,1 @@
-"""The torch reference of a format."""
+"""Prints the torch reference of a format."""

@@ -1,8 +1,8 @@
-"""The torch reference, computing: from fields to float32 weights.
+"""Prints `decode` of the torch reference: from fields to float32 weights.
 
-Every field is brought to the same axes, whole blocks of n and k cut into digits, and the formula of the spec is written once;
-broadcasting does the rest.  Blocks of constant size that always divide an axis are cut by their size; others (a size
-parameter, a short last block) by how many there are, so one text serves whole and short blocks, cut apart by the caller.
+Every field is brought to common axes, digits of whole blocks of n and k; broadcasting then computes the formula, printed once.
+Constant blocks that always divide an axis are split by their size.  Other blocks (of a size parameter, or with a short last
+block) are split by their number, so that one text serves whole and short blocks, which the caller separates.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program, Value
 from qdsl.compiler.passes.samples import divisor_of
 
-FLOATS = ("f32", "f16", "bf16")                                  # what torch copies into float32
+FLOATS = ("f32", "f16", "bf16")                                  # types that torch copies into float32
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Block sizes along one axis, largest first, 1 last.  `fixed`: all are constants that always divide the axis.
+    """Block sizes along one axis, largest first, 1 last.  fixed: all are constants that always divide the axis.
 
-    Constant blocks that neither nest nor divide are spread to single weights instead: then 1 is the only level.
+    If constant blocks neither nest nor divide, values are repeated per weight: then 1 is the only level.
     """
 
     blocks: tuple[Index, ...]
@@ -37,9 +37,10 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The text of decode, and the steps at which its caller must cut rows and columns so that blocks are whole or alone.
+    """The text of decode, and the steps at which its caller must split rows and columns so that blocks are whole or alone.
 
-    fields: its arguments, also those that it does not read.  scattered: blocks have weights from all over, and none can be cut.
+    fields: its arguments, including unused ones.  scattered: blocks have weights all over the matrix, so that no split is
+    possible.
     """
 
     lines: tuple[str, ...]
@@ -51,7 +52,7 @@ class Decode:
 
 
 def decode(programs: Sequence[Program]) -> Decode:
-    """Decode of a format, for all of its storages."""
+    """The text of a format's decode, for all of its storages."""
     program = programs[0]
     fields = tuple(program.fields)
     read = [field for field in fields if field.name in {value.name for value in program.values if value.op in ("field", "entry")}]
@@ -97,7 +98,7 @@ def decode(programs: Sequence[Program]) -> Decode:
 
 
 def _columns_of_a_period(like: str, period: int, columns: Levels) -> str:
-    """The columns of a run after which all digits begin again, along the levels below it."""
+    """The columns of one period of all digits, along the levels below it."""
     if not columns.fixed or Index(period) not in columns.blocks:
         raise Unsupported(f"digits of columns that begin again every {period}, where rows are no whole runs of them")
     sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks[columns.blocks.index(Index(period)):])]
@@ -106,13 +107,13 @@ def _columns_of_a_period(like: str, period: int, columns: Levels) -> str:
 
 
 def _types(program: Program) -> list[str]:
-    """The types of parameters that decode rounds to, as fields have them."""
+    """The types of parameters that decode rounds to, from the fields' dtypes."""
     names = dict.fromkeys(value.name for value in program.values if value.op == "round" and value.name in program.params)
     return [f"{name} = {next(field.name for field in program.fields if field.kind == name)}.dtype" for name in names]
 
 
 def _copied(program: Program) -> Field | None:
-    """The field of torch's own floats that is the weight: nothing is computed, it is copied."""
+    """The field that is the weight itself, in one of torch's floats: decode copies it."""
     last = program.values[-1]
     field = program.field(last.name) if last.op == "field" else None
     return field if field and field.number and field.number.name in FLOATS else None
@@ -123,9 +124,9 @@ def _copy(program: Program, field: Field) -> list[str]:
 
 
 def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], optional: tuple[str, ...]) -> Decode:
-    """Decode of fields in blocks of the flat position: rows one after the other, cut into the finest of the blocks.
+    """Decode of fields in blocks of the flat position: row-major order, split into the finest of the blocks.
 
-    What larger blocks share is spread over the finest first.  Blocks are whole, or there is one; of remainders all are whole.
+    Values of larger blocks are repeated for the finest first.  Blocks are whole, or there is only one.
     """
     if optional or any(len(_shape(program, value)) > 1 for value in program.values):
         raise Unsupported("rows of tables, and fields that may be missing, beside blocks of the flat position")
@@ -154,12 +155,12 @@ def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], op
 
 
 def _flat_size(by: Index) -> int:
-    """The size of a block, or its multiple of a parameter; of what lies at remainders alone there is one."""
+    """The size of a block, or its factor of a parameter; 1 if all weights lie at remainders."""
     return by.const if by.is_const else by.terms[0][1]
 
 
 def _ordered(lines: Sequence[str]) -> list[str]:
-    """Lines `field = ...` in an order in which a shape is read before its field gets more axes; else it is read ahead."""
+    """Orders lines `field = ...` so that a shape is read before its field gets more axes; else reads it first."""
     remaining = sorted(lines, key=lambda line: ".shape[" not in line)
     ahead: list[str] = []
     ordered: list[str] = []
@@ -176,21 +177,22 @@ def _ordered(lines: Sequence[str]) -> list[str]:
 
 
 def _key(program: Program, value: Value, together: Joint | None) -> str:
-    """By what a formula knows what the rows of a table are called, or what has become of them."""
+    """The key in `names` of the rows of a table, or of a joint table."""
     row = program.values[value.args[0]].name
     return step_name(together.step) if together and together.has(value.name, row) else f"{value.name}[{row}]"
 
 
 def _shape(program: Program, value: Value) -> tuple[int, ...]:
-    """The shape of the table that a value is read from, or of the stored one that its row is in; () of any other value."""
+    """The shape of the table, or of the stored table's rows, that a value is read from; () for other values."""
     return program.spec.table(value.name).shape if value.op == "table" else \
         program.field(value.name).table if value.op == "row" else ()
 
 
 def _rows(programs: Sequence[Program], lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
           together: Joint | None) -> tuple[str, str]:
-    """What the rows of a table that a field chooses are called, and they, brought to the common axes: each lies along the
-    levels below its length.
+    """The variable for the rows of a table that a field selects, and their text on the common axes.
+
+    Each row lies along the levels below its length.
     """
     program = programs[0]
     field = program.field(program.values[value.args[0]].name)
@@ -217,7 +219,7 @@ def _rows(programs: Sequence[Program], lookups: Sequence[Value], value: Value, r
 
 def _vectors(programs: Sequence[Program], lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
              ) -> tuple[str, str]:
-    """The same where a row's entries are of rows of the weight, one below the other."""
+    """The same if a row's entries belong to adjacent rows of the weight."""
     program = programs[0]
     field, stored = program.field(program.values[value.args[0]].name), program.field(value.name)
     if not rows.fixed or len(rows.blocks) != 2 or _block(stored, "n") is not None:
@@ -229,7 +231,7 @@ def _vectors(programs: Sequence[Program], lookups: Sequence[Value], value: Value
 
 
 def _result(program: Program, names: Mapping[str, str]) -> list[str]:
-    """The formula, operation by operation, each in the memory where the caller wants the weights."""
+    """The formula, operation by operation, each computed in the caller's memory for the weights."""
     value, following = steps(program, names)
     if not following:
         return [f"{value} if out is None else out.copy_({value})"]
@@ -246,7 +248,7 @@ def _result(program: Program, names: Mapping[str, str]) -> list[str]:
 
 
 def _block(field: Field, axis: str) -> Index | None:
-    """How many rows or columns share a value of the field; None where it does not vary along the axis or is gathered."""
+    """How many rows or columns share a value of the field; None if it does not vary along the axis or is gathered."""
     for index in field.index:
         if index == ix.name(axis):
             return Index(1)
@@ -280,12 +282,12 @@ def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str, ext
 
 
 def _divisor(program: Program, axis: str) -> int:
-    """What the storage makes an axis a multiple of."""
+    """A divisor of the axis that the storage guarantees."""
     return divisor_of({"n": "N", "k": "K"}[axis], [var.extent for tensor in program.tensors for var in tensor.vars])
 
 
 def _gathers(fields: Sequence[Field], optional: Collection[str]) -> list[str]:
-    """Values by group become values by column where a checkpoint stores which group a column is in."""
+    """Lines that turn values per group into values per column, if the checkpoint stores the group of each column."""
     lines: list[str] = []
     for index in fields:
         if index.number is None:
@@ -304,7 +306,7 @@ def _field(fields: Sequence[Field], name: str) -> Field:
 
 def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: Levels, columns: Levels,
              optional: Sequence[str]) -> list[str]:
-    """One line that brings a field to a type that computes and to the common axes; none where it has both already."""
+    """A line that converts a field to a computing type and the common axes; none if it has both."""
     text = _brought(programs, fields, field, rows, columns, optional)
     if field.name in optional:
         default = next(p.defaults.get(field.name) or p.where.get(field.name) for p in programs
@@ -315,7 +317,7 @@ def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field,
 
 def _brought(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: Levels, columns: Levels,
              optional: Sequence[str]) -> str:
-    """A field in a type that computes, with the axes of these levels, and of a stored table behind them its own."""
+    """A field in a computing type on the axes of these levels, followed by the axes of a stored table."""
     text = _typed(programs[0], field)
     shown: list[str] = []
     axis = 0
@@ -340,7 +342,7 @@ def _brought(programs: Sequence[Program], fields: Sequence[Field], field: Field,
 
 
 def _new_axes(shown: Sequence[str]) -> str:
-    """The subscript that adds axes of one element, each 'None' among `shown`; the shortest text for it."""
+    """The shortest subscript that adds axes of length 1, each 'None' in `shown`."""
     trailing = len(shown) - 1 - max((i for i, axis in enumerate(shown) if axis == ":"), default=-1)
     if "None" in shown[:len(shown) - trailing]:
         return f"[{', '.join(shown)}]"
@@ -350,7 +352,7 @@ def _new_axes(shown: Sequence[str]) -> str:
 
 
 def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, block: Index, axis: int, letter: str) -> str:
-    """Every value once per weight of its block, the last block cut short."""
+    """Every value repeated per weight of its block, with the last block shortened."""
     full = next((f for f in fields if f.index == (ix.name("n"), ix.name("k"))), None)
     if full is None:
         raise Unsupported("blocks that do not divide an axis, where no field has a value for every weight")
@@ -359,7 +361,7 @@ def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, blo
 
 
 def _counts(fields: Sequence[Field], letter: str, levels: Levels, at: int, optional: Sequence[str]) -> str:
-    """Sizes into which an axis unflattens, down to level `at`."""
+    """The sizes for unflattening an axis, down to level `at`."""
     if levels.fixed:
         return ", ".join(["-1", *(str(a.const // b.const) for a, b in zip(levels.blocks, levels.blocks[1:at + 1], strict=False))])
     coarse = next(f for f in sorted(fields, key=lambda f: f.name in optional) if f.number is not None

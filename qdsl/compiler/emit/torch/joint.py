@@ -1,7 +1,7 @@
-"""A row of a table and a field of a few values, as one longer table of the torch reference.
+"""Joins a table's rows with a field of few values to one longer table of the torch reference.
 
-torch is slow where a short run of weights meets one number, as IQ1_M's rows of 8 meet their shift: a row for every code of the
-field holds what the step comes to, and the step is gone.
+torch is slow if short runs of weights meet one number, such as IQ1_M's rows of 8 and their shift.  The joint table has the result
+of this step for every row and every code of the field, so that the step disappears.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from qdsl.compiler.emit.formula import TORCH, constant, formula
 from qdsl.compiler.ir.program import Program, Value
 
-MOST = 1 << 12                                                   # rows: what a cache holds
+MOST = 1 << 12                                                   # rows that fit a cache
 
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The step of decode that depends on nothing but a row and a field with a code for each row.
+    """A step of decode that depends only on a row and on a field with a code for each row.
 
-    rows, codes: how many the table has, and how many the field can be.
+    rows, codes: the number of rows of the table, and of values of the field.
     """
 
     step: int
@@ -34,23 +34,23 @@ class Joint:
         return f"{self.table}_{self.field}"
 
     def has(self, table: str, row: str) -> bool:
-        """Whether it stands for the rows of a table that a field chooses."""
+        """Whether it replaces the rows of a table that a field selects."""
         return (table, row) == (self.table, self.row)
 
     @property
     def code(self) -> str:
-        """The code of the longer table."""
+        """The code that indexes the joint table."""
         return f"torch.add({self.row}, {self.field}, alpha={self.rows})"
 
 
 def joint(program: Program) -> Joint | None:
-    """The last such step, if all that reads the row or the field is in it."""
+    """The last such step, if it contains all uses of the row or the field."""
     candidates = [candidate for step in range(len(program.values)) if (candidate := _at(program, step)) is not None]
     return candidates[-1] if candidates else None
 
 
 def table(program: Program) -> list[str]:
-    """The constant that holds it."""
+    """The constant that holds the joint table."""
     step = joint(program)
     if step is None:
         return []
@@ -77,7 +77,7 @@ def _at(program: Program, step: int) -> Joint | None:
 
 
 def _leaves(program: Program, step: int) -> list[Value]:
-    """The fields and entries of tables that a step computes with; not what says which row."""
+    """The fields and table entries that a step computes with, without row indices."""
     value = program.values[step]
     if value.op in ("field", "entry", "row") or (value.op == "table" and len(program.spec.table(value.name).shape) > 1):
         return [value]

@@ -1,4 +1,4 @@
-"""The torch reference, writing: from fields to stored tensors, the inverse of unpack."""
+"""Prints `pack` of the torch reference, from fields to stored tensors: the inverse of unpack."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from qdsl.core.layout import Slice
 
 
 def pack_body(program: Program) -> list[str]:
-    """Statements that turn fields into a dict of stored tensors; one that is its field and may be missing is None then."""
+    """Statements that build the dict of stored tensors from fields; an optional tensor that equals its field may be None."""
     lines = codes_lines(program)
     entries: dict[str, list[str]] = {}
     optional: list[str] = []
@@ -57,7 +57,7 @@ def pack_body(program: Program) -> list[str]:
 
 
 def _stacked(program: Program, tensor: Tensor) -> Chain:
-    """Elements of several fields, one after the other."""
+    """Elements of several fields, stacked."""
     order: list[Label] = [axis.digits[0] for axis in tensor.axes[:-1]]
     texts = [_plain(program, tensor, placement).permute(order).text for placement in elements(program, tensor)]
     return Chain(f"torch.stack([{', '.join(texts)}], -1)", (*order, BYTES))
@@ -79,7 +79,7 @@ def _plain(program: Program, tensor: Tensor, placement: Placement) -> Chain:
 
 
 def _sizes(tensor: Tensor, labels: Sequence[Label]) -> list[int | str]:
-    """Extents of digits and of variables; 0 for bytes, and for a variable that is the only one, which torch works out."""
+    """Extents of digits and variables; 0 for bytes and for an only variable, which torch infers."""
     several = sum(isinstance(label, str) and label != BYTES for label in labels) > 1
     return [label.extent if isinstance(label, Digit) else
             ix.text(tensor.var(label).extent) if several and label != BYTES else 0 for label in labels]
@@ -114,7 +114,7 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
 
 
 def _words(program: Program, tensor: Tensor, cuts: Cut, split: Chain, lines: list[str]) -> Chain:
-    """Words whose bytes lie rows apart in the field: shifted together, which is faster than moving single bytes."""
+    """Words whose bytes are rows apart in the field: joined by shifts, which is faster than moving single bytes."""
     *outer, inner = variables(tensor)
     field = program.field(tensor.placements[0].field)
     value = _value(program, field, cuts, cuts.skips[0], split, [*outer, *cuts.bytes_, inner], lines)
@@ -124,7 +124,7 @@ def _words(program: Program, tensor: Tensor, cuts: Cut, split: Chain, lines: lis
 
 
 def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
-    """Records for every value of the tensor's variables, zeroed unless every byte is assigned."""
+    """Allocates records for every value of the tensor's variables, zeroed unless every byte is assigned."""
     lengths: dict[str, str] = {}
     for placement in sorted(tensor.placements, key=count):
         for axis, digits in enumerate(placement.digits):
@@ -142,7 +142,7 @@ def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
 
 
 def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> bool:
-    """Write one slice into the records: assigned where it has its bytes for itself, else or-ed.  Whether it shares bytes."""
+    """Write one slice into the records: assign bytes of its own, or shared ones.  Returns whether it shares bytes."""
     field = program.field(placement.field)
     cuts = cut_slice(tensor, placement, part)
     split = _split(program, tensor, placement, cuts, lines)
@@ -172,7 +172,7 @@ def _may_share(a: Slice, b: Slice) -> bool:
 
 
 def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, lines: list[str]) -> Chain:
-    """The field with one axis per variable and digit, padded to whole records where it may be ragged."""
+    """The field with one axis per variable and digit, padded to whole records if the last may be partial."""
     field = program.field(placement.field)
     text = field_shifted(tensor, field, field.name, +1)
     partial = not cuts.whole or cuts.part.width < field.bits
@@ -255,7 +255,7 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
 
 
 def _digits(field: Field, cuts: Cut, split: Chain, lanes: list[Lane]) -> Chain:
-    """Bytes of the base-3 digits that lanes hold."""
+    """The bytes of the base-3 digits in lanes."""
     lanes = sorted(lanes, key=lambda lane: lane.place)
     picked = [split.select(dict(zip(cuts.bits, lane.values, strict=True))) for lane in lanes]
     texts = ", ".join(lane.text for lane in picked)
@@ -265,7 +265,7 @@ def _digits(field: Field, cuts: Cut, split: Chain, lanes: list[Lane]) -> Chain:
 
 
 def _masked(field: Field, part: Slice, text: str, wide: str = "", has_sign: bool = False) -> str:
-    """The slice's bits of an element, at bit 0, `wide`.  has_sign: the element's highest bit would be copied above them."""
+    """The slice's bits of an element, at bit 0, in dtype `wide`.  has_sign: mask a sign bit that would be extended."""
     if part.width == field.bits and not is_signed(field):
         return f"({text}{wide} & {(1 << part.width) - 1})" if has_sign else text + wide
     shown = f"{text} >> {part.lo}" if part.lo else text

@@ -1,4 +1,4 @@
-"""The functions of the torch reference: a head, a docstring and the body that other files print."""
+"""The functions of the torch reference: head and docstring around the bodies that other files print."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from qdsl.core.schemes import SCHEMES
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Lines of `unpack_STORAGE`, from stored tensors to fields, and of `pack_STORAGE`, its inverse.
+    """Lines of `unpack_STORAGE`, from stored tensors to fields, and of its inverse `pack_STORAGE`.
 
-    unpack_extents: which of N, K and the sizes unpack must be told, because the last record may be padded, or rows lie one after
-    the other.  pack_extents: those for pack, because the fields' shapes do not say where digits of a coordinate end.
+    unpack_extents: N, K or sizes that unpack takes, because the last record may be padded or rows are concatenated.
+    pack_extents: those that pack takes, because the fields' shapes do not determine the digits of a coordinate.
     """
 
     unpack: list[str]
@@ -71,7 +71,7 @@ def _pack_function(program: Program, body: list[str], extents: list[str]) -> lis
 
 
 def _dict_type(body: Sequence[str], optional: Iterable[str]) -> str:
-    """The type of the dict that a body returns, which may hold what may be missing."""
+    """The type of the dict that a body returns, with None for optional entries."""
     entry = re.compile(rf'": ({"|".join(optional)})\b(?![.(\[])') if optional else None
     return f"dict[str, Tensor{' | None' if entry and entry.search(' '.join(body)) else ''}]"
 
@@ -103,7 +103,7 @@ def encode_function(program: Program) -> list[str]:
     call = [weight, *_types(program, encode), *_columns(program, encode, run), *_options(encode)]
     order = [encode.roles[role] for role in scheme.roles if role in encode.roles]
     texts = {name: name for name in order}
-    if run is not None:                                          # back from one row, or from a row for each group
+    if run is not None:                                          # back from one row, or from a row per group
         texts = {name: f"{name}{'.t()' if apart else ''}.reshape(weight.shape)" if len(program.field(name).index) == 2 else
                 f"{name}.flatten()" if program.field(name).index else name for name in order}
     return [*wrapped("def encode(", head, ") -> dict[str, Tensor]:"),
@@ -112,8 +112,9 @@ def encode_function(program: Program) -> list[str]:
 
 
 def _flat(program: Program, encode: Encode) -> tuple[Index | None, bool]:
-    """How many weights share a value where blocks are of the flat weight, None where they are not; and whether those weights lie
-    apart, as a column of the matrix [group, -1].
+    """How many weights share a value in blocks of the flat weight, or None; and whether those weights are apart.
+
+    They are apart if they are a column of the matrix [group, -1].
     """
     flat = [atom for role in encode.roles.values() for i in program.field(role).index if (atom := ix.flat_of(i)) is not None]
     run = min((atom.args[1] for atom in flat), key=lambda size: size.const or size.terms[0][1], default=None)
@@ -128,7 +129,7 @@ def _types(program: Program, encode: Encode) -> list[str]:
 
 
 def _columns(program: Program, encode: Encode, run: Index | None) -> list[str]:
-    """How many rows and columns share values of the fields."""
+    """The numbers of rows and columns that share values of the fields."""
     roles = {role: program.field(name) for role, name in encode.roles.items()}
     scale, across = roles.get("scale") or roles.get("levels"), SCHEMES[encode.scheme].across
     if scale is None:
@@ -146,7 +147,7 @@ def _columns(program: Program, encode: Encode, run: Index | None) -> list[str]:
 
 
 def _options(encode: Encode) -> list[str]:
-    """Options and constants of the scheme; those that a caller may choose come as options."""
+    """Options and constants of the scheme; options of the caller are passed on."""
     arguments = [f"{key}={literal(value)}" for key, value in encode.options.items() if key not in encode.open]
     arguments += [f"{key}={constant(value) if isinstance(value, str) else value}"
                   for key, value in encode.constants.items() if value]
@@ -159,7 +160,7 @@ def _options(encode: Encode) -> list[str]:
 def _block(program: Program, field: Field, axis: str) -> str:
     """How many rows or columns share a value of the field, as text."""
     index = next((i for i in field.index if axis in i.names()), None)
-    if index is None and axis == "k" and len(field.index) == 2:     # a gather: the block is that of the groups in order
+    if index is None and axis == "k" and len(field.index) == 2:     # a gather: the block of groups in order
         default = program.defaults.get(str(field.index[1])) or program.where.get(str(field.index[1]))
         index = default
     if index is None:
@@ -168,7 +169,7 @@ def _block(program: Program, field: Field, axis: str) -> str:
 
 
 def _doc(text: str) -> list[str]:
-    """A docstring, broken between words at the width."""
+    """A docstring, wrapped at the width."""
     words = text.split(" ")
     rows = ['"""']
     for word in words:

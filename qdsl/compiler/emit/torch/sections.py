@@ -1,4 +1,4 @@
-"""Sections of stored tensors in the torch reference: cut out before they are read, joined when they are written."""
+"""Prints sections of stored tensors in the torch reference: split before reading, joined after writing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _cut(tensor: Tensor, place: int, count: int) -> str:
 
 
 def joined(sections: Sequence[Tensor], texts: Sequence[str]) -> str:
-    """The stored tensor of the texts of its sections; a tensor without sections as it is."""
+    """The stored tensor from the texts of its sections; a tensor without sections unchanged."""
     section = sections[0].section
     if section is None:
         return texts[0]
@@ -44,7 +44,7 @@ def joined(sections: Sequence[Tensor], texts: Sequence[str]) -> str:
 
 
 def _flat(tensor: Tensor, text: str) -> str:
-    """A section with its elements along one axis, behind that of the rows."""
+    """A section with its elements along one axis, after that of the rows."""
     axes = len(_extents(tensor))
     if axes == 1:
         return text

@@ -1,6 +1,6 @@
-"""The torch reference, reading: from stored tensors to fields.
+"""Prints `unpack` of the torch reference, from stored tensors to fields.
 
-Fields are torch tensors: uint8 for codes up to 8 bits, int8 for signed ones, int32 above, and the float's own dtype where
+Fields are torch tensors: uint8 for codes up to 8 bits, int8 for signed ones, int32 for wider ones, and the float's own dtype if
 torch has it.
 """
 
@@ -40,9 +40,9 @@ from qdsl.core.layout import Slice
 
 
 def unpack_body(program: Program) -> list[str]:
-    """Statements that turn the stored tensors into a dict of fields; one that is its tensor and may be missing is None then."""
+    """Statements that build the dict of fields from the stored tensors; an optional field that equals its tensor may be None."""
     lines = cut_lines(program)
-    inside: dict[str, list[str]] = {}                            # of tensors that may be missing
+    inside: dict[str, list[str]] = {}                            # of optional tensors
     parts: dict[str, list[tuple[int, str]]] = {}
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
         before = len(lines)
@@ -66,7 +66,7 @@ def unpack_body(program: Program) -> list[str]:
 
 
 def _fields_of(program: Program, tensor: Tensor, lines: list[str]) -> Iterator[tuple[str, int, str]]:
-    """(field, its lowest bit here, text of those bits) for all that a tensor stores; appends the statements that they need."""
+    """(field, its lowest bit here, text of those bits) for all fields of a tensor; appends the statements that they need."""
     taken = arguments(program)
     if is_plain(program, tensor):
         field = program.field(tensor.placements[0].field)
@@ -125,8 +125,9 @@ def _records(tensor: Tensor) -> Chain:
 
 
 def _runs_across(tensor: Tensor) -> bool:
-    """Whether elements of a record lie along the tensor's last axis, which is not the field's last: then its bytes are turned
-    over as a matrix, and what is cut out of them lies along the field's last axis already.
+    """Whether a record's elements lie along the tensor's last axis, which is not the field's last axis.
+
+    Then the bytes are transposed as a matrix, and extracted parts already lie along the field's last axis.
     """
     placement, part = tensor.placements[0], tensor.placements[0].slices[0]
     alone = len(tensor.placements) == len(placement.slices) == tensor.words == 1 and part.filled == tensor.record_bits > 8
@@ -152,7 +153,7 @@ def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence
 
 def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
            taken: set[str], alone: bool) -> Chain:
-    """The bits of one slice with an axis per coordinate; where ranges follow, the last one with its records apart."""
+    """The bits of one slice with an axis per coordinate; if ranges follow, the last axis has its records apart."""
     cuts = cut_slice(tensor, placement, part)
     if is_stored_as_field(field, cuts):
         chain = _typed(field, tensor, cuts, records)
@@ -180,7 +181,7 @@ def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1)
 
 
 def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
-    """Bytes as the elements that they are; where they are aligned, all bytes of the record are seen so."""
+    """Bytes as their elements; if they are aligned, the view covers all bytes of the record."""
     kind, size = type_text(field, tensor, tensor.name, field_dtype(field)), cuts.container
     steps = (cuts.first, tensor.record_bits // 8, *(digit.stride // 8 for digit in cuts.bytes_))
     if size > 1 and all(step % size == 0 for step in steps):
@@ -200,7 +201,7 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
 
 
 def _digits(chain: Chain, labels: tuple[Label, ...], shape: list[int]) -> Chain:
-    """The bytes of a region as the digits that they are."""
+    """The bytes of a region, unflattened into their digits."""
     return chain.unflatten(chain.labels.index(BYTES), labels, shape) if BYTES in chain.labels else chain
 
 
@@ -213,14 +214,14 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
         neighbours = Chain(f"spread({one.text}, {cuts.neighbours})", (*one.labels, cuts.bits[0]))
         return neighbours if field.bits <= 8 else neighbours.call("to(torch.int32)")
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
-        # Cutting runs of a few bytes is slow where they lie apart; one copy brings them together.
+        # Extracting runs of a few bytes is slow if they are apart; one copy joins them.
         apart = cuts.container == 1 and "[" in one.text
         name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}",
                      f"{one.text}.contiguous()" if apart else one.text, taken)
         sources = {cuts.skips[0]: Chain(name, one.labels)}
     texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else \
-        ".to(torch.int32)" if cuts.container > 3 and field.bits > 8 else ""       # `integer` makes int64 of more than 3 bytes
+        ".to(torch.int32)" if cuts.container > 3 and field.bits > 8 else ""       # `integer` returns int64 for more than 3 bytes
     if len(texts) == 1:
         return Chain(f"{'first_trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
     place = _place(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])
@@ -245,7 +246,7 @@ def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
 
 
 def _place(labels: tuple[Label, ...], lane: Digit) -> int:
-    """Where the new axis stands so that the coordinates' digits are in order: before the first faster digit."""
+    """The position of the new axis that keeps the digits of coordinates in order: before the first faster digit."""
     for place, label in enumerate(labels):
         if isinstance(label, Digit) and (label.axis, -label.weight) > (lane.axis, -lane.weight):
             return place
@@ -253,7 +254,7 @@ def _place(labels: tuple[Label, ...], lane: Digit) -> int:
 
 
 def _extract(text: str, lane: Lane, cuts: Cut) -> str:
-    """`text >> shift & mask`, without the parts that do nothing; or bytes whose first digit is wanted."""
+    """`text >> shift & mask`, without parts that have no effect; or the bytes whose first digit is needed."""
     if cuts.part.places:
         return f"{text} * {3 ** lane.place}" if lane.place else text
     shown = f"{text} >> {lane.shift}" if lane.shift else text
@@ -262,7 +263,7 @@ def _extract(text: str, lane: Lane, cuts: Cut) -> str:
 
 
 def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
-    """Without the padding of the last record, where there may be some; flat positions in rows again."""
+    """The text without the padding of the last record, if any; flat positions become rows again."""
     if placement.flat:
         return f"{text}[:N * K].unflatten(0, (N, K))"
     shown = [":" if all(tensor.var(name).exact for name in digits if name) else f":{ix.text(extent)}"
@@ -271,7 +272,7 @@ def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> s
 
 
 def _join(field: Field, parts: list[tuple[int, str]]) -> str:
-    """A field of its slices, low bits first, with its sign and type."""
+    """A field joined from its slices, low bits first, with its sign and type."""
     number = field.number
     typed = len(parts) == 1 and (number is None or not is_signed(field) or number.bits == 8)
     if typed:

@@ -1,1 +1,1 @@
-"""The Triton kernels of a format."""
+"""Prints the Triton functions of a format."""

@@ -1,4 +1,4 @@
-"""Where elements of a stored tensor lie in memory, from the digits of its records."""
+"""Memory positions of a stored tensor's elements, from the digits of its records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qdsl.compiler.ir.program import Axis, Tensor
 
 
 def pointer(tensor: Tensor) -> str:
-    """What a kernel calls the tensor that it reads: the sections of a row are read by one pointer, regions by their own."""
+    """The kernel's variable for a tensor: sections of a row share one pointer, regions have their own."""
     return tensor.name if tensor.section is not None and not tensor.section.by_rows else tensor.stored_name
 
 
@@ -26,7 +26,7 @@ def address(tensor: Tensor, records: Mapping[str, Index], step: Index) -> Index:
 
 
 def _position(tensor: Tensor, axes: Sequence[Axis], records: Mapping[str, Index], step: Index) -> Index:
-    """The position along these axes, one after the other."""
+    """The position along these axes in row-major order."""
     total = Index(0)
     for axis in axes:
         place = Index(0)
@@ -37,7 +37,7 @@ def _position(tensor: Tensor, axes: Sequence[Axis], records: Mapping[str, Index]
 
 
 def word_step(tensor: Tensor) -> Index:
-    """How far a record's words are apart."""
+    """The distance between words of a record."""
     first, second = (address(tensor, {var.name: Index(0) for var in tensor.vars}, Index(i)) for i in (0, 1))
     return second - first
 
@@ -50,11 +50,11 @@ def is_aligned(tensor: Tensor, size: int) -> bool:
 
 
 def digits(index: Index, extents: Sequence[Index], domain: Domain) -> list[Index]:
-    """The digits of a number, slowest first, that have these extents; the slowest has no other bound than its own."""
+    """The digits of a number, slowest first, with these extents; the slowest digit is not reduced."""
     lower: list[Index] = []
     for extent in reversed(extents[1:]):
         high = Index(0, tuple((atom, c) for atom, c in index.terms if atom.op == "mul" and extent in atom.args))
-        if high.terms and not extent.is_const:                   # a multiple of the extent, and what is below it
+        if high.terms and not extent.is_const:                   # split into a multiple of the extent and the part below it
             lower.insert(0, index - high)
             index = ix.combine([(other, c) for atom, c in high.terms for other in [atom.args[1 - atom.args.index(extent)]]])
         else:

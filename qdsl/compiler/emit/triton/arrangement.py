@@ -1,4 +1,4 @@
-"""How the units and weights of a tile make rows and columns of w, for `dequantize` to store them in order."""
+"""How the units and weights of a `dequantize` tile make rows and columns of w, so that it can store them in order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from qdsl.compiler.ir.program import Program
 
 
 def arrangement(program: Program) -> tuple[list[int], list[int], list[int]] | None:
-    """Extents of a unit's digits behind its record and of its lanes, and in which order these make rows and then columns.
+    """Extents of a unit's digits within its record and of its lanes, and the order that makes rows and then columns of these.
 
-    The order numbers the row of tiles, the record, the digits and the lanes.  None where single weights are stored as fast.
+    The order numbers the row of tiles, the record, the digits and the lanes.  None if storing single weights is as fast.
     """
     units = program.units
     if units is None or not units.lanes:

@@ -1,4 +1,4 @@
-"""Lines of a kernel by the loop that they stand in, and from there to nested blocks of text."""
+"""Collects lines of a kernel by loop level, and prints them as nested blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ AND = " and "                                                    # between the c
 
 @dataclass(slots=True)
 class Body:
-    """Lines by loop, each under conditions or '': level 0 stands ahead of the units, level 1 in a unit, then the lanes."""
+    """Lines by loop, each under conditions or '': level 0 is before the units, level 1 in a unit, then the lanes."""
 
     levels: list[list[tuple[str, str]]] = field(default_factory=list)
     arguments: frozenset[str] = frozenset()
     at: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, level: int, target: str, text: str, guard: str = "") -> str:
-        """`target = text` under conditions; the same text at the same place is computed once."""
+        """`target = text` under conditions; equal texts at the same place are computed once."""
         for other, line in self.levels[level]:
             if other == guard and line.split(" = ", 1)[1:] == [text]:
                 return line.split(" = ", 1)[0]
@@ -32,11 +32,11 @@ class Body:
         return free
 
     def sees(self, variable: str, guard: str) -> bool:
-        """Whether a variable is set wherever these conditions hold."""
+        """Whether a variable is set whenever these conditions hold."""
         return any(other == variable and _terms(condition) <= _terms(guard) for other, condition in self.at)
 
     def level(self, variable: str, guard: str | None = None) -> int:
-        """The innermost loop in which a variable is set: where these conditions hold, or (None) under any."""
+        """The innermost loop that sets a variable, under these conditions or (None) under any."""
         if guard is not None and self.sees(variable, guard):
             return max(at for (other, condition), at in self.at.items()
                        if other == variable and _terms(condition) <= _terms(guard))
@@ -44,7 +44,7 @@ class Body:
 
 
 def both(first: str, second: str) -> str:
-    """Two conditions, of which each may be ''."""
+    """The conjunction of two conditions; either may be ''."""
     return AND.join(filter(None, (first, second)))
 
 
@@ -53,7 +53,7 @@ def _terms(guard: str) -> frozenset[str]:
 
 
 def _exclude(one: str, other: str) -> bool:
-    """Whether two conditions never hold together: of a tensor, one says that it is there and one that it is not."""
+    """Whether two conditions exclude each other: one requires a tensor, the other its absence."""
     return any(a != b and a.split(" ")[0] == b.split(" ")[0] for a in _terms(one) for b in _terms(other))
 
 
@@ -69,7 +69,7 @@ def nest(body: Body, lanes: list[Lane], tail: list[str]) -> list[str]:
 
 
 def guarded(rows: list[tuple[str, str]]) -> list[str]:
-    """Lines with the conditions under which they hold; opposite conditions that follow one another become if and else."""
+    """Lines under their conditions; adjacent opposite conditions become if and else."""
     lines: list[str] = []
     for tensor, group in groupby(rows, key=lambda row: row[0].split(" ")[0]):
         split_rows = [(*guard.partition(AND)[::2], line) for guard, line in group]

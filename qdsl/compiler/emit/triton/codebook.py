@@ -1,4 +1,4 @@
-"""A table as the lane-tile kernels look its numbers up (runtime/gpu/kernels/codebook.py): as bytes in registers, or in memory."""
+"""Lookup tables in the forms of the lane-tile kernels (gpu/kernels/codebook.py): bytes in registers, or in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.derive_planar import IN_REGISTERS
 
-SMALLEST, LARGEST = 2.0 ** -14, 2.0 ** 15                        # float16's smallest number that has all bits; all below it do
+SMALLEST, LARGEST = 2.0 ** -14, 2.0 ** 15                        # float16's range of normal numbers; smaller ones lose bits
 
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """`numbers` are the entries: integers that a byte can count from the least on, or floats that are rounded to x's type.
+    """A lookup table in registers.  numbers: integers within a byte's range of the least, or floats to round to x's dtype.
 
-    unit: the power of two that float16's are divided by, so that they are neither too large nor subnormal.
+    unit: the power of two that float16 entries are divided by, so that they are neither too large nor subnormal.
     """
 
     numbers: tuple[int, ...] | tuple[float, ...]
@@ -25,41 +25,41 @@ class Codebook:
 
     @property
     def is_int(self) -> bool:
-        """Whether float16, at least, has them as bytes counted from the least on; of fewer than 16 bfloat16 does, too."""
+        """Whether entries are bytes relative to the least, at least for float16; below 16 entries for bfloat16 too."""
         span = max(self.numbers) - min(self.numbers)
         return all(isinstance(number, int) for number in self.numbers) and span < (256 if len(self.numbers) >= 16 else 128)
 
     @property
     def is_split(self) -> bool:
-        """Whether one half of 16 has no integers below 0, the other none above, and each has 7 bits, but not both together."""
+        """Whether one half of 16 entries has no negative and the other no positive integers, each of 7 bits, but not together."""
         halves = sorted((self.numbers[:8], self.numbers[8:]))
         return len(self.numbers) == 16 and self.is_int and not self.is_short \
             and max(halves[0]) <= 0 <= min(halves[1]) and max(map(abs, self.numbers)) < 128
 
     @property
     def function(self) -> str:
-        """The function of gpu/kernels/bitplanes.py that looks them up."""
+        """The lookup function in gpu/kernels/bitplanes.py."""
         kind = "split_" if self.is_split else "" if self.is_short else "wide_" if self.is_int else "float_"
         return f"{kind}entries_of_{len(self.numbers)}"
 
     @property
     def is_short(self) -> bool:
-        """Whether bfloat16, too, has them as bytes counted from the least on: behind 128 it has 7 bits."""
+        """Whether bfloat16 also has entries as bytes relative to the least: it has 7 bits after 128."""
         return self.is_int and max(self.numbers) - min(self.numbers) < 128
 
     @property
     def base(self) -> tuple[int, int]:
-        """What operands have more than numbers: with float16, and with bfloat16."""
+        """The difference of operands and numbers, for float16 and bfloat16."""
         least = -int(min(self.numbers)) if self.is_int and not self.is_split else 0
         return least, least + 128 if self.is_short else 0
 
     @property
     def bytes(self) -> list[int]:
-        """The words of numbers counted from the least on."""
+        """The words of numbers relative to the least."""
         return _words([int(number) + self.base[0] for number in self.numbers])
 
     def halves(self, kind: str) -> list[int]:
-        """The words of a table that is split, as gpu/kernels/codebook.table takes them: of 'f16' or 'bf16'."""
+        """The words of a split table as gpu/kernels/codebook.table takes them, for 'f16' or 'bf16'."""
         high = 0 if kind == "f16" else 0x43
         below, above = (_words([high | sign] * 4)[0] for sign in (0x80, 0))
         lower, upper = (below, above) if min(self.numbers[:8]) < 0 else (above, below)
@@ -69,20 +69,20 @@ class Codebook:
         return [lower, *_words(sizes), *_words([b & 255 for b in bits]), *_words([b >> 8 for b in bits]), upper]
 
     def floats(self, kind: str) -> tuple[list[int], list[int]]:
-        """The words of low bytes and those of high bytes, of 'f16' or 'bf16'."""
+        """The words of low bytes and those of high bytes, for 'f16' or 'bf16'."""
         bits = [_f16(number / self.unit) if kind == "f16" else _bf16(number) for number in self.numbers]
         return _words([b & 255 for b in bits]), _words([b >> 8 for b in bits])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """A table of `entries` numbers that is stored with a weight: kernels load it and round its numbers to x's type.
+    """A table of `entries` numbers stored with a weight, which kernels load and round to x's dtype.
 
-    Or a longer one of the spec, whose numbers lie in memory as x's type has them, float16's divided by unit; 0 is for none.
+    Or a long table of the spec, in memory in x's dtype, with float16 numbers divided by unit; unit 0 if float16 has none.
     """
 
     tensor: str
-    rows: str                                                    # that share one, as a number or a size; '' for all
+    rows: str                                                    # rows that share it, as a number or a size; '' for all
     entries: int
     unit: float = 1.0
     name: str = ""                                               # of the spec's table
@@ -92,15 +92,15 @@ class StoredTable:
 
     @property
     def function(self) -> str:
-        """The function of gpu/kernels/bitplanes.py that looks its numbers up."""
+        """The lookup function in gpu/kernels/bitplanes.py."""
         loaded = "loaded_by_bytes" if self.entries == 256 else "loaded_by_planes"
         return f"float_entries_of_{self.entries}" if self.entries <= IN_REGISTERS else loaded
 
 
 def codebook(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
-    """The first entries of a table; None where it has fewer, or numbers too far apart for a float16.
+    """The first entries of a table; None if it has fewer, or numbers that are too far apart for float16.
 
-    Of a table in memory bfloat16 has those, too.
+    A table in memory supports such numbers in bfloat16.
     """
     numbers = program.spec.table(table).values[:entries]
     sizes = [abs(number) for number in numbers if number]

@@ -1,8 +1,8 @@
-"""Triton bodies: how a tile of weights is loaded and decoded, from the bit layouts.
+"""Prints how Triton kernels load and decode a tile of weights, from the bit layouts.
 
-A kernel works on a two-dimensional tile of units (see passes/choose_units).  Every load is a whole tile of one shape, so that
-no value changes threads inside the loop.  Lanes are unrolled by `tl.static_range`, and a value is computed at the outermost
-loop in which it does not change: a word is loaded once and cut once per lane.  Without units, a unit is one weight.
+A kernel works on a two-dimensional tile of units (see passes/choose_units).  Every load is a whole tile of one shape, so that no
+value changes threads inside the loop.  Lanes are unrolled by `tl.static_range`.  A value is computed in the outermost loop in
+which it is constant: a word is loaded once and split once per lane.  Without units, a unit is one weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRITON_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The coordinates of a kernel: what n and k are in terms of its variables."""
+    """The coordinates of a kernel: n and k in terms of its variables."""
 
     last: str
     rows: str
@@ -77,12 +77,12 @@ def tile(program: Program) -> Tile:
 
 
 def arguments(program: Program) -> list[str]:
-    """What a kernel reads weights from: the storage's tensors, and the tables that decode looks up."""
+    """The memory that a kernel reads weights from: the storage's tensors, and the lookup tables of decode."""
     return [*program.stored, *tables(program)]
 
 
 def taken_names(program: Program) -> list[str]:
-    """The same, and what pointers to regions of tensors are called."""
+    """The same, and the names of pointers to regions of tensors."""
     return list(dict.fromkeys([*arguments(program), *map(pointer, program.tensors)]))
 
 
@@ -103,7 +103,7 @@ def _sum(parts: list[tuple[Index, int]]) -> Index:
 
 
 def _records(program: Program, units: Units, axis: str) -> tuple[Index, bool]:
-    """How many records there are along an axis, and whether they hold whole tiles."""
+    """The number of records along an axis, and whether they hold whole tiles."""
     size = units.tiles[axis]
     whole = name({"n": "N", "k": "K"}[axis])
     if size == 1:
@@ -131,15 +131,15 @@ def shown(index: Index, tight: int = 0) -> str:
 
 
 def _default(field: Field, value: Index) -> str:
-    """The value of a field that is not stored, as Triton text; a float's with a point, since div_rn takes no integer."""
+    """The value of a field that is not stored, as Triton text; floats have a decimal point, since div_rn takes no integer."""
     is_float = field.groups is None and (field.number is None or field.number.is_float)
     return shown(value) + (".0" if is_float and not value.terms else "")
 
 
 class Decoder:
-    """Fills a Body with the loads and cuts that make the fields of one weight.
+    """Fills a Body with the loads and shifts that compute the fields of one weight.
 
-    A weight that is one field keeps its type, where Triton has that.
+    A weight that is one field keeps its type, if Triton supports it.
     """
 
     def __init__(self, program: Program, tile: Tile, body: Body) -> None:
@@ -151,7 +151,7 @@ class Decoder:
         self.whole: dict[str, str] = {}
 
     def weight(self) -> str:
-        """The formula over variables that hold the fields."""
+        """The formula over the variables that hold the fields."""
         names = {field.name: self.field(field) for field in self.program.fields
                  if any(value.op == "field" and value.name == field.name for value in self.program.values)}
         for value in self.program.values:
@@ -177,7 +177,7 @@ class Decoder:
         return self.body.add(self.level(index), "column", shown(index))
 
     def entry(self, value: Value, names: Mapping[str, str]) -> str:
-        """A variable that holds a stored table's number, at the entry or in the row that decode says."""
+        """A variable that holds a stored table's number, at decode's entry or row."""
         field = self.program.field(value.name)
         at = [self.substituted(i, {"n": self.coordinate("n"), "k": self.coordinate("k")}) for i in field.index]
         columns = field.table[-1:] if value.op == "row" else ()
@@ -189,18 +189,18 @@ class Decoder:
         return self.load_at(field, at, "")
 
     def place(self, step: int, names: Mapping[str, str]) -> str:
-        """A variable that holds the integer at a step of decode."""
+        """A variable that holds the integer of a step of decode."""
         if self.program.values[step].op == "field":
             return names[self.program.values[step].name]
         text = formula(self.program, TRITON, names, step=step)
         return self.body.add(max(map(self.body.level, re.findall(r"\w+", text))), "place", text)
 
     def coordinate(self, axis: str) -> Index:
-        """The row ('n') or the column ('k') of a weight in the loops of a unit."""
+        """The row ('n') or column ('k') of a weight in the loops of a unit."""
         return self.tile.n if axis == "n" else self.tile.k
 
     def level(self, *indices: Index, guard: str = "") -> int:
-        """The innermost loop whose lane, or whose variable, an expression reads."""
+        """The innermost loop with a lane or variable that an expression reads."""
         read = set().union(*(index.names() for index in indices))
         outside = {self.tile.rows, "N", "K", *self.program.sizes, *self.lanes} | {v for v, _ in self.body.at}
         depth = max([i + 2 for i, lane in enumerate(self.lanes) if lane in read] + ([1] if read - outside else [])
@@ -208,7 +208,7 @@ class Decoder:
         return len(self.lanes) + 1 if depth > 1 and self.tile.ragged else depth
 
     def mask(self, level: int) -> str:
-        """What must hold where a value of this level is loaded."""
+        """The condition for loading a value of this level."""
         if level == 0:
             return f"{self.tile.rows} < {shown(self.tile.row_count)}"
         return "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
@@ -216,7 +216,7 @@ class Decoder:
     # -- fields -------------------------------------------------------------------------------------------------------
 
     def field(self, field: Field) -> str:
-        """The variable that holds a field's value, under both conditions where something it reads is optional."""
+        """The variable with a field's value, under both conditions if it reads an optional tensor."""
         program = self.program
         coordinates: dict[str, Index] = {"n": self.coordinate("n"), "k": self.coordinate("k")}
         gathers = [str(index) for index in field.index if str(index) not in ("n", "k") and index.terms[0][0].op == "name"]
@@ -246,16 +246,16 @@ class Decoder:
         return self.load_field(field, coordinates | {index: stored_group}, both(alternative, guard))
 
     def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
-        """The group of a column, where it is not stored but computed."""
+        """The group of a column, if it is computed and not stored."""
         text = ix.substitute(value, coordinates, self.tile.domain)
         return name(self.body.add(self.level(text), index, shown(text), guard))
 
     def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
-        """The value of a field that the weight at these coordinates has."""
+        """The value of a field for the weight at these coordinates."""
         return self.load_at(field, [self.substituted(i, coordinates) for i in field.index], guard)
 
     def load_at(self, field: Field, at: list[Index], guard: str) -> str:
-        """Load and cut all slices of an element of a field."""
+        """Loads and extracts all slices of an element of a field."""
         parts: list[tuple[int, int, str]] = []
         for tensor in self.program.tensors:
             for placement in tensor.placements:
@@ -275,7 +275,7 @@ class Decoder:
         return self.body.add(level, field.name, self.typed(field, text, len(parts) > 1), guard)
 
     def typed(self, field: Field, text: str, joined: bool) -> str:
-        """Bits as a value that the formula can use."""
+        """Bits as a value for the formula."""
         number = field.number
         if number is None:
             return text
@@ -299,11 +299,11 @@ class Decoder:
         return f"{call}.to(tl.int32)" if field.name in integer_fields(self.program) else text
 
     def elements(self, field: Field) -> set[str]:
-        """The types of the elements that the field lies in."""
+        """The element types of the tensors that hold the field."""
         return {t.element.name for t in self.program.tensors for p in t.placements if p.field == field.name}
 
     def substituted(self, index: Index, coordinates: Mapping[str, Index]) -> Index:
-        """A subscript for the kernel's coordinates; blocks of the flat position of which rows hold whole ones by rows."""
+        """A subscript for the kernel's coordinates; blocks of the flat position become blocks of rows if rows hold whole ones."""
         atom = ix.flat_of(index)
         if atom is not None and atom.op == "div":
             whole = ix.exact(name("K"), atom.args[1])
@@ -333,7 +333,7 @@ class Decoder:
         return max(level, self.level(place, guard=guard)), f"device.trit({text}, {shown(place)})"
 
     def chosen(self, target: str, ranges: Sequence[Slice], local: Sequence[Index], guard: str) -> Index:
-        """Where the element lies by the slice in whose range it is, as an expression or a variable."""
+        """The place of an element by the slice for its range, as an expression or a variable."""
         bits = [self.bit(part, [*local[:-1], *(index - part.start for index in local[-1:])]) for part in ranges]
         if all(bit == bits[0] for bit in bits):
             return bits[0]
@@ -391,7 +391,7 @@ class Decoder:
         return total
 
     def restored(self, tensor: Tensor, text: str) -> str:
-        """A stored word as the record packed it; small words become larger ones, in which sums have room."""
+        """A stored word as packed; small words are widened, so that sums do not overflow."""
         if tensor.stored is not None and tensor.element.bits < 32:
             text = f"{text}.to(tl.int32)"
         if tensor.stored is None or tensor.stored.field is not None:
@@ -400,7 +400,7 @@ class Decoder:
 
     def typed_load(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
                    guard: str) -> tuple[int, str]:
-        """A float that fills several elements of the tensor and is aligned to its size: a load through its own pointer."""
+        """A float that fills several elements of the tensor and is aligned to its size, loaded through its own pointer."""
         size = words.width // tensor.element.bits
         step = self.bit(words, local)
         typed = f"{pointer(tensor)}_{kind}"
@@ -413,7 +413,7 @@ class Decoder:
 
     def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
                    guard: str) -> tuple[int, str]:
-        """Bits that cross elements: cut from all words of the record at a constant bit, or from those around a variable one."""
+        """Bits across elements: from all words of the record at a constant bit, or from the words around a variable bit."""
         units = self.program.units
         if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
             level = self.level(*records.values(), guard=guard)
@@ -430,7 +430,7 @@ class Decoder:
         return level, self.stored_field(tensor, field, text)
 
     def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
-        """A field, from the number that the file stores of it."""
+        """A field's value, from the number that the file stores."""
         if tensor.stored is None or tensor.stored.field != field.name:
             return text
         changed = tensor.stored.text(text, -1, field.bits)
@@ -439,7 +439,7 @@ class Decoder:
     # -- addresses ----------------------------------------------------------------------------------------------------
 
     def load(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
-        """The load of an element of a tensor, whose records are at these indices."""
+        """The load of an element of a tensor, for these indices of its records."""
         rows = self.base(tensor, records)
         offset = self.offset(tensor, records, step, 1, rows)
         level = self.level(*records.values(), step, guard=guard)
@@ -449,16 +449,16 @@ class Decoder:
         return f"tl.load({place}, {self.mask(level)}{self.end(tensor, records, step)}, 0)"
 
     def end(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> str:
-        """What must hold of a word behind the first of its record besides, where the last record may be cut off."""
+        """A further condition for words after the first of a record, if the last record may be partial."""
         cut = next((axis for axis in tensor.axes if axis.extent is not None), None)
         if cut is None or cut.extent is None or step == Index(0):
             return ""
         return f" & ({shown(records[cut.digits[0]] * tensor.words + step)} < {shown(cut.extent)})"
 
     def base(self, tensor: Tensor, records: Mapping[str, Index]) -> Index:
-        """Advance the tensor's pointer to its rows once, ahead of the loop; that of a region begins as its holder's.
+        """Advance the tensor's pointer to its rows once, before the loop; regions begin at their holder's rows.
 
-        Returns how far that is.
+        Returns the distance.
         """
         if (name_here := pointer(tensor)) != tensor.stored_name:
             self.ahead(tensor, f"{name_here} = {tensor.stored_name}")
@@ -468,25 +468,25 @@ class Decoder:
         return rows
 
     def ahead(self, tensor: Tensor, line: str) -> None:
-        """A line ahead of the units, once, where the tensor is there at all."""
+        """Add a line before the units, once, under the condition that the tensor exists."""
         entry = (f"{tensor.name} is not None" if tensor.optional else "", line)
         if entry not in self.body.levels[0]:
             self.body.levels[0].append(entry)
 
     def rows_part(self, position: Index) -> Index:
-        """The terms that move with the rows of the tile alone."""
+        """The terms that depend only on the rows of the tile."""
         rows = {self.tile.rows}
         fixed = {"N", "K", *self.program.sizes}
         return Index(0, tuple((atom, c) for atom, c in position.terms
                               if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed))
 
     def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int, rows: Index) -> Index:
-        """The rest of the address behind its rows, in elements of `size` elements of the tensor."""
+        """The rest of the address after its rows, in elements of `size` elements of the tensor."""
         left = address(tensor, records, step * size) - rows
         return ix.exact(left, size) if size > 1 else left
 
 
 def _is_in_integer(field: Field, tensor: Tensor) -> bool:
-    """Whether a float that Triton has lies in elements that are integers, of its size or larger."""
+    """Whether a float that Triton supports lies in integer elements of at least its size."""
     number = field.number
     return number is not None and number.name in TRITON_FLOATS and not tensor.element.is_float

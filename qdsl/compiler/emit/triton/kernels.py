@@ -1,4 +1,4 @@
-"""The short functions of a program that complete kernels: skeletons (templates of whole lines) filled with bodies."""
+"""Prints the short functions of a program that complete kernels: templates of whole lines, filled with bodies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kernels(program: Program) -> list[str]:
 
 
 def _decode(program: Program) -> list[str]:
-    """The function that hands every weight of a unit on, for the kernels `dequantize` and `matvec`."""
+    """The function that decodes the weights of a unit, for the kernels `dequantize` and `matvec`."""
     at = tile(program)
     body = Body(levels=[[] for _ in range(len(at.lanes) + 2)],
                 arguments=frozenset({*PARAMETERS, at.rows, at.unit, *taken_names(program), *program.sizes}))
@@ -41,9 +41,9 @@ def _decode(program: Program) -> list[str]:
 
 
 def _masks(at: Tile, body: Body) -> None:
-    """`live` for units, and `inside` for single weights where the last unit may hang over.
+    """Adds `live` for units, and `inside` for single weights if the last unit may be partial.
 
-    Records may hang over by many units, which have nothing in other tensors: then a unit lives if its first column does.
+    Records may have many padding units, without counterparts in other tensors: then a unit is live if its first column is.
     """
     if at.ragged and at.digits:
         first = substitute(at.k, {lane.name: Index(0) for lane in at.lanes}, at.domain)

@@ -1,9 +1,9 @@
-"""What a storage's codes and numbers are to the kernels for matrix units: the short functions that complete a kernel family.
+"""Prints the short functions of a storage that complete the kernel families for matrix units.
 
-The kernels themselves are written by hand, one per family, in runtime/gpu/kernels.  gpu/kernels/lanes.py says how the bits lie,
-and gpu/kernels/bitplanes.py has the functions that load words and make numbers of them.  A storage gets functions that apply
-decode's line to a product of codes, once per group.  `skinny` multiplies few rows of x, `gemv` one row with numbers that vary
-along K, `tile_gemm` many rows, and `w8a8` rows of x that are 8 bits like the codes.
+The kernels are written by hand, one per family, in runtime/gpu/kernels.  gpu/kernels/lanes.py defines the bit layout, and
+gpu/kernels/bitplanes.py has functions that load words and make numbers of them.  A storage gets functions that apply decode's
+affine formula to a product of codes, once per group.  `skinny` multiplies few rows of x, `gemv` one row with numbers that vary
+along K, `tile_gemm` many rows, and `w8a8` rows of 8-bit x by 8-bit codes.
 
 A storage whose records hold codes and numbers together (compiler/emit/triton/records.py) gets the functions of `gemv_records`.
 """
@@ -52,7 +52,7 @@ def _of_record(plan: Plan, record: Record) -> list[str]:
 
 
 def constants(plan: Plan) -> list[str]:
-    """What a storage's description says of its functions, and of how they are used."""
+    """The part of a storage's description about its functions and their use."""
     storage, has_skinny = plan.program.storage, plan.has_skinny
     arguments = ["skinny" if has_skinny else "None"]
     arguments += [f"gemv={'gemv' if has_skinny else 'gemv_records'}"] if plan.has_row else []
@@ -100,38 +100,38 @@ def constants(plan: Plan) -> list[str]:
 
 
 def _words(plan: Plan) -> str:
-    """The function that loads the words of a chunk of 128 columns, which takes codes from the storage's first tensors."""
+    """The function that loads the words of a chunk of 128 columns, with codes from the storage's first tensors."""
     return f"bitplanes.words_{plan.code.bits}" if plan.first == 0 else f"_words_{plan.program.storage}"
 
 
 def _numbers(plan: Plan) -> str:
-    """The function that makes numbers of codes."""
+    """The function that turns codes into numbers."""
     if plan.book is not None:
         return f"bitplanes.{plan.book.function}"
     return f"bitplanes.{'ordered_' if plan.record and plan.code.is_float else ''}{plan.code.name}"
 
 
 def _is_exact(plan: Plan) -> bool:
-    """Whether operands of many rows have the zero point taken off."""
+    """Whether operands of many rows have the zero point subtracted."""
     return plan.exact_zero is not None or plan.point is not None
 
 
 def _zero(plan: Plan) -> tuple[int, int]:
-    """What is added to a code of many rows' operands, less what they have more than it: with float16, and with bfloat16."""
-    if not plan.integer or plan.point is not None:               # a zero point has what operands have more, too
+    """The number to add to codes for operands of many rows, minus the operands' base: for float16 and bfloat16."""
+    if not plan.integer or plan.point is not None:               # a zero point includes the operands' base
         return 0, 0
     halves, brains = ((plan.exact_zero or 0) - base for base in plan.base)
     return halves, halves if plan.code.bits == 8 else brains
 
 
-# By how many bits the second chunk of a span of 256 columns lies higher, by the widths of the first plane and of a plane
-# (orders of compiler/passes/derive_planar.py).
+# By how many bits the second chunk of a span of 256 columns is higher, by the widths of the first plane and of a plane (orders of
+# compiler/passes/derive_planar.py).
 SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}
-LOOKED_UP_SPANS = {(2, 2): 2, (2, 1): 2, (4, 1): 1}              # the same of codes that are looked up
+LOOKED_UP_SPANS = {(2, 2): 2, (2, 1): 2, (4, 1): 1}              # the same for codes that index a table
 
 
 def _table(plan: Plan) -> list[str]:
-    """Lines that return a table's words, and behind which byte its integers are numbers."""
+    """Lines that return a table's words, and the byte that makes its integers numbers."""
     if not isinstance(plan.book, Codebook):
         return []
     halves, brains = (_table_text(plan.book, kind) for kind in ("f16", "bf16"))
@@ -139,7 +139,7 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _table_text(book: Codebook, kind: str) -> str:
-    """The call that brings a table's words into registers, for numbers of 'f16' or 'bf16'."""
+    """The call that loads a table's words into registers, for numbers of 'f16' or 'bf16'."""
     words: Sequence[int | None]
     if book.is_split:
         first, *words = book.halves(kind)
@@ -147,12 +147,12 @@ def _table_text(book: Codebook, kind: str) -> str:
         first, words = 0 if kind == "f16" else 0x43434343, book.bytes
     else:
         low, high = (_short(part) for part in book.floats(kind))
-        first, words = 0, [*low, *high]                          # high bytes have a place of their own
+        first, words = 0, [*low, *high]                          # high bytes have separate words
     return f"codebook.table(g, N, {first:#x}, ({bare_tuple('None' if word is None else f'{word:#x}' for word in words)}))"
 
 
 def _short(words: list[int]) -> list[int | None]:
-    """Words of a table's bytes, four or more; None for those that it lacks, and of an upper half that is like the lower one."""
+    """Words of a table's bytes, four or more; None for missing ones, and for an upper half equal to the lower one."""
     if len(words) > 4:
         return [*words]
     lower, upper = words[:2], words[2:]
@@ -164,19 +164,19 @@ def _short(words: list[int]) -> list[int | None]:
 
 
 def _levels(table: StoredTable) -> str:
-    """Where a family reads the table of a row, or of the format, and how many entries it has."""
+    """The tensor, rows per table and entries of a stored table, as a family takes them."""
     if table.name:
         return f"levels={constant(table.name)}.halves({table.entries}, {table.unit}), entries={table.entries}"
     return f'levels=GroupField("{table.tensor}", {_block(table.rows)}, 0), entries={table.entries}'
 
 
 def _block(text: str) -> str:
-    """A block of rows or columns as GroupField takes it: a number, the name of a size, or 0 for all."""
+    """A block of rows or columns for GroupField: a number, the name of a size, or 0 for all."""
     return (text if text.isdigit() else f'"{text}"') if text else "0"
 
 
 def _group_field(group: Group) -> str:
-    """Where a family reads a field's values."""
+    """How a family reads a field's values."""
     rows, columns = _block(group.rows), _block(group.columns)
     arguments = [f'"{group.tensor}"', rows, columns, *([group.kind] if group.kind != "0" else [])]
     arguments += [f"table={constant(group.table)}"] if group.table else []
@@ -185,7 +185,7 @@ def _group_field(group: Group) -> str:
     return f"GroupField({', '.join(arguments)}{'' if group.optional is None else f', default={float(group.optional)}'})"
 
 
-# The functions of runtime/gpu/kernels/group_sums.py by their lines, in which $0 is the first field and so on.
+# Functions of runtime/gpu/kernels/group_sums.py by their lines; $0 is the first field, and so on.
 _BASE = ("if BASE != 0:", "    sum -= BASE * ones")
 SHARED = {
     ("return lanes.plus(total, sum * $0)",): "scaled",
@@ -198,25 +198,25 @@ SHARED = {
 
 
 def _shared(groups: Sequence[Group], body: Sequence[str]) -> str:
-    """The function that formats share which has these lines, '' where there is none."""
+    """The shared function with these lines; '' if there is none."""
     places = {group.name: f"${place}" for place, group in enumerate(groups)}
     function = SHARED.get(tuple(WORD.sub(lambda word: places.get(word[0], word[0]), line) for line in body))
     return f"group_sums.{function}" if function else ""
 
 
 def _lines(plan: Plan) -> list[tuple[str, str, Sequence[Group], list[str]]]:
-    """What scales sums: the function's name, of what the sum is, the numbers that it takes, and its lines."""
+    """The functions that scale sums: name, kind of sum, numbers, and lines."""
     functions = (("scale", "group", plan.inner, _scale(plan)), ("finish", "row", plan.outer, _finish(plan)))
     return [function for function in functions if function[-1]]
 
 
 def _scale(plan: Plan) -> list[str]:
-    """Lines that make of `sum` what a group adds up to; none where nothing varies along K."""
+    """Lines that turn `sum` into a group's share of the result; none if nothing varies along K."""
     return [] if plan.late else _line_of(plan, plan.outer)
 
 
 def _finish(plan: Plan) -> list[str]:
-    """Lines that scale `sum` with what is the same all along K."""
+    """Lines that scale `sum` by the numbers that are constant along K."""
     if plan.late:
         return _line_of(plan, [])
     names = [group.name for group in plan.outer]
@@ -226,7 +226,7 @@ def _finish(plan: Plan) -> list[str]:
 
 
 def _line_of(plan: Plan, without: list[Group]) -> list[str]:
-    """Lines that make scale * (sum + zero * ones) + offset * ones of a sum of products of codes, without some factors."""
+    """Lines that compute scale * (sum + zero * ones) + offset * ones from a sum of products of codes, without some factors."""
     affine = plan.affine
     lines: list[str] = []
     if affine.zero:
@@ -243,16 +243,16 @@ def _line_of(plan: Plan, without: list[Group]) -> list[str]:
         return [*lines, f"return lanes.plus(total, {value})"] if lines or value != "sum" else []
     if affine.zero or not plan.integer:
         return [*lines, f"total = lanes.plus(total, {value})", f"return total + ones * {_tight(_text(affine.offset, without))}"]
-    if " " in factor:                                            # numbers are more than codes by what enters the offset
+    if " " in factor:                                            # the difference of numbers and codes enters the offset
         lines, value, factor = [f"factor = {factor[1:-1]}"], "sum * factor", "factor"
     return [*lines, f"total = lanes.plus(total, {value})",
             f"return total + ones * lanes.offset({_text(affine.offset, without)}, {factor}, BASE)"]
 
 
 def _text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = None) -> str:
-    """A sum of products over the fields, by the names that functions give their values, or as a spec has them.
+    """A sum of products over the fields, with their variables in functions, or as a spec has them.
 
-    spec: the tables of fields that are looked up.
+    spec: the lookup tables of fields.
     """
     names = {group.name for group in without}
     text = ""
@@ -269,17 +269,17 @@ def _text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = N
 
 
 def _quotient(factors: list[str], divisors: list[str]) -> str:
-    """A product divided by others, one after the other."""
+    """A product divided by several divisors, in order."""
     return " / ".join([" * ".join(factors) or "1.0", *divisors])
 
 
 def _tight(text: str) -> str:
-    """A formula as a factor of another."""
+    """A formula in parentheses if it needs them as a factor."""
     return f"({text})" if " " in text or text.startswith("-") else text
 
 
 def _line(plan: Plan) -> str:
-    """The line that decode is, as the docstring says it."""
+    """Decode's affine formula, for the docstring."""
     parts = (plan.affine.scale, plan.affine.zero, plan.affine.offset)
     scale, zero, offset = (_text(part, [], plan.affine.lookups) for part in parts)
     code = _code(plan.affine)

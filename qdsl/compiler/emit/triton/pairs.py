@@ -1,7 +1,7 @@
-"""The function with which kernels of a stream make weights in registers: two neighbours at a time, in the halves of a word.
+"""Prints the function that makes weights from a stream in registers: two adjacent weights at a time, in the halves of a word.
 
-It is there where a weight is a field of 16 bits as it is stored: eight of them in the stream, the others of eight columns in
-two words, in which neighbours lie 16 bits apart.
+It exists if a weight is one stored 16-bit field: eight bits in the stream, and the other bits of eight columns in two words, with
+adjacent weights 16 bits apart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Paired:
 
 
 def paired(program: Program) -> Paired | None:
-    """None where weights cannot be made so."""
+    """The description of such a function; None if it cannot exist."""
     if len(program.values) != 1 or len(program.tensors) != 2 or program.field(program.values[0].name).kind not in ("bf16", "f16"):
         return None
     coded = [tensor for tensor in program.tensors if tensor.stream is not None and not CODECS[tensor.stream.coding].flat]
@@ -49,7 +49,7 @@ def paired(program: Program) -> Paired | None:
 
 
 def _is_eight(tensor: Tensor) -> bool:
-    """Whether a record of two words holds bits of eight columns of a row, and rows follow one another."""
+    """Whether a record of two words holds bits of eight columns of a row, and rows are consecutive."""
     if len(tensor.placements) != 1 or tensor.record_bits != 2 * WORD or len(tensor.axes) != 2 or tensor.stored is not None:
         return False
     placement = tensor.placements[0]
@@ -58,7 +58,7 @@ def _is_eight(tensor: Tensor) -> bool:
 
 
 def _pair(placement: Placement, name: str, column: int) -> str | None:
-    """The bits of two neighbours, put where the field has them; None where they are not 16 bits apart."""
+    """The bits of two adjacent weights, moved to their place in the field; None if they are not 16 bits apart."""
     terms: list[str] = []
     for part in placement.slices:
         first, second = (part.offset + part.dims[1](k) for k in (column, column + 1))
@@ -69,7 +69,7 @@ def _pair(placement: Placement, name: str, column: int) -> str | None:
 
 
 def _moved(word: str, at: int, part: Slice) -> str:
-    """A slice of both halves, from bit `at` to its place in the field."""
+    """A slice of both halves, moved from bit `at` to its place in the field."""
     shift = f"({word} >> {at - part.lo})" if at > part.lo else f"({word} << {part.lo - at})" if at < part.lo else word
     return f"({shift} & {((1 << part.width) - 1 << part.lo) * 0x00010001:#010x})"
 

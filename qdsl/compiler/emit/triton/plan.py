@@ -1,6 +1,6 @@
-"""What the kernels for matrix units need to know of a storage: where codes and numbers of groups lie, and how sums are scaled.
+"""A storage as the kernels for matrix units see it: the layout of codes and of group numbers, and the scaling of sums.
 
-emit/triton/matrix_unit.py prints the functions that a plan asks for.
+emit/triton/matrix_unit.py prints the functions that a plan needs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
 from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, float_of_table, is_code, is_stored, shared
 from qdsl.core.numbers import Number
 
-CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
-SHORT = (16, 32, 64)                                             # columns of blocks that a chunk has several of
+CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
+SHORT = (16, 32, 64)                                             # block lengths of which a chunk has several
 LOCALS = frozenset((
     "tensors", "row", "K", "chunk", "more", "F", "g", "N", "BASE", "fields", "sum", "ones", "total", "factor", "head", "lane",
     "both", "low", "high", "lanes", "bitplanes", "codebook", "records", "tl"))
@@ -29,7 +29,7 @@ LOCALS = frozenset((
 class Group:
     """A field of groups as a kernel reads it: blocks of rows and columns as text ('1' none, '' not subscripted).
 
-    kind: how its numbers are stored, as group_numbers.number takes it.
+    kind: how its numbers are stored, as in group_numbers.number.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Group:
     columns: str
     kind: str
     optional: str | None
-    table: str = ""                                              # in which its integers are looked up
+    table: str = ""                                              # the lookup table of its integers
     shared: int = 1                                              # flat blocks that share a number, counted over all rows
-    at: int | None = None                                        # the lowest bit, where another field has some of its bytes' bits
+    at: int | None = None                                        # the lowest bit, if another field shares its bytes
 
     @property
     def varies(self) -> bool:
@@ -50,16 +50,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the kernels of a planar program do."""
+    """The kernels' view of a planar program."""
 
     program: Program
     affine: Affine
     code: Number
     groups: tuple[Group, ...]
-    stored: str = ""                                             # the tensor of a storage whose rows are codes of 8 bits
-    book: Codebook | StoredTable | None = None                   # the numbers that codes are looked up in
-    record: Record | None = None                                 # of a storage whose records hold codes and groups
-    power: float = 1.0                                           # of two: what weights are more than the line says
+    stored: str = ""                                             # the tensor, if rows are stored 8-bit codes
+    book: Codebook | StoredTable | None = None                   # the lookup table of codes
+    record: Record | None = None                                 # set if records hold codes and groups
+    power: float = 1.0                                           # of two: weights are this times the affine formula
 
     @property
     def planes(self) -> list[tuple[str, int, int]]:
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def first(self) -> int:
-        """The place of the codes' first tensor in the storage."""
+        """The index of the codes' first tensor in the storage."""
         names = [argument(tensor.name) for tensor in self.program.tensors]
         return names.index(self.planes[0][0]) if self.has_skinny else 0
 
@@ -85,59 +85,59 @@ class Plan:
 
     @cached_property
     def sizes(self) -> dict[str, list[int]]:
-        """Every value that a block can have, by its text; -1, the whole axis, as many as there are."""
+        """Every value that a block can have, by its text; -1, the whole axis, counts as every value."""
         values = {p.name.value: [int(v) for v in p.values if isinstance(v, int)] for p in self.program.spec.params}
         return {b: [int(b)] if b.isdigit() else [v if v > 0 else 1 << 30 for v in values[b]] for b in self.blocks}
 
     @property
     def smallest(self) -> int:
-        """The smallest block of columns that the kernels serve; 2^30 without any."""
+        """The smallest block of columns that the kernels support; 2^30 without any."""
         return min((v for sizes in self.sizes.values() for v in sizes if self.serves(v)), default=1 << 30)
 
     def serves(self, size: int) -> bool:
-        """Whether the kernels serve a block of so many columns."""
+        """Whether the kernels support a block of so many columns."""
         return size >= self.least and (size in SHORT or size % CHUNK == 0)
 
     @property
     def size(self) -> int:
-        """Columns of a chunk that share one sum where a group has fewer than the chunk: 32, or 16."""
+        """Columns of a chunk that share one sum if a group is smaller than the chunk: 32, or 16."""
         return CHUNK if self.stored or self.smallest >= CHUNK else min(32, self.smallest)
 
     @property
     def supported(self) -> bool:
-        """Whether the kernels serve some size of every block; weights of other sizes are left to the kernels for any storage."""
+        """Whether the kernels support some size of every block; other sizes use the kernels for any storage."""
         return all(any(map(self.serves, sizes)) for sizes in self.sizes.values())
 
     @property
     def least(self) -> int:
-        """The smallest block that the kernels serve: lanes of rows as they are stored hold columns of all groups of a chunk."""
+        """The smallest block that the kernels support: lanes of stored rows hold columns of all groups of a chunk."""
         return CHUNK if self.stored else 16
 
     @property
     def integer(self) -> bool:
-        """Whether float16's operands count from 0."""
+        """Whether float16 operands count from 0."""
         return self.book.is_int and not self.book.is_split if self.book else not self.code.is_float
 
     @property
     def has_parts(self) -> bool:
-        """Whether codes are small floats whose parts number the bytes of operands."""
+        """Whether codes are small floats whose parts index the bytes of operands."""
         return self.code.is_float and self.code.bits == 4 and self.book is None and self.record is None
 
     @property
     def lies(self) -> tuple[int, int]:
-        """Width of a plane, and bits of codes that are operands where they lie in words; 0 where operands are made, -1 two."""
+        """Width of a plane, and bits of codes that are operands without conversion; 0 if operands are computed, -1 for two."""
         if self.book and self.book.is_split:
             return 8, -1
         return (self.planes[0][1], self.code.bits) if self.integer and not self.book else (8, 0)
 
     @property
     def special(self) -> int:
-        """Bits that all are set in codes that are no finite number; 0 where there are none."""
+        """The bits that are all set in NaN or infinite codes; 0 if there are none."""
         return {"e4m3": 0x7F, "e5m2": 0x7C}.get(self.code.name, 0)
 
     @property
     def base(self) -> tuple[int, int]:
-        """What operands have more than codes: with float16, and with bfloat16."""
+        """The difference of operands and codes, for float16 and bfloat16."""
         if not self.integer:
             return 0, 0
         if self.book:
@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def unit(self) -> tuple[float, float]:
-        """What sums are multiplied with in the end: with float16, and with bfloat16."""
+        """The factor of sums at the end, for float16 and bfloat16."""
         if self.integer:
             return 2.0 ** 24, 1.0
         if self.book:
@@ -161,7 +161,7 @@ class Plan:
 
     @cached_property
     def outer(self) -> list[Group]:
-        """The groups whose numbers a sum meets in the end: factors that are the same all along K, or all where nothing varies."""
+        """The groups whose numbers scale a sum after the loop: factors that are constant along K, or all if nothing varies."""
         if self.late:
             return list(self.groups)
         products = [{argument(f.removeprefix("/")) for f in product} for _, product in (*self.affine.scale, *self.affine.offset)]
@@ -169,7 +169,7 @@ class Plan:
 
     @property
     def inner(self) -> list[Group]:
-        """The groups whose numbers a sum meets inside the loop along K."""
+        """The groups whose numbers scale a sum inside the loop along K."""
         return [group for group in self.groups if group not in self.outer]
 
     @property
@@ -195,15 +195,15 @@ class Plan:
 
     @property
     def tall(self) -> bool:
-        """Whether `tile_gemm` has registers for sums of 128 rows of x: one plane of 4-bit codes, sums scaled at most."""
+        """Whether `tile_gemm` has registers for sums of 128 rows of x: one 4-bit plane, and at most a scale per sum."""
         large = all(max(sizes) >= CHUNK for sizes in self.sizes.values())
         return large and self.integer and self.code.bits == 4 and self.exact_zero is not None and not self.affine.offset
 
     @property
     def w8a8(self) -> str:
-        """The type in which 8 bits of x meet codes of 8 bits; '' where there is no such kernel.
+        """The type of codes of kernel `w8a8`; '' without this kernel.
 
-        Zeros and offsets ask for sums of x, which are made for whole rows.
+        Zeros and offsets need sums of x, which are computed for whole rows.
         """
         simple = self.late or not (self.affine.zero or self.affine.offset)
         return self.code.name if self.stored and simple and self.code.name in ("e4m3", "i8") else ""
@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def exact_zero(self) -> int | None:
-        """The zero, where it is an integer that operands can have on top of codes."""
+        """The zero, if it is an integer that operands can include."""
         zero = self.affine.zero
         if not zero:
             return 0
@@ -225,7 +225,7 @@ class Plan:
 
     @property
     def point(self) -> Group | None:
-        """The zero point, where operands can have it taken off their codes: an unsigned integer per group, of few bits."""
+        """The zero point, if operands can have it subtracted: an unsigned integer of few bits per group."""
         zero = self.affine.zero
         if not self.has_tile_gemm or self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
             return None
@@ -237,25 +237,25 @@ class Plan:
 
     @property
     def sums_in_tile_gemm(self) -> bool:
-        """Whether `tile_gemm` needs sums of x, for zeros or offsets that its operands do not have."""
+        """Whether `tile_gemm` needs sums of x, for zeros or offsets that its operands do not include."""
         return (self.exact_zero is None and self.point is None) or bool(self.affine.offset)
 
     @property
     def late(self) -> bool:
-        """Whether nothing varies along K, so that sums are scaled once, in the end."""
+        """Whether nothing varies along K, so that sums are scaled once, at the end."""
         return not self.blocks
 
 
 def argument(name: str) -> str:
-    """What a kernel calls a tensor."""
+    """The kernel's name of a tensor."""
     return f"{name}_" if name in LOCALS or name.endswith("_g") else name
 
 
 def matrix_unit_plan(program: Program) -> Plan | None:
-    """The plan of a storage; None where codes lie otherwise, or groups are not runs of 16, 32, 64 or m * 128 columns.
+    """The plan of a storage; None for other layouts of codes, or groups that are not runs of 16, 32, 64 or m * 128 columns.
 
-    Besides the planar one that is every storage in which codes of 8 bits and the numbers of groups lie row by row, or codes
-    of 4 bits and the numbers of groups in records.
+    Besides the planar storage: storages with 8-bit codes and group numbers in rows, or with 4-bit codes and group numbers in
+    records.
     """
     affine = program.affine
     if affine is None or (affine.columns and program.storage != PLANAR):
@@ -285,7 +285,7 @@ def matrix_unit_plan(program: Program) -> Plan | None:
 
 
 def _book(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
-    """The numbers that codes are looked up in; None where kernels cannot."""
+    """The lookup table of codes; None if kernels do not support it."""
     if not is_stored(program, table):
         return codebook(program, table, entries)
     field = program.field(table)
@@ -295,9 +295,9 @@ def _book(program: Program, table: str, entries: int) -> Codebook | StoredTable 
 
 
 def _as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine, float]:
-    """The code's type, the line, and a power of two that it is to be multiplied with.
+    """The code's type, the affine formula, and a power of two to multiply it by.
 
-    A table that has the numbers of a small float times a power of two is that float.
+    A table with the numbers of a small float times a power of two is treated as that float.
     """
     small = float_of_table(program, affine.table) if affine.table and not affine.zero else None
     if small is None:
@@ -308,7 +308,7 @@ def _as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, A
 
 
 def _tensor_holding_only(program: Program, name: str) -> str | None:
-    """The tensor whose elements, row by row, are all bits of a field and nothing else."""
+    """The tensor whose elements, row by row, hold exactly the bits of a field."""
     field = program.field(name)
     bits = 32 if field.number is None else field.number.bits
     for tensor in program.tensors:
@@ -323,7 +323,7 @@ def _tensor_holding_only(program: Program, name: str) -> str | None:
 
 
 def _share_of_bytes(program: Program, name: str) -> tuple[str, int] | None:
-    """The tensor whose bytes hold a field and another one, and the lowest bit of the field; None where it has its own."""
+    """The tensor whose bytes hold a field and another one, and the field's lowest bit; None if it has its own tensor."""
     for tensor in program.tensors:
         placed = next((placement for placement in tensor.placements if placement.field == name), None)
         if placed is not None and len(tensor.placements) > 1 and tensor.element.bits == 8:
@@ -349,7 +349,7 @@ def _group(program: Program, field: Field, tensor: str) -> Group:
 
 
 def _kind(program: Program, field: Field) -> str:
-    """The width of an integer, the name of a float of 8 bits, or 0 for one that Triton has and one that its dtype tells."""
+    """The kind of a field's numbers: an integer's width, the name of an 8-bit float, or 0 for other floats."""
     assert field.number is not None
     if not field.number.is_float:
         return str(field.number.bits)

@@ -1,12 +1,12 @@
-"""Weights as stored, for the kernel of one row: codes and the numbers of their groups in records of 256 columns.
+"""Weights in stored form for gemv_records: codes and the numbers of their groups in records of 256 columns.
 
-The rule: rows hold whole records, of a multiple of 16 bytes.  128 bytes of a record are its codes, 4 bits each; low and high
-halves of every 32 of these bytes are two runs of 32 columns.  All numbers of groups, of 32 columns or more, lie in the
-record's other words: floats whole, unsigned integers whole or in slices.
+Requirements: rows hold whole records, of a multiple of 16 bytes.  128 bytes of a record are its codes, 4 bits each; low and high
+halves of every 32 of these bytes are two runs of 32 columns.  All numbers of groups, of at least 32 columns, lie in the record's
+other words: floats whole, unsigned integers whole or in slices.
 
-Lane c of a row loads the bytes 32 * c onwards, so that it holds run 2 * c in low halves and run 2 * c + 1 in high ones.  Runs
-are the eight columns of the matrix instruction, and of their products lane c gets columns 2 * c and 2 * c + 1: the numbers
-that it needs are those of its own two runs, which it cuts out of words that every lane of a row loads.
+Lane c of a row loads the bytes from 32 * c on, so that it holds run 2 * c in low halves and run 2 * c + 1 in high ones.  Runs are
+the eight columns of the MMA, whose products give lane c columns 2 * c and 2 * c + 1.  So a lane needs the numbers of its own two
+runs, which it extracts from words that every lane of a row loads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from qdsl.compiler.passes.derive_planar import coordinate, is_code
 from qdsl.core.layout import Layout, Slice, factor
 from qdsl.core.numbers import Number
 
-COLUMNS, RUNS, RUN = 256, 8, 32                                  # columns of a record, and the runs that they are
-WORD, FOUR = 32, 4                                               # bits of a word, and words of a load
+COLUMNS, RUNS, RUN = 256, 8, 32                                  # columns and runs per record, columns per run
+WORD, FOUR = 32, 4                                               # bits per word, words per load
 FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-MAGNITUDE = 22                                                   # bits of an integer that runtime's number() takes
+MAGNITUDE = 22                                                   # bits of an integer that the runtime's number() supports
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bits [lo, lo + width) of a group's field, of each run the word and the bit where they begin."""
+    """Bits [lo, lo + width) of a group's field; for each run the word and the bit where they begin."""
 
     lo: int
     width: int
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Records of `size` words in a tensor: where codes begin, at which column each run does, and the parts of fields."""
+    """Records of `size` words in a tensor: the start of codes, the first column of each run, and the parts of fields."""
 
     tensor: str
     size: int
@@ -50,16 +50,16 @@ class Record:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """The first words of the fours that hold the fields."""
+        """The first word of each load of four words that hold the fields."""
         return tuple(sorted({word // FOUR * FOUR for parts in self.fields.values() for part in parts for word in part.words}))
 
     def place(self, word: int) -> int:
-        """Where a word stands among those that are loaded."""
+        """The index of a word among the loaded ones."""
         return self.loads.index(word // FOUR * FOUR) * FOUR + word % FOUR
 
 
 def record(program: Program) -> Record | None:
-    """How a storage's records lie; None where they are not as the rule says."""
+    """The layout of a storage's records; None if they do not meet the requirements."""
     affine = program.affine
     if affine is None or affine.table or affine.lookups or not affine.fields or len(program.tensors) != 1:
         return None
@@ -83,7 +83,7 @@ def record(program: Program) -> Record | None:
 
 
 def _holds_rows(tensor: Tensor) -> bool:
-    """Whether it is bytes or words as they are, a row's records one after the other, at addresses that 16 divides."""
+    """Whether it has unchanged bytes or words, with the records of a row consecutive at addresses divisible by 16."""
     return tensor.record_bits % (FOUR * WORD) == 0 and not (tensor.stored or tensor.section or tensor.optional) \
         and not tensor.element.is_float and all(var.exact for var in tensor.vars) \
         and [len(axis.digits) for axis in tensor.axes] == [1, 2] and tensor.axes[1].digits[1] == ""
@@ -96,7 +96,7 @@ def _is_tile(tensor: Tensor, placement: Placement) -> bool:
 
 
 def _codes(placement: Placement) -> tuple[int, list[int]] | None:
-    """Where a record's codes begin, at a bit that a load's size divides, and the first column of each run."""
+    """The start of a record's codes, aligned to a load, and the first column of each run."""
     if placement.extents[-1] != COLUMNS or [(part.lo, part.width) for part in placement.slices] != [(0, 4)]:
         return None
     columns = {placement.slices[0].bit((0, k)): k for k in range(COLUMNS)}
@@ -108,7 +108,7 @@ def _codes(placement: Placement) -> tuple[int, list[int]] | None:
 
 
 def _parts(program: Program, field: Field, placement: Placement, starts: Sequence[int]) -> tuple[Part, ...] | None:
-    """The parts of a field that is a number per row and group of columns, where each lies inside words."""
+    """The parts of a field with a number per row and group of columns, each inside words."""
     block = COLUMNS // placement.extents[-1]
     where = [coordinate(program, index) for index in field.index]
     if where != [("n", "1"), ("k", str(block))] or block % RUN or not _is_number(field.number, placement.slices):
@@ -136,7 +136,7 @@ def _is_number(number: Number | None, slices: Sequence[Slice]) -> bool:
 
 
 def start_text(record: Record) -> str:
-    """Where run g begins, in pairs of columns."""
+    """The start of run g, in pairs of columns."""
     return ix.text(_strided(Layout(tuple((extent, stride // 2) for extent, stride in record.starts.modes),
                                    record.starts.offset // 2), "g", RUNS))
 
@@ -160,7 +160,7 @@ def field_lines(record: Record, field: Field, target: str) -> Iterator[str]:
 
 
 def _step(parts: Sequence[Part], bits: int) -> int | None:
-    """By how many bits an odd run's number lies higher than the even one's, where one cut serves both; 0: they are one."""
+    """How many bits an odd run's number is above the even one's, if one extraction serves both; 0: they are one number."""
     pairs = [(part, j) for part in parts for j in range(0, RUNS, 2)]
     steps = {part.bits[j + 1] - part.bits[j] for part, j in pairs}
     if len(steps) > 1 or any(part.words[j] != part.words[j + 1] for part, j in pairs):
@@ -170,7 +170,7 @@ def _step(parts: Sequence[Part], bits: int) -> int | None:
 
 
 def _cut(record: Record, part: Part, half: int, step: int) -> str:
-    """A part of a field's number in even (half 0) or odd runs at its place in the number; of odd runs, too, `step` higher."""
+    """A part of a field's number for even (half 0) or odd runs, at its place in the number; odd runs are `step` higher."""
     mask = (1 << part.width) - 1
     mask |= mask << step
     lower = [bit - part.lo for bit in part.bits]
@@ -180,13 +180,13 @@ def _cut(record: Record, part: Part, half: int, step: int) -> str:
 
 
 def _hex(mask: int) -> str:
-    """In whole bytes."""
+    """A mask as hexadecimal text, in whole bytes."""
     digits = f"{mask:X}"
     return f"0x{digits:0>{len(digits) + len(digits) % 2}}"
 
 
 def _words(record: Record, part: Part, half: int, lower: Sequence[int]) -> str:
-    """The words that hold a part in lanes' even or odd runs, each moved down by as many bits as its run says."""
+    """The words with a part for lanes' even or odd runs, each shifted down by its run's bits."""
     text = _pick([f"head[{record.place(word)}]" for word in part.words[half::2]])
     layout = factor(lower[half::2])
     moved = ix.text(_strided(layout, "lane", 4)) if layout else _pick(list(map(str, lower[half::2])))
@@ -194,7 +194,7 @@ def _words(record: Record, part: Part, half: int, lower: Sequence[int]) -> str:
 
 
 def _pick(texts: Sequence[str]) -> str:
-    """What each of the four lanes has, as one expression."""
+    """The values of the four lanes as one expression."""
     choice = texts[-1]
     for lane, (text, after) in reversed(list(enumerate(pairwise(texts), 1))):
         if text != after:
