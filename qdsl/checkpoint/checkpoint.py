@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
     from qdsl.runtime.weight.packed import PackedWeight
 
-SHOWN = 20                                                       # problems that a report prints
+SHOWN = 20                                                       # problems to print
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
-    packed: by 'format.storage parameters', how many layers, weights and bytes.  groups: weights that are coded together, by
-    the name of their group.  plain: tensors of plain numbers and their bytes.  unrecognised: layers, and why.
+    packed: by 'format.storage parameters', the number of layers, weights and bytes.  groups: weights that are coded together, by
+    group name.  plain: tensors of plain numbers and their bytes.  unrecognised: layers, and why.
     """
 
     path: Path
@@ -60,16 +60,16 @@ class CheckpointReport:
 
 
 class Checkpoint:
-    """A checkpoint's weights by name, read when they are asked for: `with qdsl.open(path) as checkpoint`.
+    """A checkpoint's weights by name, read on demand: `with qdsl.open(path) as checkpoint`.
 
-    Layers are called as their modules, 'model.layers.0.mlp.up_proj', and plain tensors by their whole names.  In a pipeline of
-    several models each name begins with the folder of its model, 'transformer/'.  What was read stays valid after `close`.
+    Layers have the names of their modules, 'model.layers.0.mlp.up_proj', and plain tensors their full names.  In a pipeline of
+    several models each name begins with its model's folder, 'transformer/'.  Weights stay valid after `close`.
     """
 
     def __init__(self, path: Path, sources: Mapping[str, Source]) -> None:
         self.path = path
-        self._sources = dict(sources)                            # by the prefix of their names
-        self._decoded: tuple[str, dict[str, Tensor]] = ("", {})  # the group that was decoded last
+        self._sources = dict(sources)                            # by name prefix
+        self._decoded: tuple[str, dict[str, Tensor]] = ("", {})  # the last decoded group
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -84,7 +84,7 @@ class Checkpoint:
 
     @property
     def components(self) -> list[str]:
-        """The folders of a pipeline's models; none where the checkpoint is one model."""
+        """The folders of a pipeline's models; empty if the checkpoint is one model."""
         return [prefix.removesuffix("/") for prefix in self._sources if prefix]
 
     def component(self, name: str) -> Checkpoint:
@@ -95,19 +95,19 @@ class Checkpoint:
 
     @property
     def source(self) -> Source:
-        """Where the weights of a single model come from.  Raises CheckpointError for a pipeline of several."""
+        """The source of a single model's weights.  Raises CheckpointError for a pipeline of several."""
         if list(self._sources) != [""]:
             raise CheckpointError(f"{self.path}: a pipeline of {', '.join(self.components)}; choose one of these folders")
         return self._sources[""]
 
     def use_shapes(self, shapes: Shapes) -> None:
-        """Read the layers of a single model that do not state their shapes by these.  Raises CheckpointError for a pipeline."""
+        """Use these shapes for layers of a single model that do not state their own.  Raises CheckpointError for a pipeline."""
         self.source.use_shapes(shapes)
         self.__dict__.pop("layers", None)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
-        """The quantized layers by name, those of unknown formats too, with the reason in `why`."""
+        """The quantized layers by name, including unknown formats, with the reason in `why`."""
         return {prefix + name: layer for prefix, source in self._sources.items() for name, layer in source.layers.items()}
 
     @cached_property
@@ -129,11 +129,11 @@ class Checkpoint:
 
     def weight(self, name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
                expert: int | None = None) -> PackedWeight | Tensor:
-        """A weight as the checkpoint stores it: a PackedWeight, or a plain tensor; dtype: its numbers [N, K] in that dtype.
+        """A weight as the checkpoint stores it: a PackedWeight, or a plain tensor; dtype: decode it to [N, K] in that dtype.
 
-        On a CPU it is mapped, not copied.  Experts of a stack are one PackedWeight of E * N rows; expert: that one alone.
-        A weight of a DF11 group is decoded, and flat where no shape is known.  Raises CheckpointError, and FormatError where
-        experts do not make one weight.
+        On a CPU it is mapped, not copied.  Experts of a stack are one PackedWeight of E * N rows; expert: only that one.  A
+        weight of a DF11 group is decoded, and flat if no shape is known.  Raises CheckpointError, and FormatError if experts do
+        not form one weight.
         """
         weight: Any = self._stored(name, expert)
         if device is not None:
@@ -195,17 +195,17 @@ class Checkpoint:
         return (prefix + part for part in group.parts)
 
     def _nearby(self, name: str) -> str:
-        """Text for a message: names with the same last part, for a caller who used a wrong prefix."""
+        """Text for a message: names with the same last part, in case the prefix was wrong."""
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         alike = [candidate for candidate in (*self.layers, *self.plain) if leaf in candidate.removesuffix(".weight").split(".")]
         return f"; there is {', '.join(map(shown, alike[:3]))}" if alike else ""
 
 
 def open_checkpoint(path: Path, shapes: Shapes | None = None, verify: bool = False) -> Checkpoint:
-    """A checkpoint at a path: a folder of safetensors, a pipeline of such folders, a .safetensors file, or a GGUF file.
+    """Opens a checkpoint: a folder of safetensors, a pipeline of such folders, a .safetensors file, or a GGUF file.
 
-    verify: compare all files with the checksums that qdsl wrote with them.  Raises CheckpointError for anything that is wrong in
-    the files, OSError where they cannot be read.
+    verify: compare all files with the checksums that qdsl wrote with them.  Raises CheckpointError for invalid files, OSError if
+    they cannot be read.
     """
     if verify:
         checksums.check(path)
@@ -225,6 +225,6 @@ def open_checkpoint(path: Path, shapes: Shapes | None = None, verify: bool = Fal
 def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
                  metadata: Mapping[str, str] | None = None, config: Mapping[str, Any] | None = None,
                  weight_shapes: Shapes | None = None) -> Checkpoint:
-    """A checkpoint of which only headers exist; its weights are on meta."""
+    """Opens a checkpoint of which only headers exist; its weights are on meta."""
     folder = Headers(names, dtypes, shapes, metadata, config)
     return Checkpoint(folder.path, {"": FolderSource(folder, weight_shapes)})

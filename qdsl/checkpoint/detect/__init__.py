@@ -1,1 +1,1 @@
-"""Which layers of a checkpoint are quantized, in which format and storage."""
+"""Detects the quantized layers of a checkpoint, with format and storage."""

@@ -1,4 +1,4 @@
-"""Collects what a module's tensors are: dtypes and shapes from headers, and what small tensors say.  Nothing imports torch."""
+"""Collects a module's tensors for detection: dtypes and shapes from headers, and contents of small tensors.  No torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import START_BYTES, CheckpointError, shown, strict_json, torch_name
 from qdsl.core.stored import Description, TensorInfo
 
-NUMBERS_LIMIT = 1 << 10                                          # bytes of a tensor of numbers that says something
-NUMBER_CODES = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}        # as struct has them, by dtype
+NUMBERS_LIMIT = 1 << 10                                          # most bytes of a tensor whose numbers are read
+NUMBER_CODES = {"I64": "q", "I32": "i", "U8": "B", "I8": "b", "F32": "f"}        # codes of struct, by dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
     """A module's tensors as files have them, by the last parts of their names.
 
-    tensors: their names in the checkpoint, of those whose files are there.  claims: what a header says of the weight, None for
-    nothing.  shape: (N, K) or (E, N, K) that the caller knows, () for none.  transposed: tensors of three axes are read with the
-    last two swapped.  is_complete: whether no tensor lies in a file that is missing.
+    tensors: their names in the checkpoint, if their files exist.  claims: the header's metadata of the weight, or None.  shape:
+    the caller's (N, K) or (E, N, K), or ().  transposed: swap the last two axes of three-axis tensors.  is_complete: whether no
+    tensor is in a missing file.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Module:
 
 
 class Collector:
-    """Reads the headers and small tensors of a folder's modules, by which formats are recognised."""
+    """Reads headers and small tensors of a folder's modules, for detection of formats."""
 
     def __init__(self, folder: Folder, formats: Sequence[Description]) -> None:
         self.folder = folder
@@ -50,33 +50,33 @@ class Collector:
         self.small_tensors |= {leaf: rule for format in formats for leaf, rule in format.detect.get("tensors", {}).items()}
 
     def module(self, name: str, tensors: Mapping[str, str], shape: tuple[int, ...], transposed: bool) -> Module:
-        """A module.  Raises CheckpointError where what should be JSON in a header is none."""
+        """A module by its tensors.  Raises CheckpointError for invalid JSON in a header."""
         present = self.present(tensors)
         return Module(name, present, self.header_claims.settings(name, present), shape, transposed, len(present) == len(tensors))
 
     def present(self, tensors: Mapping[str, str]) -> dict[str, str]:
-        """Those tensors whose files are there."""
+        """The tensors whose files exist."""
         return {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
 
     def missing(self, tensors: Mapping[str, str]) -> str:
-        """The tensors of the module whose files are missing, as text; '' for none."""
+        """The tensors of the module in missing files, as text; '' for none."""
         return "; ".join(f"'{leaf}' lies in {self.folder.missing[full]}, which is missing" for leaf, full in tensors.items()
                          if full in self.folder.missing)
 
     def kind(self, leaf: str, full: str) -> tuple[str, str, int]:
-        """The last part of a tensor's name, its dtype and its rank, which tell quantized layers apart."""
+        """The last part of a tensor's name, its dtype and its rank, by which quantized layers are told apart."""
         entry = self.folder.entry(full)
         return leaf, entry.dtype, len(entry.shape)
 
     def entries(self, tensors: Mapping[str, str]) -> dict[str, TensorInfo]:
-        """Dtypes, as torch calls them, and shapes."""
+        """Dtypes, by torch's names, and shapes."""
         entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
         dtypes = {leaf: "I64" if leaf in self.shape_tensors and entry.dtype == "I32" else entry.dtype
                   for leaf, entry in entries.items()}
         return {leaf: TensorInfo(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
 
     def read_entries(self, module: Module, contents: Mapping[str, Any]) -> dict[str, TensorInfo]:
-        """The same for a module, in the order of its axes, with the numbers of tensors that state N and K."""
+        """The same for a module with its axes in order, with the numbers of tensors that state N and K."""
         entries = self.entries(module.tensors)
         if module.transposed:
             entries = {leaf: replace(entry, shape=(*entry.shape[:1], *entry.shape[:0:-1])) if len(entry.shape) == 3 else entry
@@ -85,13 +85,13 @@ class Collector:
                           if isinstance(content, list)}
 
     def contents(self, tensors: Mapping[str, str]) -> dict[str, Any]:
-        """What small tensors say: a JSON object where a format's rule for them is one, else numbers.  Raises CheckpointError."""
+        """The contents of small tensors: a JSON object if a format's rule is one, else numbers.  Raises CheckpointError."""
         contents: dict[str, Any] = {}
         for leaf, full in tensors.items():
             if leaf not in self.small_tensors:
                 continue
             data, dtype = self.start(full), self.folder.entry(full).dtype
-            if not data:                                         # known by its header alone
+            if not data:                                         # only its header exists
                 continue
             if isinstance(self.small_tensors[leaf], Mapping):
                 where = f"{self.folder.file(full).path}: tensor {shown(full)}"
@@ -105,7 +105,7 @@ class Collector:
         return contents
 
     def start(self, full: str) -> bytes:
-        """The first bytes of a tensor, none where its header alone is known."""
+        """The first bytes of a tensor; none if only its header exists."""
         return self.folder.file(full).start(full, START_BYTES)
 
     def is_filled(self, full: str, word: int) -> bool:

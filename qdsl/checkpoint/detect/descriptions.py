@@ -1,4 +1,4 @@
-"""The formats that ship: the tensors of their storages, and the rules of all producers for them, without torch."""
+"""The shipped formats: the tensors of their storages, and all producers' rules for them, without torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Variants = Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
 
 
 def descriptions() -> tuple[Description, ...]:
-    """All formats that ship, in the order of their names, with the rules of all producers.
+    """All shipped formats by name, with the rules of all producers.
 
-    Raises ProducerError where a producer of QDSL_PRODUCERS speaks of formats or tensors that there are not.
+    Raises ProducerError if a producer in QDSL_PRODUCERS names unknown formats or tensors.
     """
     return _with_producers(producers())
 
 
 @cache
 def _shipped() -> tuple[Description, ...]:
-    """The formats without any producer's rules."""
+    """The formats without producers' rules."""
     paths = {path.stem: path for folder in qdsl.generated.__path__ for path in Path(folder).glob("*.json")}
     return tuple(described(json.loads(paths[name].read_text())) for name in sorted(paths))
 
@@ -42,7 +42,7 @@ def _with_producers(registry: Producers) -> tuple[Description, ...]:
 
 
 def _renamed(format: Description, every: Sequence[Producer]) -> Variants:
-    """The variants of a format with producers' names for tensors as further aliases."""
+    """The variants of a format with producers' tensor names as additional aliases."""
     names = [producer.tensors[format.name] for producer in every if format.name in producer.tensors]
     if not names:
         return format.variants
@@ -55,7 +55,7 @@ def _renamed(format: Description, every: Sequence[Producer]) -> Variants:
 
 
 def described(data: dict[str, Any]) -> Description:
-    """A description from what `qdsl build` wrote."""
+    """A description from the JSON that `qdsl build` wrote."""
     variants = {tuple(variant["key"]): {name: {key: _stored(tensor) for key, tensor in storage["tensors"].items()}
                                         for name, storage in variant["storages"].items()} for variant in data["variants"]}
     params = {name: tuple(values) for name, values in data["params"].items()}

@@ -1,4 +1,4 @@
-"""Fits tensors to formats: every way to read a module's tensors, or the nearest miss.  Nothing imports torch.
+"""Fits tensors to formats: lists all interpretations of a module's tensors, or the nearest miss.  Does not import torch.
 
 A candidate is a format, a storage, parameters and a shape whose tensors have these names, dtypes and shapes.
 """
@@ -17,16 +17,16 @@ from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, Reading, from_tensors
 from qdsl.core.shapes import granule, shared_blocks
 from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
 
-CLAIMED = 100                                                    # LayoutMismatch.reached where a tensor itself names the format
-UNKNOWN = -1                                                     # and where a header names another format
-WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be stored as
-# Tensors of layers of many formats that are no part of the weight.
+CLAIMED = 100                                                    # LayoutMismatch.reached if a tensor itself names the format
+UNKNOWN = -1                                                     # LayoutMismatch.reached if a header names another format
+WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes per number of types in which bytes may be stored
+# Tensors of layers of many formats that do not belong to the weight.
 NOT_OF_WEIGHT = ("bias", "input_scale", "output_scale", "input_global_scale", "input_zero_point", *OF_X)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to read a module's tensors."""
+    """One interpretation of a module's tensors."""
 
     format: Description
     fit: Fit
@@ -34,14 +34,14 @@ class Candidate:
 
     @property
     def has_scale(self) -> bool:
-        """Whether no scale is left out, without which weights are plain casts."""
+        """Whether every scale is stored; without scales a weight is a plain cast."""
         layout = self.format.layout(self.fit.storage, self.fit.params)
         return not any(stored.optional and stored.dtype in self.format.params and name not in self.fit.tensors
                        for name, stored in layout.items())
 
     @property
     def label(self) -> str:
-        """Format, storage and parameters, as messages name them."""
+        """Format, storage and parameters, for messages."""
         return f"{self.format.name}.{self.fit.storage}" + "".join(f" {key}={value}" for key, value in self.fit.params.items())
 
     def is_value(self, name: str, value: object) -> bool:
@@ -50,7 +50,7 @@ class Candidate:
         return type(value) is type(own) and value == own
 
     def means(self, name: str, value: object) -> bool:
-        """Whether a parameter means the same as this value: a block of a whole axis may be its size, or -1."""
+        """Whether a parameter is equivalent to this value: the block of a whole axis may be its size, or -1."""
         if name not in self.format.sizes or type(value) is not int:
             return self.is_value(name, value)
         wanted, own = (self.format.numbers(params, self.fit.shape)[name] for params in ({name: value}, self.fit.params))
@@ -59,10 +59,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a module's tensors are and say.
+    """A module's tensors and their contents, as input of detection.
 
-    entries: dtypes and shapes by the last parts of names.  contents: what small tensors say.  claims: what a header says of the
-    weight, None for nothing.  shape: (N, K) or (E, N, K) that the caller knows, () for none.
+    entries: dtypes and shapes by the last parts of names.  contents: of small tensors.  claims: the header's metadata of the
+    weight, or None.  shape: the caller's (N, K) or (E, N, K), or ().
     """
 
     entries: Mapping[str, TensorInfo]
@@ -72,7 +72,7 @@ class Evidence:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides which formats fit: most layers of a checkpoint share it."""
+        """The parts that decide which formats fit, as a key for caching: most layers of a checkpoint share it."""
         contents = ((leaf, repr(_without_numbers(content))) for leaf, content in self.contents.items())
         return (*sorted(self.entries.items(), key=lambda item: item[0]), *contents, repr(self.claims), self.shape)
 
@@ -81,7 +81,7 @@ class Evidence:
 class Miss:
     """The reason why tensors do not fit a format, and how close the fit is.
 
-    is_claimed: small tensors name the format.  nearness: how many tensors have the names and dtypes of one storage.
+    is_claimed: small tensors name the format.  nearness: how many tensors have names and dtypes of one storage.
     """
 
     is_claimed: bool
@@ -90,12 +90,12 @@ class Miss:
 
     @property
     def rank(self) -> tuple[bool, bool, int, int]:
-        """How near a miss is: the nearest is the reason that a user reads."""
+        """The order of misses: the user reads the reason of the nearest."""
         return self.is_claimed, self.nearness > 0, self.reason.reached, self.nearness
 
 
 def candidates(formats: Sequence[Description], evidence: Evidence) -> list[Candidate]:
-    """Every way to read tensors as one of the formats; only formats with a rule for these small tensors, if there are such."""
+    """All candidates among the formats.  If small tensors match a format's rule, only such formats are tried."""
     every: list[Candidate] = []
     for format in formats:
         with suppress(LayoutMismatch):
@@ -105,7 +105,7 @@ def candidates(formats: Sequence[Description], evidence: Evidence) -> list[Candi
 
 
 def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
-    """Every way to read tensors as a format's, with what is claimed of them alone.  Raises LayoutMismatch."""
+    """All candidates of one format that agree with the claims.  Raises LayoutMismatch."""
     shape, experts, params, numbers = _from_contents(format, evidence.contents)
     if shape is None and len(evidence.shape) in (2, 3):
         shape, experts = (evidence.shape[-2], evidence.shape[-1]), evidence.shape[0] if len(evidence.shape) == 3 else None
@@ -121,7 +121,7 @@ def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
 
 def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
              params: Mapping[str, int | str], claims: Mapping[str, Any]) -> list[Candidate]:
-    """The ways to read a format's tensors that agree with a header's claims.  Raises LayoutMismatch."""
+    """The candidates of a format that agree with a header's claims.  Raises LayoutMismatch."""
     allowed: list[Candidate] = []
     nearest = LayoutMismatch(UNKNOWN, f"{format.name}: the header speaks of something else")
     for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], claims, stacks=True):
@@ -142,7 +142,7 @@ def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
 
 
 def _agrees(candidate: Candidate, reading: Reading) -> bool:
-    """Whether N, K, parameters and the number of experts are what a header says; a block is of one of them, or of all."""
+    """Whether N, K, parameters and the number of experts agree with a header; a block is of one of them, or of all."""
     for key, front in reading.fronts.items():
         allowed = (candidate.experts, 1) if is_block(key) else (candidate.experts,)
         if type(front) is not type(candidate.experts) or front not in allowed:
@@ -153,7 +153,7 @@ def _agrees(candidate: Candidate, reading: Reading) -> bool:
 
 
 def claims_text(claims: Mapping[str, Any]) -> str:
-    """What a header says of a weight, in a few words."""
+    """A header's claims about a weight, in a few words."""
     plain = {key: value for key, value in flat(claims).items() if isinstance(value, int | str)
              or (isinstance(value, list) and all(isinstance(number, int) for number in value))}
     return ", ".join(f"{key} = {str(value)[:60]}" for key, value in list(plain.items())[:8])
@@ -161,10 +161,10 @@ def claims_text(claims: Mapping[str, Any]) -> str:
 
 def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Sequence[Mapping[str, Any]], is_foreign: bool,
                  reason: str) -> LayoutMismatch:
-    """Why tensors are of no format, by the nearest of those that settings, a header or the tensors' names speak of.
+    """Why tensors fit no format: the reason of the nearest format that settings, a header or the tensors' names refer to.
 
-    configs: settings of the whole and of groups.  is_foreign: whether a producer of its own wrote them.  reason: where none is
-    near.
+    configs: settings of the checkpoint and of groups.  is_foreign: whether a producer other than qdsl wrote them.  reason: the
+    answer if no format is near.
     """
     misses: list[Miss] = []
     for format in formats:
@@ -184,7 +184,7 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
 
 def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
              params: Mapping[str, int | str]) -> list[Candidate]:
-    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises LayoutMismatch."""
+    """All candidates of a format, as one weight or as experts.  Raises LayoutMismatch."""
     for experts in _expert_counts(format, entries):
         with suppress(LayoutMismatch):
             return [Candidate(format, fit, experts) for fit in fits(format, {
@@ -193,7 +193,7 @@ def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
 
 
 def _of_one(entry: TensorInfo, experts: int) -> TensorInfo:
-    """A tensor of one expert, all of which say the same of their shapes; one without their axis belongs to all."""
+    """A tensor of one expert; a tensor without the experts' axis belongs to all."""
     if entry.shape[:1] != (experts,):
         return entry
     size = len(entry.values) // experts
@@ -203,7 +203,7 @@ def _of_one(entry: TensorInfo, experts: int) -> TensorInfo:
 
 def _from_contents(format: Description, contents: Mapping[str, Any],
                    ) -> tuple[tuple[int, int] | None, int | None, dict[str, int | str], list[str]]:
-    """(N, K), E, parameters, and the tensors of one number that small tensors say; None, and missing, what they leave open.
+    """(N, K), E, parameters, and the one-number tensors that small tensors state; None, or absent, if they do not.
 
     Raises LayoutMismatch.
     """
@@ -228,7 +228,7 @@ def _is_possible(format: Description, name: str, value: object) -> bool:
 
 
 def _is_float32(value: object) -> bool:
-    """Whether it is a number that float32 holds, rounded."""
+    """Whether a value is a number in float32's range."""
     try:
         return type(value) in (int, float) and len(struct.pack("<f", value)) == 4
     except (OverflowError, struct.error):
@@ -236,20 +236,20 @@ def _is_float32(value: object) -> bool:
 
 
 def _as_bytes(entry: TensorInfo) -> TensorInfo:
-    """Bytes that a file has as numbers of a larger type; a weight whose settings are complete need not tell by its dtype."""
+    """A tensor as bytes if the file stores them as larger numbers; complete settings make its dtype irrelevant."""
     size = WIDE.get(entry.dtype)
     return entry if size is None else TensorInfo("uint8", (size * math.prod(entry.shape),))
 
 
 def _without_numbers(content: Any) -> Any:
-    """What JSON says, without the numbers that make no difference to what fits."""
+    """JSON content without numbers that do not affect the fit."""
     if not isinstance(content, Mapping):
         return content
     return {key: float if isinstance(value, float) else value for key, value in content.items()}
 
 
 def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
-    """How many tensors one of the format's storages knows by name and dtype."""
+    """How many tensors have a name and dtype of one of the format's storages."""
     return max(sum(entries[key].dtype in [element_dtype(str(kind)) for kind in format.params.get(layout[name].dtype,
                                                                                               (layout[name].dtype,))]
                    for name, key in named(layout, entries).items())
@@ -257,7 +257,7 @@ def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
 
 
 def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
-    """Whether all tensors, more than 'weight' alone, have names of a storage or of tensors that any layer may have."""
+    """Whether all tensors, more than just 'weight', have names of a storage or of tensors that any layer may have."""
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in entries if leaf not in NOT_OF_WEIGHT and leaf not in rules}
     return not rules.keys().isdisjoint(entries) or (len(names) > 1 and any(
@@ -266,9 +266,9 @@ def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
 
 def _through_experts(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int], experts: int,
                      params: Mapping[str, int | str]) -> list[Candidate]:
-    """Every way to read tensors that run through all experts.
+    """All candidates for tensors in which experts are concatenated.
 
-    Raises LayoutMismatch, also where a block has weights of two experts.
+    Raises LayoutMismatch, also if a block has weights of two experts.
     """
     one = {leaf: replace(entry, shape=(entry.shape[0] // experts, *entry.shape[1:]))
            if entry.shape and entry.shape[0] % experts == 0 else entry for leaf, entry in entries.items()}
@@ -282,7 +282,7 @@ def _through_experts(format: Description, entries: Mapping[str, TensorInfo], sha
 
 
 def _expert_counts(format: Description, entries: Mapping[str, TensorInfo]) -> list[int]:
-    """The first extent of all tensors of a storage, where they have an axis more than it; one number may be that of all."""
+    """The possible numbers of experts: the first extent of all tensors of a storage, if they have an additional axis."""
     counts: list[int] = []
     for storages in format.variants.values():
         for layout in storages.values():

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files as weights of the formats that ship for their types."""
+"""Reads tensors of GGUF files as weights of the shipped formats."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def module_of(type: str) -> ModuleType | None:
-    """The generated module whose spec says that its first storage is a ggml type, as Q4_K."""
+    """The generated module whose spec names a ggml type, such as Q4_K, for its first storage."""
     module, storage = type_storage(type) or (None, "")
     return module if module is not None and storage == module.SPEC.storages[0] else None
 
 
 @cache
 def type_storage(type: str) -> tuple[ModuleType, str] | None:
-    """The module of a ggml type's format, and the storage: the first, or that of weights in another order."""
+    """The module of a ggml type's format, and the storage: the first, or the one for an interleaved order."""
     names = [info.name for info in pkgutil.iter_modules(qdsl.generated.__path__)]
-    for name in sorted(names, key=lambda name: (name != type.lower(), name)):    # most are called as their type is
+    for name in sorted(names, key=lambda name: (name != type.lower(), name)):    # most have the name of their type
         module = import_module(f"qdsl.generated.{name}")
         storages = {module.SPEC.detect.get("gguf"): module.SPEC.storages[0], **module.SPEC.detect.get("repacked", {})}
         if type in storages:
@@ -38,11 +38,11 @@ def type_storage(type: str) -> tuple[ModuleType, str] | None:
 
 
 def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: int = 0, stop: int | None = None) -> PackedWeight:
-    """A tensor of floats as a weight of the format that ships for its type, not copied: [N, K] with N as in `file.rows`.
+    """A tensor of a GGUF file as a weight of its type's format, not copied: [N, K] with N as in `file.rows`.
 
-    K is the length of the rows that are stored, also where the model has another shape.  expert: of experts' weights
-    [E, N, K], this one's alone, as those need whose scales beside them differ (NVFP4).  start, stop: of the rows, by default
-    all.  Raises CheckpointError as `file.entry` does, for a type that no format has, and for tensors that do not fit together.
+    K is the stored row length, even if the model has another shape.  expert: only this one of experts' weights [E, N, K], needed
+    if their separate scales differ (NVFP4).  start, stop: rows, by default all.  Raises CheckpointError as `file.entry` does, for
+    a type without a format, and for tensors that do not fit together.
     """
     from qdsl.runtime.weight.packed import FormatError
 
@@ -66,7 +66,7 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
     if storage != module.SPEC.storages[0]:
         stored = next(iter(module.SPEC.variants.values())).storages[storage].tensors.values()
         step = granule([axis for tensor in stored for axis in tensor.axes], "N", {}, columns)
-    first, last = start // step * step, -(-stop // step) * step   # rows in turn are read together
+    first, last = start // step * step, -(-stop // step) * step   # interleaved rows are read together
     try:
         rows = file.rows(entry.name, first, last)
         packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns), storage=storage)
@@ -78,7 +78,7 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
 
 
 def companions(file: GgufFile, entry: GgufTensor) -> dict[str, str]:
-    """Other tensors of the file that belong to a weight, as NAME.scale of NAME.weight: names in the format -> in the file."""
+    """Other tensors of a weight, such as NAME.scale for NAME.weight: names in the format -> in the file."""
     of_type = None if entry.type.name in TORCH else type_storage(entry.type.name)
     others = _names(of_type[0])[1:] if of_type else []
     stem = entry.name.removesuffix(".weight")
@@ -86,6 +86,6 @@ def companions(file: GgufFile, entry: GgufTensor) -> dict[str, str]:
 
 
 def _names(module: ModuleType) -> list[str]:
-    """The tensors of a format's first storage, that of files."""
+    """The tensors of a format's first storage, which files have."""
     variant = next(iter(module.SPEC.variants.values()))
     return list(variant.storages[module.SPEC.storages[0]].tensors)

@@ -1,6 +1,6 @@
-"""Groups of weights in one entropy code, as DFloat11's: detected by their tensors; the config names the weights.
+"""Detects groups of weights in one entropy code, such as DFloat11's, by their tensors; the config names the weights.
 
-Nothing here needs torch.  Of streams it reads only tables and positions, which are small.
+Does not import torch.  Reads only the tables and positions of streams, which are small.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown, torch_name
 from qdsl.core.stored import Description, element_dtype
 
-SHARED_MEMORY = 48 << 10                                         # what a CUDA kernel gets without asking for more
+SHARED_MEMORY = 48 << 10                                         # the limit of CUDA kernels without opt-in
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Weights in one entropy code, all in one row.
+    """Weights in one entropy code, concatenated.
 
-    tensors: by the format's names for them, their names in the checkpoint.  parts: the weights, by their names, and how many
-    numbers each has; where the config does not say their names, they are called as the group and by their number, and `unnamed`
-    is the reason.  threads: of the config, None where it does not say.  problems: what is wrong with the tensors.
+    tensors: the format's names -> names in the checkpoint.  parts: the weights by name, with their number of elements.  If the
+    config does not name them, parts are named after the group and numbered, and `unnamed` is the reason.  threads: from the
+    config, or None.  problems: of the tensors.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of shared memory that the format's own kernel asks for; fits: the most threads that stay within a limit."""
+    """Bytes of shared memory that the format's own kernel needs; fits: the most threads within a limit."""
 
     threads: int
     nbytes: int
@@ -53,7 +53,7 @@ class Memory:
 
 
 def group_rules() -> dict[str, Mapping[str, str]]:
-    """By formats whose weights are coded together: `begins`, `settings`, `names`, `threads` and `alone`, as their specs say."""
+    """The rules `begins`, `settings`, `names`, `threads` and `alone` of formats whose weights are coded together."""
     return {format.name: format.detect["parts"] for format in descriptions() if "parts" in format.detect}
 
 
@@ -72,7 +72,7 @@ def groups(folder: Folder) -> list[Group]:
 
 
 def refuse_groups(folder: Folder, recognised: Sequence[Group] | None = None) -> None:
-    """Raise CheckpointError, which names the remedy, for a folder whose weights are coded together.  recognised: its groups."""
+    """Raises CheckpointError with a remedy for a folder whose weights are coded together.  recognised: its groups."""
     coded = groups(folder) if recognised is None else recognised
     if coded:
         raise CheckpointError(f"{folder.path}: weights are coded together, as {coded[0].format}; run `qdsl decompress FOLDER "
@@ -80,7 +80,7 @@ def refuse_groups(folder: Folder, recognised: Sequence[Group] | None = None) -> 
 
 
 def _tensors(format: Description, names: Mapping[str, str]) -> dict[str, str] | None:
-    """Those of the format's one storage and the one that says where weights begin; None where one is missing."""
+    """The tensors of the format's storage and the one with the starts of weights; None if one is missing."""
     wanted = [*_storage(format), str(format.detect["parts"]["begins"])]
     return {leaf: names[leaf] for leaf in wanted} if all(leaf in names for leaf in wanted) else None
 
@@ -138,7 +138,7 @@ def _splits(folder: Folder, name: str, count: int) -> list[int]:
 
 
 def _names(name: str, count: int, patterns: object, budget: Budget) -> list[str]:
-    """What a group's weights are called, by the first pattern that names its module; of a module of its own its weight."""
+    """The names of a group's weights, by the first pattern that matches its module; 'weight' for a single-weight module."""
     for pattern, attributes in patterns.items() if isinstance(patterns, Mapping) else ():
         budget.charge(COMPILED)
         if expression(pattern).match(name, whole=True) and isinstance(attributes, list):
@@ -149,7 +149,7 @@ def _names(name: str, count: int, patterns: object, budget: Budget) -> list[str]
 
 
 def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory | None:
-    """What the group's own kernel needs of a GPU; None where tensors are wrong.  Raises StreamError for wrong tables."""
+    """The shared memory that the group's kernel needs; None if tensors are invalid.  Raises StreamError for invalid tables."""
     import numpy as np
 
     from qdsl.codecs import lookup

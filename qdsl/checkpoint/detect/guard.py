@@ -1,7 +1,7 @@
-"""A guard in config.json that stops loaders which would leave a model with random weights.
+"""A guard in config.json that stops loaders which would produce a model with random weights.
 
-transformers reads `transformers_weights` as the name of the file of weights.  Where that is no such name, it raises a ValueError
-that ends with it.  Without the field transformers warns of an unknown quantization, and loads our own storages as noise.
+transformers reads `transformers_weights` as the file name of the weights.  If it is not a file name, it raises a ValueError that
+ends with its value.  Without the field transformers warns of an unknown quantization, and loads our own storages as noise.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from qdsl.checkpoint.detect.rules import OWN, at, same
 from qdsl.core.producer import CONFIG_FILE
 
 FIELD = "transformers_weights"
-REPLACED = "replaced_transformers_weights"                       # the value that the sentence replaced
-READER = "Only the package qdsl-formats reads these weights"      # how the sentence begins, in every version
+REPLACED = "replaced_transformers_weights"                       # keeps the value that the sentence replaced
+READER = "Only the package qdsl-formats reads these weights"      # the start of the sentence, in every version
 SENTENCE = (f"{READER}: `pip install qdsl-formats`, then `import qdsl.models.transformers` before `from_pretrained`, "
             "or fill a model with `qdsl.load_weights_(model, folder)`.")
 
-CLASS = "_class_name"                                            # a config of diffusers has it
-# Objects of a config that describe no model, even where they state what models do.
+CLASS = "_class_name"                                            # a key of diffusers' configs
+# Objects of a config that are settings and not models.
 SETTINGS = ("quantization_config", "compression_config", "dfloat11_config", "generation_config")
-# A model states how many layers it has; configs of parts, such as attn_config, do not, and some refuse fields unknown to them.
+# A model states its number of layers; configs of parts, such as attn_config, do not, and some refuse unknown fields.
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
 
 
 def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config.json whose model, and every model nested in it, loads with qdsl alone.
+    """A copy of a config.json with the guard, so that only qdsl loads its model and models nested in it.
 
-    A class of transformers may load a nested config by itself: Gemma3ForCausalLM reads `text_config` and nothing else.
-    The name of a file that the field stated before is kept in `replaced_transformers_weights`.  Configs of diffusers get no
-    sentence: diffusers itself refuses settings that it does not know, and warns of unknown fields.
+    A class of transformers may load a nested config by itself: Gemma3ForCausalLM reads only `text_config`.  A file name that the
+    field held before is kept in `replaced_transformers_weights`.  Configs of diffusers get no guard: diffusers refuses unknown
+    settings itself, and warns of unknown fields.
     """
     if CLASS in config:
         return dict(config)
@@ -42,7 +42,7 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config.json without what `guarded` added, at any depth; it restores a file name that `guarded` replaced."""
+    """A copy of a config.json without the guards that `guarded` added, at any depth; restores replaced file names."""
     plain = {key: unguarded(value) if isinstance(value, Mapping) else value for key, value in config.items()}
     if is_guard(plain.get(FIELD)):
         if REPLACED in plain:
@@ -53,18 +53,18 @@ def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_own_settings(config: Mapping[str, Any]) -> bool:
-    """Whether the quantization settings of a config.json, at its top or in a nested model, are those that only qdsl reads."""
+    """Whether quantization settings of a config.json, at its top or in a nested model, are settings that only qdsl reads."""
     return any(same(at(config, ".".join((*place.at, "quant_method"))), OWN) for place, _ in producers().places
                if place.file == CONFIG_FILE)
 
 
 def is_guard(value: object) -> bool:
-    """Whether a value of `transformers_weights` is the sentence, of this version or another."""
+    """Whether a value of `transformers_weights` is the guard's sentence, of any version."""
     return isinstance(value, str) and value.startswith(READER)
 
 
 def _is_model(key: str, value: object) -> bool:
-    """Whether an object of a config describes a model: it has a type or a number of layers, or such a model is nested in it."""
+    """Whether an object of a config describes a model: it has a type or a number of layers, or contains such a model."""
     if not isinstance(value, Mapping) or key in SETTINGS:
         return False
     if value.get("model_type"):

@@ -1,7 +1,7 @@
-"""Metadata of safetensors headers about single weights: JSON under a weight's name.  Its tensors have other names.
+"""Metadata about single weights in safetensors headers: JSON under a weight's name, whose tensors have other names.
 
-The weight 'mlp.up_proj.weight' then lies in 'mlp.up_proj._weight_qdata' and 'mlp.up_proj._weight_scale'.  Other producers write
-JSON of all layers under one key, or JSON of a layer in a tensor of its module.  specs/producers has the names of both.
+The weight 'mlp.up_proj.weight' is then stored as 'mlp.up_proj._weight_qdata' and 'mlp.up_proj._weight_scale'.  Other producers
+write JSON for all layers under one key, or JSON in a tensor of the layer's module.  specs/producers has the names of both.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
 from qdsl.core.producer import Header
 
-TEXT_LIMIT = 1 << 16                                             # characters that say one weight
+TEXT_LIMIT = 1 << 16                                             # most characters of metadata per weight
 DEPTH = 16
-PREFIX = "_weight_"                                                 # what names of a weight's tensors begin with, in aliases
+PREFIX = "_weight_"                                                 # prefix of a weight's tensors, in aliases
 
 
 class HeaderClaims:
-    """The texts of a folder's files by the names of weights, which are names of no tensor; read when they are asked for."""
+    """Metadata of weights that have no tensor of their name, from all headers of a folder; read on demand."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._headers = producers().headers
-        self._layers: list[tuple[Header, dict[str, Any]]] = []   # of all layers, under one key
+        self._layers: list[tuple[Header, dict[str, Any]]] = []   # for all layers, under one key
         self._texts: dict[str, tuple[str, str]] = {}
-        self._others: dict[str, str] = {}                        # a second file that says something else
+        self._others: dict[str, str] = {}                        # a second file with different metadata
         for file in folder.files():
             for header in self._headers:
                 if header.layers and header.layers in file.header.metadata:
@@ -43,7 +43,7 @@ class HeaderClaims:
                     self._others.setdefault(name, file.path.name)
 
     def cut(self, module: str, leaf: str) -> tuple[str, str] | None:
-        """The weight that a tensor is of, and its name as one of a weight called 'weight'; None where no header names it."""
+        """The weight of a tensor, and the tensor's name relative to it; None if no header names the weight."""
         places = [place for place, letter in enumerate(leaf) if letter == "_" and place > 1] if leaf[:1] == "_" else []
         for place in reversed(places):
             name = f"{module}.{leaf[1:place]}"
@@ -60,9 +60,9 @@ class HeaderClaims:
         return self._texts[name][1]
 
     def settings(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
-        """The metadata of a module's weight that lies in these tensors; None where there are none.
+        """The metadata of the module's weight that is stored in these tensors; None without metadata.
 
-        Raises CheckpointError where it is no JSON object, or files differ in it.
+        Raises CheckpointError if it is no JSON object, or if files contradict each other.
         """
         if (own := self._of_layer(module, tensors)) is not None:
             return own
@@ -71,11 +71,11 @@ class HeaderClaims:
             return None
         where, text = self._texts[name]
         if name in self._others:
-            raise CheckpointError(f"{where}: {self._others[name]} says something else")
+            raise CheckpointError(f"{where}: contradicts {self._others[name]}")
         return _settings(text.encode(), where)
 
     def _of_layer(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
-        """The settings of a module in a tensor of its own, else under the key for all layers; None where there are none."""
+        """The settings of a module from its own tensor, else from the key for all layers; None without any."""
         for leaf in (header.tensor for header in self._headers if header.tensor and header.tensor in tensors):
             file = self._folder.file(tensors[leaf])
             return _settings(file.start(tensors[leaf], TEXT_LIMIT), f"{file.path}: tensor {shown(tensors[leaf])}")
@@ -85,17 +85,17 @@ class HeaderClaims:
 
 
 def layer_tensors() -> list[str]:
-    """The tensors of modules that hold JSON of their quantization, by the last parts of their names."""
+    """The last name parts of tensors that hold JSON of their module's quantization."""
     return [header.tensor for header in producers().headers if header.tensor]
 
 
 def scale_markers() -> list[str]:
-    """The tensors that say that a file's 8-bit floats have scales, by the last parts of their names."""
+    """The last name parts of tensors that mark a file's 8-bit floats as scaled."""
     return [header.marker for header in producers().headers if header.marker]
 
 
 def _settings(text: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a text.  Raises CheckpointError."""
+    """The JSON object in a text.  Raises CheckpointError."""
     if len(text) > TEXT_LIMIT:
         raise CheckpointError(f"{where}: {len(text)} characters are over the limit of {TEXT_LIMIT}")
     settings = strict_json(text, where, depth=DEPTH)
@@ -105,7 +105,7 @@ def _settings(text: bytes, where: str) -> dict[str, Any]:
 
 
 def flat(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:
-    """Settings within settings as one mapping, their names joined by dots."""
+    """Nested settings as one mapping, with names joined by dots."""
     joined: dict[str, Any] = {}
     for key, value in settings.items():
         joined |= flat(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}

@@ -1,6 +1,6 @@
-"""The dialects in which configs name layers that are quantized otherwise, or not at all.
+"""The dialects of layer patterns in configs, which name layers with other settings or without quantization.
 
-Each producer reads its list in its own way, and the same word means different layers:
+Producers interpret the same pattern differently:
 
     exact        the module's whole name
     substring    a part of its name
@@ -9,7 +9,7 @@ Each producer reads its list in its own way, and the same word means different l
     glob         modelopt: a name with *, ? and [...]
     dynamic      GPTQ: after '-:' a regular expression at its start
     regex_or_glob  Quark: regex after 're:', else glob
-    suffix       GPTQ's modules_in_block_to_quantize: the last parts of the names of those that are quantized
+    suffix       GPTQ's modules_in_block_to_quantize: the last parts of the names of quantized modules
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from typing import Any
 
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 
-LONGEST = 1000                                                   # characters of a pattern
-BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"                               # where transformers lets a part of a name end
-COST = 1 << 24                                                   # ways to match that are tried in some hundredths of a second
-COMPILED = 1 << 16                                               # of them take as long as compiling an expression
-CALL = 256                                                       # of them take as long as a match that fails at once
-SHORT, MOST_REPEATS = 32, 16                                     # a pattern that may take long on a name this short is refused
-FEW = 16                                                         # a repeat of fewer characters has a way for each
-SECONDS, SECONDS_A_NAME = 0.3, 2e-5                              # of matching, for a folder and for each of its tensors
-# Modules that quantizing leaves plain, by a part of their names: heads, embeddings, norms, routers, and the dt_proj of Mamba,
-# which multiplies by the weight itself.
+LONGEST = 1000                                                   # most characters of a pattern
+BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"                               # where transformers allows a part of a name to end
+COST = 1 << 24                                                   # ways to match that take some hundredths of a second
+COMPILED = 1 << 16                                               # ways that take as long as compiling an expression
+CALL = 256                                                       # ways that take as long as a match that fails at once
+SHORT, MOST_REPEATS = 32, 16                                     # patterns that are slow on a name this short are refused
+FEW = 16                                                         # repeats of fewer characters count a way for each
+SECONDS, SECONDS_A_NAME = 0.3, 2e-5                              # matching time for a folder, and for each of its tensors
+# Modules that quantization skips, by a part of their names: heads, embeddings, norms, routers, and Mamba's dt_proj, which
+# multiplies by the weight directly.
 SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_tokens)?", "wte", "wpe", ".*norm.*", "ln_.*",
            "gate", "router", "shared_expert_gate", "score", "classifier", "dt_proj")
 _parser: Any = importlib.import_module("re._parser")
 
 
 class Budget:
-    """The processor time for matching names with the patterns of one folder, spent in `with` blocks."""
+    """The processor time for matching the patterns of one folder, spent in `with` blocks."""
 
     def __init__(self, names: int = 1 << 17) -> None:
         self.limit = SECONDS + SECONDS_A_NAME * names
@@ -56,7 +56,7 @@ class Budget:
         self._spent += thread_time() - self._began
 
     def charge(self, cost: float) -> None:
-        """Raise CheckpointError where the time is spent.  cost: ways to match that follow."""
+        """Raises CheckpointError if no time is left.  cost: ways to match that follow."""
         self._cost += cost
         if self._cost > COST:
             self._cost = cost
@@ -74,7 +74,7 @@ class Rule:
     pattern: str
 
     def matches(self, module: str) -> bool:
-        """Whether it names a module.  Raises CheckpointError for a regular expression that is none, or would take too long."""
+        """Whether the entry names a module.  Raises CheckpointError for an invalid or slow regular expression."""
         if self.dialect == "exact":
             return self.pattern == module
         if self.dialect == "substring":
@@ -92,7 +92,7 @@ class Rule:
         return self.pattern == module
 
     def cost(self, module: str) -> float:
-        """At most how many ways there are to match a module."""
+        """An upper bound of the ways to match a module."""
         if self.dialect == "glob":
             return CALL + len(self.pattern) * len(module)
         if self.dialect in ("transformers", "dynamic", "regex"):
@@ -106,14 +106,14 @@ class Rule:
 
 @dataclass(slots=True)
 class Rules:
-    """A list of rules; those that cannot be parsed are in `problems`."""
+    """A list of rules; `problems` has those that cannot be parsed."""
 
     rules: list[Rule]
     problems: list[str] = field(default_factory=list)
     budget: Budget = field(default_factory=Budget)
     _exact: dict[str, Rule] = field(default_factory=dict)
     _others: list[Rule] = field(default_factory=list)
-    _costs: dict[int, float] = field(default_factory=dict)       # of all others, by the length of a name
+    _costs: dict[int, float] = field(default_factory=dict)       # of all other rules, by the length of a name
 
     def __post_init__(self) -> None:
         for rule in self.rules:
@@ -130,7 +130,7 @@ class Rules:
                 self._others.append(rule)
 
     def first(self, module: str) -> Rule | None:
-        """The rule that names a module."""
+        """The first rule that names a module, or None."""
         self.budget.charge(CALL)
         if module in self._exact:
             return self._exact[module]
@@ -148,7 +148,7 @@ class Rules:
 
 
 def rules(dialect: str, patterns: object, budget: Budget | None = None) -> Rules:
-    """The rules of a list in a config, or of a single entry; anything else is a problem."""
+    """The rules of a list in a config, or of a single entry; other values are problems."""
     listed = patterns if isinstance(patterns, list) else [patterns]
     names = [pattern for pattern in listed if isinstance(pattern, str)]
     others = [pattern for pattern in listed if not isinstance(pattern, str)]
@@ -159,7 +159,7 @@ def rules(dialect: str, patterns: object, budget: Budget | None = None) -> Rules
 
 
 def is_skipped(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a regular expression is the whole name of a module, or of a part of it between dots."""
+    """Whether a pattern matches the whole name of a module, or a part of it between dots."""
     names = {name, *name.split(".")}
     return any(pattern.fullmatch(part) for pattern in _compiled(tuple(patterns)) for part in names)
 
@@ -171,18 +171,18 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A regular expression from a config.  repeats: how many there are of one character, in a row; ways: of all else to match."""
+    """A regular expression from a config.  repeats: the number of single-character repeats; ways: to match everything else."""
 
     pattern: re.Pattern[str]
     repeats: int
     ways: float
 
     def cost(self, length: int) -> float:
-        """At most how many ways there are to match a text of that length."""
+        """An upper bound of the ways to match a text of this length."""
         return CALL + self.ways * comb(length + self.repeats, self.repeats)
 
     def match(self, text: str, whole: bool = False) -> bool:
-        """Whether it matches the start of a text, or all of it.  Raises CheckpointError where that could take long."""
+        """Whether it matches the start of a text, or all of it.  Raises CheckpointError if that could be slow."""
         if self.cost(len(text)) > COST:
             raise CheckpointError(f"the regular expression {shown(self.pattern.pattern)} may take too long, and is not used")
         return (self.pattern.fullmatch if whole else self.pattern.match)(text) is not None
@@ -190,7 +190,7 @@ class Expression:
 
 @lru_cache(1 << 14)
 def expression(pattern: str, ending: str = "") -> Expression:
-    """A regular expression from a config, with a suffix.  Raises CheckpointError for one that may take long on any name."""
+    """A regular expression from a config, with a suffix.  Raises CheckpointError for one that is slow on any name."""
     try:
         repeats, ways = _ways(_parser.parse(pattern)) if len(pattern) <= LONGEST else (0, math.inf)
         if repeats <= MOST_REPEATS and ways * comb(SHORT + repeats, repeats) <= COST:
@@ -201,7 +201,7 @@ def expression(pattern: str, ending: str = "") -> Expression:
 
 
 def _ways(items: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
-    """How many repeats of one character there are, as in an Expression, and at most how many ways to match all else."""
+    """The number of single-character repeats, as in an Expression, and an upper bound of the ways to match everything else."""
     repeats, total = 0, 1.0
     for code, value in items:
         name = str(code)

@@ -1,4 +1,4 @@
-"""Chooses the candidate that a layer is, by settings; a setting that contradicts the tensors is a problem of the layer."""
+"""Chooses one candidate per layer by settings; settings that contradict the tensors become problems of the layer."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from qdsl.checkpoint.detect.rules import OWN, Reading, from_tensors, own_rule, r
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import Description, resolve_default
 
-ENOUGH = 64                                                      # elements in which zeros are no chance
+ENOUGH = 64                                                      # elements whose zeros cannot be chance
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Candidates that settings choose: strong ones by what settings state, weak ones also by what they leave out."""
+    """Candidates that settings select: strong ones by stated settings, weak ones also by absent settings."""
 
     strong: list[Candidate]
     weak: list[Candidate]
 
 
 class Judge:
-    """Chooses one candidate per layer.  quantization: the settings of the checkpoint, None for none."""
+    """Chooses one candidate per layer.  quantization: the settings of the checkpoint, or None."""
 
     def __init__(self, collector: Collector, quantization: Quantization | None) -> None:
         self.collector = collector
         self.quantization = quantization
         self.source = quantization.source if quantization else ""
-        # Most layers share candidates and settings, which are kept beside the answer so that their ids stay theirs.
+        # Most layers share candidates and settings; both are kept alive here so that their ids stay unique.
         self._agreements: dict[tuple[int, int], tuple[Sequence[Candidate], Mapping[str, Any], Agreement]] = {}
 
     def layer(self, module: Module, candidates: Sequence[Candidate], scheme: Scheme) -> Layer:
-        """The layer as the one candidate that its settings leave, else with the reason why there are several."""
+        """The layer as the only candidate that its settings leave, or with the reason why several are left."""
         settings = scheme.settings if scheme.settings is not None else self.quantization.settings if self.quantization else {}
         agreement = self._agreement(candidates, settings)
         strong, weak = agreement.strong, agreement.weak
@@ -64,17 +64,17 @@ class Judge:
         return self._layer(module, best, scheme, settings, problems)
 
     def _simplest(self, pool: list[Candidate], module: Module, settings: Mapping[str, Any], is_denied: bool) -> list[Candidate]:
-        """Those candidates that are as little odd as any, and whose padding holds nothing."""
+        """The least odd candidates, whose padding is empty."""
         least = min(map(_oddness, pool))
         pool = self._padded([candidate for candidate in pool if _oddness(candidate) == least], module.tensors)
         if not is_denied:
             return pool
-        # What settings say wrong of parameters may be right of the storage.
+        # Settings that are wrong about parameters may be right about the storage.
         return [candidate for candidate in pool
                 if any(reading.storage for reading in self._readings(candidate, settings))] or pool
 
     def _undecided(self, pool: Sequence[Candidate], best: Candidate | None, settings: Mapping[str, Any], is_denied: bool) -> str:
-        """Why there are several ways to read a layer; '' where there is one."""
+        """Why a layer is ambiguous; '' if it is not."""
         ways = list(dict.fromkeys(f"{candidate.format.name}.{candidate.fit.storage}" for candidate in pool))
         if len(ways) > 1:
             against = f"; {self._disagreement(pool[0], settings)}" if is_denied else self._remedy(settings)
@@ -84,7 +84,7 @@ class Judge:
         return ""
 
     def _layer(self, module: Module, best: Candidate, scheme: Scheme, settings: Mapping[str, Any], problems: list[str]) -> Layer:
-        """The layer that a candidate describes, with what its files say otherwise."""
+        """The layer of a candidate, with contradictions in its files as problems."""
         tensors = module.tensors
         uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
         problems = problems or self._contradictions(best, uses, settings)
@@ -106,7 +106,7 @@ class Judge:
         return self._agreements[key][2]
 
     def _agreed(self, candidates: Sequence[Candidate], settings: Mapping[str, Any]) -> Agreement:
-        """The candidates for which some rule gives all its parameters the candidate's values."""
+        """The candidates whose parameters all have the values of some rule."""
         for equal in (Candidate.is_value, Candidate.means):
             agreeing = [(candidate, reading.weak) for candidate in candidates for reading in self._readings(candidate, settings)
                         if all(equal(candidate, name, value) for name, value in reading.values.items())]
@@ -116,7 +116,7 @@ class Judge:
         return Agreement([], [])
 
     def _readings(self, candidate: Candidate, settings: Mapping[str, Any]) -> list[Reading]:
-        """What settings say of a candidate; those of qdsl that state no storage choose none against the words of tensors."""
+        """The rules' readings of settings for a candidate; qdsl's settings without a storage do not overrule tensors."""
         format, own = candidate.format, same(settings.get("quant_method"), OWN)
         rules = own_rule(format, settings) if own else format.detect.get("config")
         return [replace(reading, weak=reading.weak or (own and not reading.storage))
@@ -130,12 +130,12 @@ class Judge:
         return own or "config" in candidate.format.detect
 
     def _remedy(self, settings: Mapping[str, Any]) -> str:
-        """What to add to qdsl's settings that leave the storage open, '' for others."""
+        """The setting to add if qdsl's settings leave the storage open; '' for other settings."""
         is_open = same(settings.get("quant_method"), OWN) and "storage" not in settings
         return f": state 'storage' in {self.source}" if self.quantization is not None and is_open else ""
 
     def _disagreement(self, candidate: Candidate, settings: Mapping[str, Any]) -> str:
-        """The problems where settings contradict the tensors."""
+        """Problems of settings that contradict the tensors."""
         wrong_settings = ""
         for reading in self._readings(candidate, settings)[:1]:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
@@ -143,7 +143,7 @@ class Judge:
         return f"{self.source} says {wrong_settings or brief(settings)}; the tensors fit {candidate.label}"
 
     def _contradictions(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
-        """Settings that decide no parameter, and that the tensors contradict."""
+        """Problems of settings that determine no parameter but contradict the tensors."""
         contradictions: list[str] = []
         for reading in self._readings(best, settings):
             if self.quantization is None or not all(best.means(name, value) for name, value in reading.values.items()):
@@ -157,7 +157,7 @@ class Judge:
 
     def _wrong_settings(self, reading: Reading, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any],
                         ) -> dict[str, str]:
-        """Settings of a rule that the tensors contradict, with the reason."""
+        """Settings of a rule that contradict the tensors, with the reason."""
         wrong = {key: f"the tensors fit {best.format.name} of {constant}" for key, constant in reading.constants.items()
                  if type(settings.get(key)) is int and settings[key] != constant}
         for key, wanted in reading.follows.items():
@@ -170,7 +170,7 @@ class Judge:
     # -- tensors ----------------------------------------------------------------------------------------------------------
 
     def _observed(self, best: Candidate, uses: Mapping[str, str], source: str) -> tuple[bool, str]:
-        """Whether a tensor is stored, an index out of order, a field not as usual; and in words, '' for what is not checked."""
+        """Whether a tensor is stored, an index is out of order, or a field differs from its default; and a description, or ''."""
         layout = best.format.layout(best.fit.storage, best.fit.params)
         if source in layout:
             return source in uses, f"'{source}' is there" if source in uses else f"there is no '{source}'"
@@ -184,13 +184,13 @@ class Judge:
         return False, ""
 
     def _has_its_words(self, candidate: Candidate, tensors: Mapping[str, str]) -> bool:
-        """Whether all words of a tensor are the one that the format's storage has there more often than not."""
+        """Whether all words of a tensor equal the word that is typical for the format's storage."""
         words = _usual_words(candidate)
         return bool(words) and all(self.collector.is_filled(tensors[candidate.fit.tensors[own].name], word)
                                    for own, word in words.items())
 
     def _padded(self, pool: Sequence[Candidate], tensors: Mapping[str, str]) -> list[Candidate]:
-        """Of a format's storages that fit alike, those whose padding holds nothing, with padding if there are such."""
+        """Among equally fitting storages of a format, those with empty padding; those with padding first."""
         if len({candidate.format.name for candidate in pool}) > 1 or len({candidate.fit.storage for candidate in pool}) < 2:
             return list(pool)
         paddings = [(candidate, self._has_free_padding(candidate, tensors)) for candidate in pool]
@@ -198,7 +198,7 @@ class Judge:
             [candidate for candidate, is_free in paddings if is_free is None] or list(pool)
 
     def _has_free_padding(self, candidate: Candidate, tensors: Mapping[str, str]) -> bool | None:
-        """Whether padding holds nothing, in as many elements as to tell; None where there is too little, or none."""
+        """Whether padding is empty, in enough elements to be sure; None if there is too little or no padding."""
         is_free = None
         for name, stored in candidate.format.layout(candidate.fit.storage, candidate.fit.params).items():
             if not stored.padding or name not in candidate.fit.tensors:
@@ -214,13 +214,13 @@ class Judge:
         return is_free
 
     def _numbers(self, candidate: Candidate, tensors: Mapping[str, str]) -> dict[str, float]:
-        """The tensors of one number that JSON alone states."""
+        """The one-number tensors that only JSON states."""
         wanted = [own for own, use in candidate.fit.tensors.items() if use.name not in tensors]
         values = from_tensors(candidate.format, self.collector.contents(tensors)) if wanted else None
         return {} if values is None else {own: float(values[own]) for own in wanted}
 
     def _overflowed(self, candidate: Candidate, uses: Mapping[str, str]) -> list[str]:
-        """Tensors whose producer lost fields, as far as the words at their beginning tell."""
+        """Notes on tensors whose producer lost fields, judged by their first words."""
         widths = {own: rule[own] for rule in candidate.format.detect.get("spills", [])
                   if rule.get("storage") == candidate.fit.storage for own in rule if own in uses}
         return [uses[own] for own, bits in widths.items()
@@ -228,19 +228,19 @@ class Judge:
 
 
 def needs_no_settings(format: Description) -> bool:
-    """Whether qdsl alone writes the format: its tensors are recognised beside settings of other layers."""
+    """Whether only qdsl writes the format, so that its tensors are recognised without settings."""
     rules = format.detect.get("config", [])
     return bool(rules) and all(same(rule["quant_method"], OWN) for rule in rules)
 
 
 def brief(settings: Mapping[str, Any]) -> str:
-    """The settings that say how weights are quantized, in a few words."""
+    """The settings about quantized weights, in a few words."""
     plain = {key: value for key, value in settings.items() if isinstance(value, int | str | bool) and value not in (None, "")}
     return ", ".join(f"{key} = {value}" for key, value in list(plain.items())[:6])
 
 
 def _usual_words(candidate: Candidate) -> dict[str, int]:
-    """Tensors of a way to read a layer, and the word that each tensor is more often than not full of."""
+    """Tensors of a candidate with the word that typically fills them."""
     for rule in candidate.format.detect.get("words", []):
         words = {own: int(str(word), 16) for own, word in rule.items() if own in candidate.fit.tensors}
         if rule.get("storage") == candidate.fit.storage and all(
@@ -251,18 +251,18 @@ def _usual_words(candidate: Candidate) -> dict[str, int]:
 
 @lru_cache(maxsize=64)                                           # most layers have the same
 def _rises(words: bytes) -> bool:
-    """Whether numbers of 32 bits are in order."""
+    """Whether 32-bit numbers are sorted."""
     numbers = struct.unpack(f"<{len(words) // 4}i", words)
     return list(numbers) == sorted(numbers)
 
 
 def _oddness(candidate: Candidate) -> tuple[bool, int]:
-    """Of formats that fit alike: the one with the tensors' very shapes, then that without blocks; a single scale is for all."""
+    """A sort key for equally fitting formats: exact tensor shapes first, then no blocks, then a single scale."""
     return not candidate.fit.exact, len(candidate.format.sizes)
 
 
 def _with_defaults(pool: Sequence[Candidate]) -> Candidate | None:
-    """The only candidate, or the one in which parameters that are open have their defaults."""
+    """The only candidate, or the one whose undetermined parameters have defaults."""
     params = pool[0].format.params
     if any(candidate.format is not pool[0].format for candidate in pool):
         return None

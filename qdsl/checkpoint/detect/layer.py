@@ -1,4 +1,4 @@
-"""The layers that detection recognises in a checkpoint: quantized ones, plain modules, and their problems."""
+"""The layers that detection finds in a checkpoint: quantized ones, plain modules, and their problems."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NOT_KNOWN = "quantized in a way that is not known"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A quantized module, or one with tensors of a quantized module that fits no format.
+    """A quantized module, or one with tensors of a quantized module that fit no format.
 
-    tensors: those of the storage, by its own names for them -> their names in the checkpoint.  numbers: tensors of one number
-    that JSON of the weight states.  shape: (N, K).  experts: how many such weights lie one after the other along a first axis
-    of every tensor, None without that axis.  settings: tensors that say no more than the fields above do.  others: the module's
-    other tensors, by the last parts of their names: bias, scales of activations.  by: the config's rule or group for the layer.
-    problems: what its files say otherwise.  why: the reason why it is not recognised; format and storage are '' then.
-    transposed: tensors of three axes have the last two in the other order than the storage, as experts' weights [E, K, N].
-    act_order: columns belong to groups all over K; False unless `qdsl.checkpoint.report.shards.with_order` has read the index.
+    tensors: the storage's names -> names in the checkpoint.  numbers: one-number tensors that JSON states.  shape: (N, K).
+    experts: the number of weights stacked along a first axis of every tensor, None without that axis.  settings: tensors that
+    only repeat the fields above.  others: the module's other tensors, by the last parts of their names: bias, scales of
+    activations.  by: the config's rule or group for the layer.  problems: contradictions in its files.  why: the reason why it is
+    not recognised; format and storage are then ''.  transposed: the last two axes of three-axis tensors are swapped compared to
+    the storage, as in experts' weights [E, K, N].  act_order: columns of a group lie anywhere along K; False until
+    `qdsl.checkpoint.report.shards.with_order` has read the index.
     """
 
     name: str
@@ -43,24 +43,24 @@ class Layer:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it is quantized as no format is."""
+        """Whether it is quantized but fits no format."""
         return self.why.startswith(NOT_KNOWN)
 
     @property
     def lacks_shape(self) -> bool:
-        """Whether its tensors do not say what N and K are."""
+        """Whether its tensors do not determine N and K."""
         return self.why.endswith(NO_SHAPE)
 
     @property
     def stacked(self) -> bool:
-        """Whether the name is that of a weight and not of its module, as experts in one tensor have it."""
+        """Whether the name is that of a weight and not of its module, as for experts in one tensor."""
         begin = f"{self.name}." if self.name else ""
         return not all(full.startswith(begin) for full in (*self.tensors.values(), *self.others.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A module whose weight is a plain matrix.  by: the config's rule for that; problem: why it should be quantized."""
+    """A module with an unquantized matrix.  by: the config's rule for that; problem: why it should be quantized."""
 
     name: str
     by: str = ""
@@ -71,8 +71,8 @@ class Left:
 class Layers:
     """A checkpoint's quantized layers, and all other tensors, in the order of the files.
 
-    left: modules whose weights are plain matrices.  problems: what is wrong with no single layer.  groups: weights that one
-    entropy code holds together; their tensors are among the others.
+    left: modules with unquantized matrices.  problems: of the checkpoint and not of one layer.  groups: weights in one entropy
+    code; their tensors are among the others.
     """
 
     layers: list[Layer]

@@ -1,4 +1,4 @@
-"""Layers of safetensors checkpoints as weights of the formats that ship."""
+"""Reads layers of safetensors checkpoints as weights of the shipped formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def module_of(layer: Layer) -> ModuleType:
 
 
 class Tensors(Protocol):
-    """Tensors by their names in a checkpoint: a folder, or what a loader has brought."""
+    """Tensors by their names in a checkpoint: a folder, or a loader's tensors."""
 
     @property
     def path(self) -> Path: ...
@@ -39,17 +39,17 @@ class Tensors(Protocol):
 
 
 def weights(folder: Tensors, layer: Layer) -> list[PackedWeight]:
-    """The weights of a layer, of each of its experts one; in memory only where the file maps them.
+    """The weights of a layer, one per expert; copied only if the file does not map them.
 
-    Raises CheckpointError where its tensors do not fit together.
+    Raises CheckpointError if its tensors do not fit together.
     """
     return [_wrapped(folder, layer, one) for one in tensors(folder, layer)]
 
 
 def stacked(folder: Folder, layer: Layer) -> PackedWeight:
-    """A layer's weight; of a stack of experts one of E * N rows, expert after expert, without copying where files lie so.
+    """A layer's weight; for a stack of experts one of E * N rows in order, without copying if the file's layout allows.
 
-    Raises CheckpointError where tensors do not fit together, FormatError where experts do not make one weight.
+    Raises CheckpointError if tensors do not fit together, FormatError if experts do not form one weight.
     """
     from qdsl.runtime.weight.packed import FormatError
 
@@ -66,7 +66,7 @@ def stacked(folder: Folder, layer: Layer) -> PackedWeight:
 
 
 def joined(layer: Layer, experts: Sequence[PackedWeight]) -> PackedWeight:
-    """One weight of E * N rows.  Raises FormatError where experts do not make one."""
+    """The experts as one weight of E * N rows.  Raises FormatError if they do not form one."""
     from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
     try:
@@ -80,9 +80,9 @@ def joined(layer: Layer, experts: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
-    """As `weights`, but only shapes and indices are validated; `checked` of the format validates the numbers.
+    """As `weights`, but validates only shapes and indices; `checked` of the format validates the numbers.
 
-    Raises CheckpointError for wrong shapes.
+    Raises CheckpointError for invalid shapes.
     """
     stored = layout_of(layer)
     unread_weights = []
@@ -95,7 +95,7 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
 
 def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
-    """A layer's tensors, named as in its storage, for each of its experts."""
+    """A layer's tensors for each of its experts, with the storage's names."""
     whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
     if layer.transposed:
         whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
@@ -104,27 +104,27 @@ def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
 
 
 def _numbers(layer: Layer) -> dict[str, Tensor]:
-    """The tensors of one number that JSON next to a layer states."""
+    """The one-number tensors that JSON next to a layer states."""
     import torch
 
     return {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in layer.numbers.items()}
 
 
 def _of_one(tensor: Tensor, experts: int | None, expert: int) -> Tensor:
-    """A tensor's part of an expert: along an axis in front, or where it runs through all; a number may be that of each."""
+    """An expert's part of a tensor: along a first axis, or a part of the rows; one number may serve all experts."""
     if experts is None or tensor.shape[:1] == (experts,):
         return tensor if experts is None else tensor[expert].contiguous()
     return tensor if tensor.numel() == 1 else tensor.view(experts, -1, *tensor.shape[1:])[expert]
 
 
 def group_weight(folder: Tensors, group: Group) -> PackedWeight:
-    """The weight of a group, all its numbers in rows of any size.  Raises CheckpointError where the group does not fit."""
+    """The weight of a group, with all its numbers in rows of any size.  Raises CheckpointError if the group is invalid."""
     from qdsl.runtime.weight.packed import FormatError
 
     if wrong := [*group.problems, *([group.unnamed] if group.unnamed else [])]:
         raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
     module = import_module(f"qdsl.generated.{group.format}")
-    columns = math.gcd(group.numbers, 1 << 12)                   # rows of any size, to be decoded some at a time
+    columns = math.gcd(group.numbers, 1 << 12)                   # rows of any size, to decode some at a time
     try:
         weight: PackedWeight = module.wrap({leaf: folder.tensor(full) for leaf, full in group.tensors.items()},
                                            (group.numbers // columns, columns))
@@ -134,7 +134,7 @@ def group_weight(folder: Tensors, group: Group) -> PackedWeight:
 
 
 def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
-    """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError where the group does not fit."""
+    """The numbers of a group's weights, one row each, by name.  Raises CheckpointError if the group is invalid."""
     from qdsl.runtime.weight.packed import FormatError
 
     packed = group_weight(folder, group)
@@ -147,11 +147,10 @@ def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
 
 
 def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "") -> dict[str, PackedWeight]:
-    """The weights of a group, by name, every one in its own format.
+    """The weights of a group, by name, each in its own format.
 
-    shapes: their (N, K), of which the files say the products alone; a model on meta has them.  format: by default that of a
-    weight that leaves its group.  Needs memory for all of them.
-    Raises CheckpointError where the group, or a shape, does not fit.
+    shapes: their (N, K), for example from a model on meta, because files state only the products.  format: by default that of a
+    weight that leaves its group.  Needs memory for all of them.  Raises CheckpointError if the group or a shape does not fit.
     """
     for name, count in group.parts.items():
         if name not in shapes or math.prod(shapes[name]) != count:
@@ -166,7 +165,7 @@ def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:
 
 
 def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a file as the storage has it: elements that the file holds in larger numbers alone, N and K as int64."""
+    """A file's tensor as the storage has it: unpacked from larger integers, N and K as int64."""
     import torch
 
     stored, info = layout_of(layer)[name], TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape))
@@ -184,7 +183,7 @@ def layout_of(layer: Layer) -> Mapping[str, Stored]:
 
 
 def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:
-    """A layer's weight of the tensors of its storage.  Raises FormatError where they do not fit together."""
+    """A layer's weight from its storage's tensors.  Raises FormatError if they do not fit together."""
     weight: PackedWeight = module_of(layer).wrap({**tensors, **_numbers(layer)}, layer.shape, layer.storage, **layer.params)
     return weight
 

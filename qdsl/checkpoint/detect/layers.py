@@ -1,9 +1,9 @@
-"""Detects the quantized layers of a checkpoint and their formats: by tensors first, by the config where tensors are ambiguous.
+"""Detects the quantized layers of a checkpoint and their formats, by tensors first, and by the config if tensors are ambiguous.
 
-A module is quantized if the tensors of some storage are there.  Their dtypes and shapes decide format, storage and parameters
-as `wrap` decides them; settings choose among what fits, and what they say otherwise is a contradiction.  Nothing imports torch.
+A module is quantized if it has the tensors of some storage.  Dtypes and shapes determine format, storage and parameters as in
+`wrap`.  Settings choose among the candidates; a setting that contradicts the tensors is reported.  Does not import torch.
 
-collect.py reads modules, fit.py lists the candidates, judge.py chooses one, and report.py says what is wrong with no layer.
+collect.py reads modules, fit.py lists candidates, judge.py chooses one, and report.py reports problems of the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.core.stored import Description, LayoutMismatch
 
 TRANSPOSED = "experts' weights are [E, K, N], as their extents tell"
-BYTES = ("U8", "I8")                                             # dtypes of weights of which two may lie in an element
-PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of weights and buffers that are not coded
-FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}                        # and those that are plain in a cast of a model, without scales
+BYTES = ("U8", "I8")                                             # dtypes of weights that may hold two codes per element
+PLAIN = {"float16", "bfloat16", "float32", "float64", "int64", "bool"}       # dtypes of plain weights and buffers
+FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}                        # plain in cast models, without scales
 
 
 def layers(folder: Folder, formats: Sequence[Description] | None = None, shapes: Mapping[str, Sequence[int]] | None = None,
            ) -> Layers:
-    """The quantized layers of a folder, by the shipped formats or those passed.
+    """The quantized layers of a folder, by the shipped formats or the given ones.
 
-    shapes: (N, K), or (E, N, K) of experts, by the names of modules; used where tensors do not state it, as padded ones do not.
-    Raises CheckpointError where a file that says settings is none.  What is wrong with a layer is in it.
+    shapes: (N, K), or (E, N, K) of experts, by module names; used if tensors do not state it, as padded ones do not.  Raises
+    CheckpointError for an invalid settings file.  Problems of a layer are recorded in it.
     """
-    # Not plain floats, and not groups of weights: groups.py reads these.
+    # Without formats of plain floats and of groups of weights, which groups.py reads.
     coded = [format for format in (descriptions() if formats is None else formats)
              if not {"safetensors", "parts"} & format.detect.keys()]
     return _Recognizer(folder, coded, quantizations(folder), shapes or {}).layers()
@@ -59,7 +59,7 @@ class _Recognizer:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another producer's settings say that layers are quantized."""
+        """Whether settings of a producer other than qdsl state quantized layers."""
         return self.quantization is not None and self.quantization.method not in ("", OWN)
 
     def layers(self) -> Layers:
@@ -82,7 +82,7 @@ class _Recognizer:
                       self.groups)
 
     def _layer(self, name: str, tensors: Mapping[str, str], transposed: bool = False) -> Layer | None:
-        """The module as a layer; None where it holds plain tensors alone.  transposed: its tensors are [E, K, N]."""
+        """The module as a layer; None if it has only plain tensors.  transposed: its tensors are [E, K, N]."""
         layer = self._layer_of(name, tensors, transposed, ())
         if layer is not None and name in self.shapes and (layer.why or layer.shape != tuple(self.shapes[name])[-2:]):
             shaped = self._layer_of(name, tensors, transposed, tuple(self.shapes[name]))
@@ -90,11 +90,11 @@ class _Recognizer:
         return layer
 
     def _layer_of(self, name: str, tensors: Mapping[str, str], transposed: bool, shape: tuple[int, ...]) -> Layer | None:
-        """As _layer, by a shape from the caller; () for none."""
+        """As _layer, with the caller's shape, or ()."""
         try:
             module = self.collector.module(name, tensors, shape, transposed)
             fitting = self._candidates(module)
-        except CheckpointError as error:                         # what should be JSON is none
+        except CheckpointError as error:                         # invalid JSON
             return Layer(name, others=self.collector.present(tensors), why=str(error))
         if fitting is None:
             return None
@@ -108,7 +108,7 @@ class _Recognizer:
         return Layer(name, others=module.tensors, by=scheme.by, why=self.collector.missing(tensors) or why)
 
     def _candidates(self, module: Module) -> list[Candidate] | LayoutMismatch | None:
-        """Every way to read a module's tensors, or why there is none; None where they are plain.
+        """The candidates for a module's tensors, or why there are none; None if they are plain.
 
         8-bit floats without any scale are casts, unless settings or a marker state scales, or files are missing.  Raises
         CheckpointError.
@@ -130,7 +130,7 @@ class _Recognizer:
         return self._fitting[key]
 
     def _fit(self, evidence: Evidence, is_cast: bool, is_float8: bool) -> list[Candidate] | LayoutMismatch:
-        """The candidates that have the scales that they need, or why there is none."""
+        """The candidates with all the scales that they need, or why there are none."""
         every = candidates(self.formats, evidence)
         scaled = [candidate for candidate in every if (is_cast and not self.collector.has_scale_marker) or candidate.has_scale]
         if scaled:
@@ -141,19 +141,19 @@ class _Recognizer:
         return nearest
 
     def _nearest(self, evidence: Evidence) -> LayoutMismatch:
-        """The reason why tensors fit no format, by the nearest miss."""
+        """The reason why tensors fit no format, from the nearest miss."""
         configs = [] if self.quantization is None else \
             [self.quantization.settings, *(group.settings for group in self.quantization.groups)]
         return nearest_miss(self.formats, evidence, configs, self.is_foreign, NOT_KNOWN)
 
     def _unknown(self, module: Module) -> str:
-        """Why a layer is of no format: what a header states of it, or else what its tensors are."""
+        """Why a layer has no format: by its header's claims, or else by its tensors."""
         entries = {leaf: self.folder.entry(full) for leaf, full in module.tensors.items()}
         shapes = ", ".join(f"{leaf} {entry.dtype} {list(entry.shape)}" for leaf, entry in entries.items())
         return f"{NOT_KNOWN}: {claims_text(module.claims) if module.claims else shapes}"
 
     def _leftover(self, name: str, tensors: Mapping[str, str], used: Container[tuple[str, str, int]]) -> Layer | None:
-        """A module that has tensors as quantized layers have, and fits no format: a scale without codes."""
+        """A module with tensors of quantized layers that fits no format, such as a scale without codes."""
         present = self.collector.present(tensors)
         if not any(self.collector.kind(leaf, full) in used for leaf, full in present.items()):
             return None
@@ -161,16 +161,16 @@ class _Recognizer:
         return Layer(name, others=present, why=self.collector.missing(tensors) or str(nearest))
 
     def _unnamed(self, name: str, tensors: Mapping[str, str]) -> Layer | None:
-        """A module with coded matrices whose names no format knows, where settings say that layers are quantized."""
+        """A module with coded matrices of unknown names, if settings state that layers are quantized."""
         present = self.collector.present(tensors)
         is_coded = any(entry.dtype not in PLAIN and len(entry.shape) > 1 for entry in self.collector.entries(present).values())
         return Layer(name, others=present, why=self._unknown(Module(name, present, None))) if is_coded else None
 
     def _transposed(self, layers: Mapping[str, Layer | None]) -> set[str]:
-        """Experts whose weights are [E, K, N], though their tensors may fit as [E, N, K].
+        """Experts whose weights are [E, K, N], although their tensors may fit as [E, N, K].
 
-        One of the two weights of a module gives what the other takes, and has twice the rows that the other has columns, for gate
-        and up.
+        One of a module's two weights produces the input of the other; for gate and up it has twice the rows that the other has
+        columns.
         """
         siblings: dict[str, dict[str, tuple[int, int]]] = {}
         for name, layer in layers.items():
@@ -180,7 +180,7 @@ class _Recognizer:
                 if n == j and k == 2 * m for name in (one, other)}
 
     def _extents(self, layer: Layer) -> tuple[int, int] | None:
-        """N and K of experts; where they are of no format what their tensor has instead, two codes of K in a byte."""
+        """N and K of experts; for unknown formats the extents of their tensor, with two codes of K per byte."""
         if layer.format:
             return None if layer.experts is None else layer.shape
         full = layer.others.get("weight", "")

@@ -1,4 +1,4 @@
-"""The producers that qdsl knows, and what keys of configs mean: specs/producers, as `qdsl build` compiled it, without torch.
+"""The known producers, and the meaning of their configs' keys: specs/producers as compiled by `qdsl build`, without torch.
 
 The environment variable QDSL_PRODUCERS names a folder with YAML files of further producers.
 """
@@ -29,7 +29,7 @@ from qdsl.core.producer import (
 )
 
 FOLDER_VARIABLE = "QDSL_PRODUCERS"
-# Where transformers has settings, of models and of the language models in them; these name their producer.
+# Places of transformers' settings, of models and of nested language models; the settings name their producer.
 COMMON_PLACES = (Place(CONFIG_FILE, ("quantization_config",)), Place(CONFIG_FILE, ("text_config", "quantization_config")),
                  Place(CONFIG_FILE, ("llm_config", "quantization_config")))
 Meaning = TypeVar("Meaning")
@@ -37,10 +37,10 @@ Meaning = TypeVar("Meaning")
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """What the keys of one producer's settings mean: its own keys as its file says, all others as the first file that has them.
+    """The meaning of the keys of one producer's settings: by its own file, else by the first file that has the key.
 
-    skipped: lists of layers left alone, and their dialects.  layers: maps from layers to settings.  patterns: maps from patterns
-    to settings.  only: lists of the sole layers that are quantized.  groups: settings of groups of layers.
+    skipped: lists of unquantized layers, and their dialects.  layers: maps from layers to settings.  patterns: maps from patterns
+    to settings.  only: lists of the only quantized layers.  groups: settings of groups of layers.
     """
 
     skipped: Mapping[str, Sequence[str]]
@@ -51,7 +51,7 @@ class ConfigKeys:
 
 
 class Producers:
-    """All producers.  Where files disagree on a key that a config's own producer does not mention, the first one counts."""
+    """All producers.  If files disagree on a key that a config's own producer does not mention, the first one counts."""
 
     def __init__(self, shipped: Sequence[Producer], further: Sequence[Producer] = ()) -> None:
         every = [*shipped, *further]
@@ -66,16 +66,16 @@ class Producers:
         self.headers: list[Header] = [producer.header for producer in every if producer.header is not None]
 
     def of(self, method: object) -> Producer:
-        """The producer of a quant_method; one that says nothing for an unknown quant_method."""
+        """The producer of a quant_method; an empty one for an unknown quant_method."""
         return self._by_method.get(str(method).lower()) or Producer(str(method).lower())
 
     def unnamed(self, settings: Mapping[str, Any]) -> str:
-        """The producer whose settings have no quant_method, '' for unknown ones."""
+        """The producer whose settings have no quant_method; '' for unknown ones."""
         return next((producer.name for producer in self.every for keys in producer.unnamed
                      if all(settings.get(key) not in (None, False) for key in keys)), "")
 
     def keys(self, method: str) -> ConfigKeys:
-        """What the keys of settings with this quant_method mean."""
+        """The meaning of settings' keys under this quant_method."""
         if method not in self._keys:
             own = self.of(method)
             every = [own, *self.every]
@@ -88,10 +88,10 @@ class Producers:
         return self._keys[method]
 
     def rules(self, format: str) -> dict[str, list[Rule]]:
-        """The rules for a format, those for settings under 'config' and those for JSON of headers under 'header'.
+        """The rules for a format: 'config' for settings, 'header' for JSON of headers.
 
-        Settings of a storage are written by the first rule for it: of rules that are preferred, those of further producers are
-        in front, of the others they come last.
+        Settings of a storage are written by its first rule.  Preferred rules of further producers come first, their other rules
+        last.
         """
         config = [{"quant_method": producer.name, **rule} for producer in self.every for rule in producer.formats.get(format, ())]
         header = [{"producer": producer.name, **rule} for producer in self.every for rule in producer.headers.get(format, ())]
@@ -102,17 +102,17 @@ class Producers:
         return (1, 0)[name in self._further] if is_preferred else (2, 3)[name in self._further]
 
     def tensor_name(self, method: str, format: str, storage: str, tensor: str) -> str:
-        """A producer's own name for a tensor of a storage, '' where it has none."""
+        """A producer's own name for a tensor of a storage; '' if it has none."""
         return self.of(method).tensors.get(format, {}).get(storage, {}).get(tensor, "")
 
     def tensor_names(self, format: str) -> set[str]:
-        """All names of the producers' own for tensors of a format."""
+        """All producers' own names for tensors of a format."""
         return {name for producer in self.every for storage in producer.tensors.get(format, {}).values()
                 for name in storage.values()}
 
 
 def _first(every: Sequence[Producer], meaning: Callable[[Producer], Mapping[str, Meaning]]) -> dict[str, Meaning]:
-    """Keys by the first producer that has them."""
+    """The meaning of each key, from the first producer that has it."""
     keys: dict[str, Meaning] = {}
     for producer in every:
         for key, how in meaning(producer).items():
@@ -121,9 +121,9 @@ def _first(every: Sequence[Producer], meaning: Callable[[Producer], Mapping[str,
 
 
 def producers() -> Producers:
-    """The producers that ship, in the order of their names, and those of the folder that QDSL_PRODUCERS names.
+    """The shipped producers by name, and those of the folder that QDSL_PRODUCERS names.
 
-    Raises ProducerError for a file of that folder that is wrong.
+    Raises ProducerError for an invalid file of that folder.
     """
     return _read(os.environ.get(FOLDER_VARIABLE, ""))
 

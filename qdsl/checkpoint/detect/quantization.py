@@ -1,4 +1,4 @@
-"""The quantization settings in a checkpoint's files: which layers they apply to, and which layers stay unquantized."""
+"""The quantization settings in a checkpoint's files: the layers that they apply to, and the unquantized layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
 from qdsl.core.producer import INLINE, GroupSettings
 
-METADATA = "quantization_config"                                 # the key of a safetensors header that may hold settings, too
-LEFT_ALONE = "-:"                                                # begins patterns of layers that are left alone
+METADATA = "quantization_config"                                 # a safetensors header key that may hold settings too
+LEFT_ALONE = "-:"                                                # prefix of patterns of unquantized layers
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A config's settings for a layer, None where it stays unquantized.  by: the rules or the group that decide it."""
+    """A config's settings for a layer, None if it stays unquantized.  by: the rules or group that decide it."""
 
     settings: Mapping[str, Any] | None
     by: str = ""
@@ -29,7 +29,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that a config gives settings of their own: all, where `targets` is None or names their class."""
+    """Layers with settings of their own: all layers if `targets` is None or names their class."""
 
     name: str
     targets: Rules | None
@@ -40,10 +40,10 @@ class Group:
 class Quantization:
     """The quantization settings in one place of a checkpoint.
 
-    source: the place.  method: the producer's name for it.  settings: those of the whole.  layers: settings of single layers,
-    None for one that is left alone.  complete: the maps that name every quantized layer.  lists: the readings of the list of
-    layers left alone, one for each dialect.  only: the sole layers that are quantized, `only_key` the setting that lists them.
-    dynamic: patterns, and the settings of the layers that they name, None for those left alone.  problems: what cannot be read.
+    source: the place.  method: the producer's name.  settings: of the whole checkpoint.  layers: settings of single layers, None
+    if unquantized.  complete: maps that name every quantized layer.  lists: the list of unquantized layers, parsed in each
+    dialect.  only: the only quantized layers; `only_key` is the setting that lists them.  dynamic: patterns, and settings of
+    matching layers, None if unquantized.  problems: unreadable settings.
     """
 
     source: str
@@ -64,7 +64,7 @@ class Quantization:
         return [group for group in self.groups if group.targets is not None]
 
     def scheme(self, module: str) -> Scheme:
-        """The settings of a module, by its name.  Raises CheckpointError where matching patterns takes long."""
+        """The settings of a module by its name.  Raises CheckpointError for slow patterns."""
         with self.budget:
             return self._scheme(module)
 
@@ -87,7 +87,7 @@ class Quantization:
         return Scheme(group.settings, group.name) if group else Scheme(None, "in no group")
 
     def has_8_bit_inputs(self, module: str) -> bool:
-        """Whether a module's products take x in 8 bits."""
+        """Whether a module takes 8-bit x."""
         scheme, groups = self.scheme(module), self.settings.get("config_groups")
         group = groups.get(scheme.by) if isinstance(groups, Mapping) else None
         inputs = group.get("input_activations") if isinstance(group, Mapping) else None
@@ -95,16 +95,16 @@ class Quantization:
             scheme.settings is not None and scheme.settings.get("activation_scheme"))
 
     def maybe(self, module: str) -> Rule | None:
-        """The rule by which some readers of the list, but not all, leave a module unquantized."""
+        """The rule by which some dialects, but not all, leave a module unquantized."""
         with self.budget:
             ignored = [rule for listed in self.lists if (rule := listed.first(module)) is not None]
         return ignored[0] if 0 < len(ignored) < len(self.lists) else None
 
 
 def quantizations(folder: Folder) -> list[Quantization]:
-    """The quantization settings of a folder's files, one for every place that has some, in the order in which loaders read them.
+    """The quantization settings of a folder's files, one per place, in the order in which loaders read them.
 
-    Raises CheckpointError where settings are none.
+    Raises CheckpointError for invalid settings.
     """
     quantized, budget = [], Budget(len(folder.names()))
     for place, method in producers().places:
@@ -120,7 +120,7 @@ def quantizations(folder: Folder) -> list[Quantization]:
 
 
 def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Settings in the files' own metadata, and where they are."""
+    """Settings in the files' own metadata, with their place."""
     for file in folder.files():
         if METADATA in file.header.metadata:
             source = f"{file.path.name}: {METADATA}"
@@ -130,7 +130,7 @@ def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget | None = None) -> Quantization:
-    """The settings of one place, in the form common to all producers.  Raises CheckpointError for patterns that take long."""
+    """The settings of one place, in the form common to all producers.  Raises CheckpointError for slow patterns."""
     budget = budget or Budget()
     with budget:
         return _quantization(data, source, method, budget)
@@ -160,12 +160,12 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list, or a list of the single value in its place."""
+    """A list, or a single value as a list."""
     return value if isinstance(value, list) else [value]
 
 
 def _misplaced(settings: Mapping[str, Any], keys: ConfigKeys) -> Iterator[str]:
-    """Problems with settings of layers that are no JSON objects."""
+    """Problems with layers' settings that are not JSON objects."""
     for key in (*keys.groups, *keys.patterns, *(key for key in keys.layers if key != INLINE)):
         value = settings.get(key)
         if value and not isinstance(value, Mapping):
@@ -176,12 +176,12 @@ def _misplaced(settings: Mapping[str, Any], keys: ConfigKeys) -> Iterator[str]:
 
 
 def dialects(key: str, method: str) -> Sequence[str]:
-    """The dialect of a producer's list of unquantized layers, by its key."""
+    """The dialects of a producer's list of unquantized layers, by its key."""
     return producers().keys(method).skipped[key]
 
 
 def _dynamic(settings: Mapping[str, Any], keys: ConfigKeys, budget: Budget) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
-    """Settings by patterns, None for layers that stay unquantized."""
+    """Settings by pattern, None for layers that stay unquantized."""
     for key, how in keys.patterns.items():
         by_pattern = settings.get(key)
         for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():
@@ -194,7 +194,7 @@ def _dynamic(settings: Mapping[str, Any], keys: ConfigKeys, budget: Budget) -> I
 
 
 def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, budget: Budget) -> list[Group]:
-    """Groups of layers with settings of their own."""
+    """Groups of layers with their own settings."""
     by_name = settings.get(how.key)
     whole = {key: value for key, value in settings.items() if key != how.key and key not in keys.layers}
     groups: list[Group] = []
@@ -210,7 +210,7 @@ def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, b
 
 
 def _layers(settings: Mapping[str, Any], keys: ConfigKeys) -> dict[str, Mapping[str, Any] | None]:
-    """Settings of single layers, by their whole names; None for those that stay unquantized."""
+    """Settings of single layers, by full names; None for layers that stay unquantized."""
     whole = {key: value for key, value in settings.items() if key not in keys.layers}
     layers: dict[str, Mapping[str, Any] | None] = {}
     for key, how in keys.layers.items():

@@ -1,4 +1,4 @@
-"""Problems of a checkpoint as a whole: plain modules that should be quantized, settings without tensors, missing files."""
+"""Problems of a whole checkpoint: plain modules that should be quantized, settings without tensors, missing files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qdsl.core.text import counted
 class Report:
     """The settings of a folder, and the checks of its layers against them.
 
-    quantizations: what its files say, the place that counts in front.  groups: weights that one entropy code holds together.
+    quantizations: from its files, the decisive one first.  groups: weights in one entropy code.
     """
 
     folder: Folder
@@ -33,11 +33,11 @@ class Report:
 
     @property
     def first(self) -> Quantization | None:
-        """The settings that count, None where there are none."""
+        """The decisive settings, or None."""
         return self.quantizations[0] if self.quantizations else None
 
     def left(self, modules: Mapping[str, Mapping[str, str]], layers: Mapping[str, Layer]) -> list[Left]:
-        """Modules with plain matrices; suspicious are those that no rule leaves alone, and whose like are quantized elsewhere."""
+        """Modules with plain matrices; suspicious if no rule excludes them although similar modules are quantized."""
         quantized = {_pattern(name) for name, layer in layers.items() if layer.format}
         plain: list[Left] = []
         for name, tensors in modules.items():
@@ -54,7 +54,7 @@ class Report:
         return plain
 
     def problems(self, layers: Mapping[str, Layer], modules: Collection[str]) -> list[str]:
-        """The problems of the whole checkpoint.  modules: of all tensors, plain ones too."""
+        """The problems of the whole checkpoint.  modules: of all tensors, including plain ones."""
         problems = [problem for quantization in self.quantizations for problem in quantization.problems]
         if self.first is not None:
             problems += [*self._without_tensors(self.first, modules), *self._wrong_format(self.first, layers)]
@@ -68,14 +68,14 @@ class Report:
                              for shard in dict.fromkeys(shards))]
 
     def _unknown_format(self, first: Quantization) -> str:
-        """What to do about settings of qdsl that name a format which it does not know; '' for others."""
+        """The remedy for settings of qdsl with an unknown format; '' for others."""
         name = first.settings.get("format")
         if first.method != OWN or not isinstance(name, str) or name in [format.name for format in descriptions()]:
             return ""
         return f"qdsl has no format {shown(name)}: set {FOLDER_VARIABLE} to the folder of its spec"
 
     def _without_tensors(self, first: Quantization, modules: Collection[str]) -> list[str]:
-        """Layers that have settings and no tensor."""
+        """Layers with settings but without tensors."""
         if not first.layers:
             return []
         names = {name[:end] for name in modules for end in (*(i for i, letter in enumerate(name) if letter == "."), None)}
@@ -83,7 +83,7 @@ class Report:
                 for name in first.layers if name not in names]
 
     def _wrong_format(self, first: Quantization, layers: Mapping[str, Layer]) -> list[str]:
-        """The problem of qdsl's settings that state another format than all layers and groups, which need no settings, have."""
+        """The problem if qdsl's settings state another format than all layers and groups have."""
         if first.method != OWN or "format" not in first.settings:
             return []
         of_groups = {group.format for group in self.groups}
@@ -95,11 +95,11 @@ class Report:
 
 
 def _differing(first: Quantization, other: Quantization) -> list[str]:
-    """Settings of which two places say different things."""
+    """Settings that differ between two places."""
     return [f"{other.source} says {key} = {value}, {first.source} {first.settings[key]}" for key, value in other.settings.items()
             if isinstance(value, int | str) and first.settings.get(key) is not None and not same(value, first.settings[key])]
 
 
 def _pattern(name: str) -> str:
-    """A module's name with * for all numbers, the same for all blocks and experts."""
+    """A module's name with all numbers replaced by *, so that blocks and experts are equal."""
     return re.sub(r"\d+", "*", name)

@@ -1,6 +1,6 @@
-"""Storage and parameters of a format from settings: the rules of producers, and those of its spec for small tensors.
+"""Derives storage and parameters from settings, by the rules of producers and by those of a format's spec for small tensors.
 
-Settings are those of a checkpoint's config, of a header's metadata, or numbers in small tensors beside a weight.
+Settings come from a checkpoint's config, a header's metadata, or numbers in small tensors next to a weight.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.stored import Description
 
 EXTENTS = ("N", "K")
-EXPERTS = "E"                                                    # how many such weights there are, in front of N and K
-OWN = "qdsl"                                                     # the quant_method of settings that are no producer's
+EXPERTS = "E"                                                    # the number of experts, before N and K
+OWN = "qdsl"                                                     # the quant_method of settings of no producer
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The storage ('' if open) and the parameters that a matching rule decides.
+    """The storage ('' if open) and the parameters that a matching rule determines.
 
-    keys: the setting that gave each, none of those that the rule itself gives; values may be any that a config has, also such
-    as the format does not know.
-    weak: the rule took the absence of a setting for one of its words.
-    follows: settings and what each follows from: a tensor or a field, and the words where that says something, and where not.
-    constants: numbers that its producer writes beside, which a format has for good.
-    fronts: what lists have in front of what the rule has, the extent of one more axis, of experts; None for those that have
-    nothing there, by settings.
+    keys: the setting that gave each value, without constants of the rule; values may be unknown to the format.  weak: the rule
+    took an absent setting as one of its alternatives.  follows: settings that follow from a tensor or field, with their values
+    for either case.  constants: numbers that the producer also writes, but that are fixed in the format.  fronts: the prefix of
+    lists for a further axis, of experts; None if settings have no prefix.
     """
 
     storage: str
@@ -42,19 +39,18 @@ class Reading:
 
 
 def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The rule for settings that qdsl writes where no producer has words for a storage; what they do not state is left open."""
+    """The rule for qdsl's own settings, used if no producer describes a storage; it leaves unstated settings open."""
     params = {name: name for name in format.params if name in settings}
     return {"quant_method": OWN, "format": [format.name, "null"], "storage": str(settings.get("storage", "")), **params}
 
 
 def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any], stacks: bool = False) -> Iterator[Reading]:
-    """The readings of all rules that the settings match.
+    """The readings of all rules that match the settings.
 
-    rules: one mapping or a list of them.  names: what settings may give values, parameters and N and K.  In a rule a setting
-    is a word that it must be, a list of words of which it must be one, 'null' if it must be absent, or names, which take its
-    values, in a list beside words; dots lead to settings within settings.  'storage' and 'where', values of parameters, say what
-    the rule speaks of.  What follows from a tensor, another mapping, decides nothing here, nor what stands under 'with'.  stacks:
-    settings may be those of experts in one tensor.
+    rules: one mapping or a list of them.  names: parameters, N and K.  stacks: settings may describe experts in one tensor.  In a
+    rule a setting is a required word, a list of alternatives, 'null' if it must be absent, or names that take its values; dots
+    select nested settings.  'storage' and 'where', values of parameters, say what the rule applies to.  Settings that follow from
+    a tensor (another mapping), and those under 'with', are not conditions.
     """
     for rule in rules if isinstance(rules, list) else [rules] if isinstance(rules, dict) else []:
         reading = _reading(rule, names, settings, stacks)
@@ -93,12 +89,12 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
 
 
 def is_block(key: str) -> bool:
-    """Whether a header's list is of the extents of a block, and not of those of the weight."""
+    """Whether a header's list has the extents of a block, and not those of the weight."""
     return key.endswith("block_size")
 
 
 def at(settings: Mapping[str, Any], key: str) -> Any:
-    """The setting of a name, or where its dots lead; None where there is none."""
+    """The setting of a name, with dots for nested ones; None if absent."""
     if key in settings:
         return settings[key]
     head, _, inner_key = key.partition(".")
@@ -107,10 +103,10 @@ def at(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What small tensors beside a weight give parameters, N and K, and tensors of one number; None for those of another format.
+    """Parameters, N, K and one-number tensors, as small tensors next to a weight state them; None if they state another format.
 
-    E is how many experts there are, where a list of N and K has that in front.
-    contents: of those that are there, JSON where the format's rule for a tensor is a mapping, else numbers.
+    E is the number of experts, if a list of N and K has it in front.  contents: of the existing tensors, JSON if the format's
+    rule is a mapping, else numbers.
     """
     names = [*format.params, *EXTENTS, *format.singles]
     values: dict[str, Any] = {}
@@ -134,11 +130,10 @@ def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, 
 
 def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any],
            ) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """The small tensors that a producer puts beside a weight, by name: dtype, shape and bytes.
+    """The small tensors that a producer writes next to a weight, by name: dtype, shape and bytes.
 
-    They hold JSON or a table, or, of a format whose numbers say parameters or N and K, a number or several.
-    values: of parameters, N and K, and tensors of one number, and E for experts in one tensor.  settings: which of several words
-    it is, where they say one of them; else the first.
+    They hold JSON or a table, or numbers that state parameters or N and K.  values: of parameters, N and K, and one-number
+    tensors, and E for experts in one tensor.  settings: choose among alternative words; by default the first.
     """
     small: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     counts = says_numbers(format)
@@ -151,7 +146,7 @@ def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str
             numbers = format.tables[rule]
             small[key] = "float32", (len(numbers),), struct.pack(f"<{len(numbers)}f", *numbers)
         elif counts:
-            if isinstance(rule, list):                           # extents, which are of 64 bits in torch
+            if isinstance(rule, list):                           # extents, which torch has as 64-bit integers
                 small[key] = "int64", (len(rule),), struct.pack(f"<{len(rule)}q", *(values.get(word, word) for word in rule))
             else:
                 small[key] = "int32", (), struct.pack("<i", values.get(rule, rule))
@@ -159,25 +154,25 @@ def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str
 
 
 def says_numbers(format: Description) -> bool:
-    """Whether tensors of numbers beside a weight say parameters or N and K, without which its own tensors leave these open."""
+    """Whether numbers next to a weight state parameters or N and K that its tensors leave open."""
     return any(word in (*format.params, *EXTENTS) for rule in format.detect.get("tensors", {}).values()
                if not isinstance(rule, Mapping) for word in (rule if isinstance(rule, list) else [rule]))
 
 
 def says_extents(format: Description) -> bool:
-    """Whether JSON beside a weight says N and K, and of experts in one tensor how many there are: all else is flat then."""
+    """Whether JSON next to a weight states N and K, and the number of experts: its tensors are then flat."""
     rules = [rule for rule in format.detect.get("tensors", {}).values() if isinstance(rule, Mapping)]
     return any([*EXTENTS] == wanted for rule in rules for wanted in rule.values())
 
 
 def numbers(format: Description) -> list[str]:
-    """The tensors of one number that JSON beside a weight says: they are in no file."""
+    """One-number tensors that JSON next to a weight states; they are in no file."""
     rules = [rule for rule in format.detect.get("tensors", {}).values() if isinstance(rule, Mapping)]
     return [name for name in format.singles if any(name in rule.values() for rule in rules)]
 
 
 def choices(format: Description) -> list[str]:
-    """The settings in JSON beside a weight that are one of several words."""
+    """Settings in JSON next to a weight that have alternative words."""
     rules = [rule for rule in format.detect.get("tensors", {}).values() if isinstance(rule, Mapping)]
     return [name for rule in rules for name, wanted in rule.items()
             if isinstance(wanted, list) and not {*wanted} & {*EXTENTS, *format.params}]
@@ -193,7 +188,7 @@ def _written(wanted: Any, values: Mapping[str, Any], setting: object) -> Any:
 
 
 def same(value: object, word: object) -> bool:
-    """Whether a setting is a rule's word; in letters of either case, which producers mix."""
+    """Whether a setting is a rule's word; ignores case, which producers mix."""
     if word == "null" or value is None:
         return word == "null" and value is None
     if isinstance(value, str) and isinstance(word, str):

@@ -1,4 +1,4 @@
-"""Layers whose tensors do not say what N and K are, such as optimum-quanto's, by the shapes that their model has."""
+"""Layers whose tensors do not determine N and K, such as optimum-quanto's: their shapes come from the model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 
-Shapes = Callable[[Folder], Mapping[str, tuple[int, ...]]]       # of modules by name; nothing where the model is not known
+Shapes = Callable[[Folder], Mapping[str, tuple[int, ...]]]       # shapes of modules by name; empty if the model is unknown
 
 
 def shaped_layers(folder: Folder, shapes: Shapes | None) -> Layers:
-    """The layers of a folder.  shapes: asked only where a layer's tensors do not say its shape."""
+    """The layers of a folder.  shapes: called only if a layer's tensors do not determine its shape."""
     recognised = layers(folder)
     if shapes is None or not any(layer.lacks_shape for layer in recognised.layers):
         return recognised

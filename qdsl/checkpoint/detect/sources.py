@@ -1,4 +1,4 @@
-"""Where a checkpoint's weights come from: safetensors folders, headers alone, and GGUF files, behind one interface."""
+"""The source of a checkpoint's weights: safetensors folders, headers alone, or GGUF files, behind one interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shapes = Mapping[str, Sequence[int]]
 class Source(Protocol):
     """A checkpoint's tensors, as packed layers, groups that are coded together, and plain tensors.
 
-    layers: by the names of modules.  plain: all other tensors.  problems: what is wrong with no single layer.
+    layers: by module names.  plain: all other tensors.  problems: of the checkpoint and not of one layer.
     """
 
     path: Path
@@ -51,22 +51,22 @@ class Source(Protocol):
         """The bytes of a tensor.  Raises CheckpointError for an unknown name."""
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of plain numbers, mapped where it can be.  Raises CheckpointError."""
+        """A tensor of plain numbers, mapped if possible.  Raises CheckpointError."""
 
     def weights(self, layer: Layer) -> list[PackedWeight]:
-        """A layer's weights, one per expert, mapped where they can be.  Raises CheckpointError."""
+        """A layer's weights, one per expert, mapped if possible.  Raises CheckpointError."""
 
     def stacked(self, layer: Layer) -> PackedWeight:
         """A layer's weight, the experts of a stack as one of E * N rows.  Raises CheckpointError and FormatError."""
 
     def group_weight(self, group: Group) -> PackedWeight:
-        """The weight of a group, all its numbers in rows of any size.  Raises CheckpointError."""
+        """The weight of a group, with all its numbers in rows of any size.  Raises CheckpointError."""
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
-        """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError."""
+        """The numbers of a group's weights, one row each, by name.  Raises CheckpointError."""
 
     def use_shapes(self, shapes: Shapes) -> None:
-        """Read layers that do not state their shapes by these, (N, K) or (E, N, K), by the names of modules."""
+        """Use these shapes, (N, K) or (E, N, K) by module names, for layers that do not state their own."""
 
     def close(self) -> None:
         """Closes the files; tensors that were read stay valid."""
@@ -104,7 +104,7 @@ class FolderSource:
 
     @property
     def problems(self) -> Sequence[str]:
-        """What is wrong with no single layer."""
+        """Problems of the checkpoint and not of one layer."""
         return self._layers[3]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class GgufSource:
 
     @cached_property
     def _scales(self) -> set[str]:
-        """Tensors that belong to the blocks of another, as NVFP4's scales."""
+        """Tensors that belong to another tensor's blocks, such as NVFP4's scales."""
         return {name for entry in self.file.tensors.values() if entry.type.name not in TORCH and entry.problem is None
                 for name in companions(self.file, entry).values()}
 
@@ -191,7 +191,7 @@ class GgufSource:
         return [name for name, entry in self.file.tensors.items() if entry.type.name in TORCH and name not in self._scales]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, as models have it.  Raises CheckpointError."""
+        """The shape of a tensor in the model.  Raises CheckpointError."""
         return self.file.entry(name).logical_shape
 
     def nbytes(self, name: str) -> int:
@@ -224,7 +224,7 @@ class GgufSource:
         raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
 
     def use_shapes(self, shapes: Shapes) -> None:
-        """Blocks state their shapes."""
+        """Does nothing: blocks state their shapes."""
 
     def close(self) -> None:
         """Closes the files."""

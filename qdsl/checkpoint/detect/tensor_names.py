@@ -7,20 +7,20 @@ from collections.abc import Collection, Iterable
 from qdsl.checkpoint.detect.header_claims import PREFIX, HeaderClaims
 from qdsl.core.stored import Description
 
-WEIGHT = "weight"                                                # what a module's weight is called, if nothing else
+WEIGHT = "weight"                                                # the default name of a module's weight
 BIAS = "_bias"                                                   # of a layer, although a storage has a 'weight_bias'
 
 
 class TensorNames:
-    """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
+    """Assigns tensors to modules by the last parts of their names, such as 'weight_scale' or 'weight.absmax'.
 
-    names: all.  whole: those of storages, without producers' own.  heads: the first parts of those that have several.
-    tails: those that begin with '_', the ends of a last part, but for those of a weight called 'weight', which stand for those of
-    any name that a header has.
+    names: all of them.  whole: those of storages, without producers' own.  heads: the first parts of names with several parts.
+    tails: names that begin with '_', as endings of a last part.  Those of a weight called 'weight' also serve for names in
+    headers.
 
-    Experts in one tensor are a weight with a name of its own, of which those beside it are made: 'down_proj_scale_inv' beside
-    'down_proj' is what 'weight_scale_inv' is beside 'weight', and 'down_proj_weight_scale' the 'weight_scale' of others.
-    firsts: what makes such a weight's own name of it.  ends: what makes the names of those beside it.
+    A stack of experts is a weight with its own name, which begins the names of its other tensors: 'down_proj_scale_inv' belongs
+    to 'down_proj' as 'weight_scale_inv' to 'weight', and 'down_proj_weight_scale' is its 'weight_scale'.  firsts, ends: what
+    follows the weight's name in the names of its main tensor, and of its other tensors.
     """
 
     def __init__(self, formats: Iterable[Description], claims: HeaderClaims) -> None:
@@ -38,9 +38,9 @@ class TensorNames:
         self.ends = tuple(end for name in own for end in (name.removeprefix(WEIGHT), f"_{name}"))
 
     def modules(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Tensors by module: modules(...)['model.layers.0.mlp.up_proj']['weight_scale'] is the whole name.
+        """Tensors by module: modules(...)['model.layers.0.mlp.up_proj']['weight_scale'] is the full name.
 
-        A weight with a name of its own is a module with this name.
+        A weight with its own name is a module with this name.
         """
         every = dict.fromkeys(names)
         stacks = self._stacks(every)
@@ -51,7 +51,7 @@ class TensorNames:
         return by_module
 
     def _stacks(self, names: Collection[str]) -> set[str]:
-        """The weights that have names of their own: there are other tensors whose names are made of theirs."""
+        """The weights with their own names: other tensors' names are derived from theirs."""
         stems = {name.removesuffix(end) for name in names if name.endswith(self.ends) for end in self.ends if name.endswith(end)}
         return {name for name in stems if name.rpartition(".")[2] not in self.names
                 and any(name + first in names for first in self.firsts)}
@@ -75,7 +75,7 @@ class TensorNames:
         module, _, leaf = name.rpartition(".")
         if (cut := self.claims.cut(module, leaf)) is not None:
             return cut
-        # 'weight_scales' is no tail '_scales' of 'weight', nor are a storage's 'code_scales' those of 'code'.
+        # 'weight_scales' is not the tail '_scales' of 'weight', nor are a storage's 'code_scales' the scales of 'code'.
         is_own = leaf in self.whole or (leaf in self.names and leaf.startswith(WEIGHT))
         if leaf.endswith(self.tails) and leaf not in self.tails and not is_own:
             tail = next(ending for ending in self.tails if leaf.endswith(ending))
