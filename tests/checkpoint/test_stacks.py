@@ -238,7 +238,7 @@ def test_a_storage_that_nobody_has_experts_in(tmp_path: Path) -> None:
     tensors, _ = experts(fp8_block, "safetensors", 2 * INNER, HIDDEN)
     (tmp_path / "in").mkdir()
     read(tmp_path / "in", stacked(GATE_UP, tensors))
-    with pytest.raises(RewriteError, match="nobody says what 'SCB' is called beside experts in one tensor"):
+    with pytest.raises(RewriteError, match="no rule gives the name of 'SCB' next to experts in one tensor"):
         converted(tmp_path / "in", tmp_path / "out", "bnb_int8", requantize=True)
 
 

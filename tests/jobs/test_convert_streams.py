@@ -144,7 +144,7 @@ def test_experts_in_one_tensor_are_refused_or_left(tmp_path: Path) -> None:
     experts = {"model.experts.up_proj": torch.stack([expert.tensors["weight"] for expert in packed]),
                "model.experts.up_proj_scale": torch.stack([expert.tensors["weight_scale"] for expert in packed])}
     path = folders.folder(tmp_path / "in", {**experts, **folders.named({"model.up": weight(2)})}, config=CONFIG)
-    with pytest.raises(RewriteError, match="an entropy code has all rows of a matrix in one, and these are experts in one"):
+    with pytest.raises(RewriteError, match="an entropy code holds one matrix, and these are experts in one"):
         convert(path, tmp_path / "out")
     with Folder(path) as folder:
         run.convert(folder, layers(folder), aim.aimed("fp8_lane", keep_misfits=True), tmp_path / "out")

@@ -255,7 +255,7 @@ def test_experts_in_one_tensor(tmp_path: Path, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize(("to", "why"), [("int8_channel", "compressed-tensors has no names for experts in one tensor"),
-                                         ("q4_0", "nobody says what 'blocks' is called")])
+                                         ("q4_0", "no rule gives the name of 'blocks'")])
 def test_experts_that_have_no_names_stay_plain(tmp_path: Path, to: str, why: str) -> None:
     report = quantize(plain_folder(tmp_path / "in", experts(False)), tmp_path / "out", to)
     assert [row["name"] for row in report["quantized"]] == ["mlp.up"] and len(report["left"]) == 2

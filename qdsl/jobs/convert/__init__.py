@@ -1,1 +1,1 @@
-"""Whole checkpoints into another storage: what becomes of every layer, and what the config says of it then."""
+"""Converts whole checkpoints to another storage: the new tensors of every layer, and the settings in the config."""

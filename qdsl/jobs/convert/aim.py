@@ -1,4 +1,4 @@
-"""The target of a conversion: a format and a storage, and how a weight gets there."""
+"""The target of a conversion, a format and a storage, and the conversion of one weight to it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Aim:
         return f"{self.format}.{self.storage}".removeprefix(".")
 
     def data(self) -> dict[str, Any]:
-        """The fields for JSON; those of plain layers only where plain layers are quantized."""
+        """The fields for JSON; options of plain layers only if plain layers are quantized."""
         fields = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only", "skip", "keep_misfits")}
         if self.ignore is not None:
             return {**fields, "ignore": list(self.ignore), "only": list(self.only)}
@@ -60,7 +60,7 @@ class Aim:
 
     @property
     def options(self) -> dict[str, int | str]:
-        """What weights are quantized with: the parameters, and what readers of the storage need, such as symmetric codes."""
+        """Options for `quantize`: the parameters, and settings that readers of the storage need, such as symmetric codes."""
         rules = [rule for rule in description(self.format).detect.get("config", []) if rule.get("storage") == self.storage]
         return {**next((rule["quantize"] for rule in rules if "quantize" in rule), {}), **self.params}
 

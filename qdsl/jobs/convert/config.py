@@ -1,6 +1,6 @@
-"""What a folder's files say of its quantization, in another storage: by the rules of its producer.
+"""Writes a folder's quantization settings for another storage, by the rules of its producer.
 
-Where no producer has words for it, the settings name the format and the storage as qdsl does, and the config is guarded, so that
+If no producer describes the storage, the settings name format and storage in qdsl's own terms, and the config is guarded, so that
 loaders without qdsl refuse it.
 """
 
@@ -27,10 +27,10 @@ from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan import Plan
 
 CONFIG = "config.json"
-INPUTS = "input_"                                                # how scales of activations begin, beside weights
-MISTRAL = "params.json"                                          # the config of files that Mistral's own programs read
+INPUTS = "input_"                                                # prefix of scales of activations
+MISTRAL = "params.json"                                          # the config of Mistral's own programs
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
-PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # of which it is said that they do not read it
+PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # programs to report if they cannot read it
 DIFFUSERS = "_class_name"
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
@@ -60,9 +60,9 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
 
 
 def _refused(refusal: Refusal, settings: Mapping[str, Any]) -> str:
-    """The first setting that a program refuses, and its value; '' where some setting is none of those that it refuses.
+    """The first setting that a program refuses, with its value; '' if some setting is one that it accepts.
 
-    Settings of groups count as those of the whole.
+    Settings of groups count like those of the whole checkpoint.
     """
     groups = [group["weights"] for key in producers().keys(settings["quant_method"]).groups
               for group in _mappings(settings.get(key)) if isinstance(group.get("weights"), Mapping)]
@@ -73,7 +73,7 @@ def _refused(refusal: Refusal, settings: Mapping[str, Any]) -> str:
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
-    """The files that say something else in the new storage, None for one that has nothing to say any more; and notes."""
+    """The files that change with the storage, with new text or None for a file to remove; and notes."""
     if not plan.changed:
         return {}, []
     wholes: dict[str, dict[str, Any]] = {}
@@ -93,7 +93,7 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
             wholes[file] = new if stays else {}
         elif stays:
             container[keys[-1]] = new
-        else:                                                    # a place of a producer that has nothing to say any more
+        else:                                                    # an unused place of the producer's settings
             del container[keys[-1]]
             wholes[file] = whole if file == CONFIG else {}
     headers = [settings for _, settings in in_headers(folder)]
@@ -121,7 +121,7 @@ def _text(value: dict[str, Any]) -> str:
 
 
 def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The mapping that holds settings, and they; None where there are none."""
+    """The mapping that contains settings, and the settings; (None, {}) if there are none."""
     place: Any = whole
     for key in keys[:-1]:
         place = place.get(key) if isinstance(place, dict) else None
@@ -131,7 +131,7 @@ def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | 
 
 def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers,
               ) -> tuple[dict[str, Any], list[str]]:
-    """The settings of the new storage, none for plain floats, and what to note of them."""
+    """The settings for the new storage, empty for plain floats, and notes on them."""
     if "safetensors" in description(plan.format).detect:
         return {}, []
     new, note = _renewed(folder, old, method, plan, layers)
@@ -142,14 +142,14 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
 
 
 def _present(settings: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Those names that settings of the whole, or of a group of layers, state."""
+    """The names that settings of the checkpoint, or of a group of layers, contain."""
     groups = [group for how in producers().keys("").groups for group in _mappings(settings.get(how))]
     wholes: list[Mapping[str, Any]] = [settings, *groups]
     return [name for name in names if any(whole.get(name) for whole in wholes)]
 
 
 def stale(folder: Folder, plan: Plan) -> list[str]:
-    """Notes of what was copied and speaks of the weights as they were."""
+    """Notes on copied files that describe the old weights."""
     scales = [full for layer in plan.changed for leaf, full in layer.others.items() if leaf.startswith(INPUTS)]
     old_quantization = folder.json(MISTRAL).get("quantization") if plan.changed else None
     return [*([f"{counted(len(scales), 'tensor')} such as {scales[0]} scale inputs of the old weights, and were copied"]
@@ -158,7 +158,7 @@ def stale(folder: Folder, plan: Plan) -> list[str]:
 
 
 def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
-    """The settings of the new storage, and a note, or ''."""
+    """The settings for the new storage, and a note, or ''."""
     rules = _rules(folder, plan, method)
     own = [rule for rule in rules if _is_own(rule, method, plan)]
     first, *others = plan.params
@@ -169,7 +169,7 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
             f"no page says how other loaders call {plan.format}.{plan.aim.storage}"
         return _ours(folder, plan, layers), f"{why}: the config says qdsl"
     scaled = [f"{layer.name}.{name}" for layer in plan.changed for name in OF_X if name in layer.others]
-    if scaled and not same(method, rule["quant_method"]):        # a loader that does not know it would leave it out
+    if scaled and not same(method, rule["quant_method"]):        # a loader that does not know it would ignore it
         return _ours(folder, plan, layers), (
             f"x is to be multiplied by {scaled[0]}, and so of {len(scaled)} layers, which loaders of {rule['quant_method']} "
             "do not: the config says qdsl")
@@ -182,7 +182,7 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
 
 
 def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
-    """The settings as we call them: of the whole, and what is not quantized, or where layers differ of each."""
+    """qdsl's own settings: common ones, unquantized modules, and per-layer settings if layers differ."""
     names = [layer.name for layer in (*plan.changed, *plan.kept)]
     settings = {name: {"format": format, "storage": storage, **params}
                 for name, (format, storage), params in zip(names, plan.storages, plan.params, strict=True)}
@@ -201,7 +201,7 @@ def own_settings(layers: Mapping[str, Mapping[str, Any]], plain: Sequence[str]) 
 
 
 def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
-    """The rules for the storage that say the parameters of the first layer; none where formats or storages are several."""
+    """The rules for the storage that match the first layer's parameters; none if there are several formats or storages."""
     if len({*plan.storages}) > 1:
         return []
     format, params = description(plan.format), plan.params[0]
@@ -209,28 +209,28 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in rules if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage
            and rule.get("where", {}).items() <= params.items()
-           and (_is_own(rule, method, plan) or not any("." in key for key in rule))]     # settings in settings are read alone
+           and (_is_own(rule, method, plan) or not any("." in key for key in rule))]     # nested settings are only read
     return [full for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
             if (full := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
 
 
 def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[str, int | str]) -> bool:
-    """Whether it gives the extents of blocks, and none of those that are whole axes."""
+    """Whether a rule states the extents of blocks, and none of them is a whole axis."""
     named = [word for key, wanted in rule.items() if key not in (*ABOUT_RULE, *WORDS)
              for word in (wanted if isinstance(wanted, list) else [wanted])]
     return all((params[size] == -1) != (size in named) for size in sizes)
 
 
 def _is_own(rule: Mapping[str, Any], method: str, plan: Plan) -> bool:
-    """Whether it is of the producer whose settings the checkpoint has, which stay but for the words of the storage."""
+    """Whether a rule is of the checkpoint's own producer, so that other settings of it stay."""
     return same(method, rule["quant_method"]) and not plan.aim.requantize
 
 
 def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan: Plan, own: bool) -> dict[str, Any] | None:
-    """A rule with the words that follow from tensors and fields; None where layers differ in a tensor.
+    """A rule completed with the settings that follow from tensors and fields; None if layers differ in a tensor.
 
-    own: those stay what the settings say; but readers of some producers want just the tensors that settings speak of, and a word
-    that is wrong of all layers has the right one beside it.
+    own: such settings stay unchanged.  But readers of some producers require exactly the tensors that settings mention: a setting
+    that is wrong for all layers is corrected.
     """
     full = dict(rule)
     follows = producers().of(rule["quant_method"]).follows_tensors
@@ -250,7 +250,7 @@ def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan
 
 
 def _is_stored(folder: Folder, plan: Plan, format: Description, field: str) -> bool:
-    """Whether some layer has other values of a field than a missing tensor means, or may have them."""
+    """Whether some layer has, or may have, values of a field that differ from its default."""
     from qdsl.checkpoint.detect.layer_weights import unread
     from qdsl.runtime.weight.convert import usual
 
@@ -261,7 +261,7 @@ def _is_stored(folder: Folder, plan: Plan, format: Description, field: str) -> b
 
 
 def _rule_settings(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
-    """Settings that make a rule hold: its words, the first of several, and values of parameters; and what `with` says instead."""
+    """Settings that make a rule match: its words (the first alternative), values of parameters, and overrides under `with`."""
     instead = rule.get("with", {})
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
@@ -275,7 +275,7 @@ def _rule_settings(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> 
 
 
 def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
-    """A producer's settings with the words of another rule of its own; parameters are in every storage what they were."""
+    """A producer's settings adapted to another of its rules; parameters have the same values in every storage."""
     new = copy.deepcopy(dict(old))
     own = producers().of(rule["quant_method"])
     names = {name: own.settings.get(name, name) for name in new}
@@ -289,7 +289,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
             places = [(group["weights"], [key]) for group in groups]
         else:
             if not any(same(new.get(key), word) for word in words):
-                for group in groups:                             # of one that says nothing readers guess
+                for group in groups:                             # readers guess for a group without the setting
                     group |= {key: new.get(key)} if group.get(key) is None else {}
             places = [(group, [key]) for group in groups if key in group]
             places += [(new, [name for name in names if names[name] == key] or [key])]
@@ -300,12 +300,12 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
 
 
 def _mappings(value: object) -> list[dict[str, Any]]:
-    """Those in a mapping; none where it is none."""
+    """All mappings in a value; none if it is not a mapping."""
     return [entry for entry in value.values() if isinstance(entry, dict)] if isinstance(value, dict) else []
 
 
 def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> None:
-    """Have settings say one of a rule's words under these names, if need be the first."""
+    """Set these names to one of a rule's alternatives, the first if none is set yet."""
     for name in names:
         if any(same(settings.get(name), word) for word in words):
             continue
@@ -316,7 +316,7 @@ def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> No
 
 
 def _new_settings(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
-    """Settings of a producer that the checkpoint had not.  plain: the modules that are not quantized."""
+    """New settings of a producer that the checkpoint did not have.  plain: the unquantized modules."""
     own = producers().of(flat["quant_method"])
     if own.skipped_patterns:
         inside = [name for name in plain if not name.endswith(own.plain_by_default)] if own.plain_by_default else plain
@@ -333,11 +333,11 @@ def _new_settings(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
 
 
 def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
-    """What the producer's list says of modules with a plain matrix, and those of them that it cannot name to all readers."""
+    """The producer's list of modules with a plain matrix, and the modules that it cannot name for all readers."""
     plain = [name.removesuffix(SUFFIX) if len(folder.entry(name).shape) == 2 else name.rpartition(".")[0]
              for name in layers.plain if is_matrix(name, folder.entry(name))]
     if any(name.endswith(EMBEDDING) for name in plain) and not any(name.endswith(HEAD) for name in plain):
-        plain.append(HEAD)                                       # a head that has the weight of the embedding
+        plain.append(HEAD)                                       # a head that shares the embedding's weight
     plain = list(dict.fromkeys(plain))
     skip_list = producers().of(method).skip_list
     if not skip_list:
@@ -350,15 +350,15 @@ def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], lis
 
 
 def _may_name(module: str, text: str) -> bool:
-    """Whether a module's name, as it is or as a regular expression, is anywhere in a text: few are in thousands of names."""
-    is_plain = re.fullmatch(r"[\w.-]+", module) is not None      # other names may be expressions that take long
+    """Whether a text may contain a module's name, plain or as a regular expression; rarely true for thousands of names."""
+    is_plain = re.fullmatch(r"[\w.-]+", module) is not None      # other names may be slow expressions
     return not is_plain or re.search(module, text) is not None
 
 
 def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> tuple[str, bool]:
-    """What names a module to some reader of a list, and none of the others to any; '' where nothing does.  And whether to all.
+    """A list entry that names a module to some reader and no other module to any, or ''; and whether it does so for all readers.
 
-    To transformers a name may be the end of another: 'head' is 'lm_head' too, where 'head$' is not; to others that is no name.
+    transformers matches endings: 'head' also names 'lm_head', but 'head$' does not; for other readers 'head$' is not a name.
     """
     for word in (module, f"{re.escape(module)}$"):
         readings = [rules(dialect, word) for dialect in read]

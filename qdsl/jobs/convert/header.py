@@ -1,6 +1,6 @@
-"""What the metadata of headers say of a checkpoint's weights, in another storage: by the rules of its producer.
+"""Writes the metadata about weights in safetensors headers for another storage, by the rules of its producer.
 
-A rule has under `with` what no reader checks.  Producers of such metadata list all weights there, plain ones too.
+Settings that no reader checks are under `with` in a rule.  Producers of such metadata list all weights, including plain ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.shapes import seen_shape
 from qdsl.core.stored import Stored
 
-TENSORS = "tensors"                                              # in a rule: the names that a storage's tensors have there
+TENSORS = "tensors"                                              # key of a rule: the names of a storage's tensors in headers
 
 
 def rule(format: str, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Any] | None:
-    """The rule by which a header says a weight; None where no rule says all that one must say."""
+    """The rule that describes a weight in a header; None if no rule describes all required settings."""
     rules = next(candidate for candidate in descriptions() if candidate.name == format).detect.get("header", [])
     return next((candidate for candidate in rules if "with" in candidate and candidate.get("storage") == storage
                  and candidate.get("where", {}).items() <= params.items()), None)
@@ -32,7 +32,7 @@ def rule(format: str, storage: str, params: Mapping[str, int | str]) -> Mapping[
 
 def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int], params: Mapping[str, int | str],
          shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape that files give a tensor of a weight [N, K]; None where it is `shape`, that of its axes."""
+    """The shape of a tensor in files for a weight [N, K]; None if it is `shape`, that of its axes."""
     stored = stored_tensor(format, storage, name)
     if stored is None or not stored.seen:
         return None
@@ -41,7 +41,7 @@ def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int
 
 
 def tensor_name(layer: Layer, format: str, storage: str, name: str) -> str:
-    """What a tensor of a storage is called where a header says the layer's weight."""
+    """The name of a storage's tensor if a header describes the layer's weight."""
     stored = stored_tensor(format, storage, name)
     leaf = next((alias for alias in stored.aliases if alias.startswith(PREFIX)), name) if stored else name
     module, _, own = weight(layer).rpartition(".")
@@ -49,7 +49,7 @@ def tensor_name(layer: Layer, format: str, storage: str, name: str) -> str:
 
 
 def unwritable(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str:
-    """Why a header cannot say the weights of experts in one tensor; '' where it can, and for a layer without experts."""
+    """Why a header cannot describe the weights of experts in one tensor; '' if it can, and for a layer without experts."""
     header_rule = rule(format, storage, params)
     if layer.experts is None or header_rule is None:
         return ""
@@ -63,13 +63,13 @@ def unwritable(layer: Layer, format: str, storage: str, params: Mapping[str, int
 
 
 def stored_tensor(format: str, storage: str, name: str) -> Stored | None:
-    """A tensor of a storage; None for one that is beside it."""
+    """A tensor of a storage; None for one outside of it."""
     variants = next(spec for spec in descriptions() if spec.name == format).variants
     return next(storages[storage].get(name) for storages in variants.values() if storage in storages)
 
 
 def weight_json(layer: Layer, format: str, storage: str, params: Mapping[str, int | str], tensors: Sequence[str]) -> str | None:
-    """The JSON for a layer's weight in a storage; None where no rule says how.  tensors: their names there."""
+    """The JSON for a layer's weight in a storage; None if no rule describes it.  tensors: their names in the file."""
     header_rule = rule(format, storage, params)
     if header_rule is None:
         return None
@@ -90,7 +90,7 @@ def weight_json(layer: Layer, format: str, storage: str, params: Mapping[str, in
 
 
 def _written(word: Any, values: Mapping[str, Any]) -> Any:
-    """A spec's words as JSON has them; names of parameters, N and K become their values."""
+    """A value of a spec for JSON; names of parameters, N and K become their values."""
     if isinstance(word, Mapping):
         return {key: _written(part, values) for key, part in word.items()}
     if isinstance(word, list):
@@ -104,22 +104,22 @@ def weight(layer: Layer) -> str:
 
 
 def texts(claims: HeaderClaims, changed: Mapping[str, str | None], kept: Sequence[Layer], plain: Sequence[str]) -> dict[str, str]:
-    """What metadata are to say of weights, in every file of a checkpoint; nothing where nothing is to be said of a quantized one.
+    """The metadata about weights for every file of a checkpoint; empty if no quantized weight needs any.
 
-    changed: by the weights that change, what is to be said of each.  kept: layers that stay.  plain: all other tensors.
+    changed: the new text per changed weight, or None.  kept: unchanged layers.  plain: all other tensors.
     """
     metadata = {name: text for name, text in changed.items() if text is not None}
     metadata |= {name: claims.text(name) for layer in kept if (name := claims.name(layer.name)) is not None}
     for header in producers().headers if metadata else []:
         if header.weights:
-            # A tensor that is in no module cannot be listed.
+            # A tensor without a module cannot be listed.
             metadata |= {name: json.dumps(header.plain) for name in plain if "." in name}
             metadata[header.weights] = json.dumps([*metadata])
     return metadata
 
 
 def renewed(old: Mapping[str, str], new: Mapping[str, str], changed: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
-    """A file's metadata with what is now to be said of weights in place of what was.  changed: names that weights have had."""
+    """A file's metadata with old texts about weights replaced by new ones.  changed: old names of weights."""
     headers = producers().headers
     gone = {*(header.weights for header in headers), *changed, *(name for name in plain if "." in name),
             *((METADATA, *(header.layers for header in headers)) if changed else ())}

@@ -1,6 +1,6 @@
-"""What becomes of every tensor of a checkpoint: in which file it goes, where, and out of which bytes.
+"""Plans a converted checkpoint: for every tensor its file, its place in it, and the source of its bytes.
 
-Files are those of the input.  A layer's tensors go into the file that holds the largest of them now.
+Files are those of the input.  A layer's tensors go into the file of its largest current tensor.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 
-_Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in the storage and in files, dtypes, shapes
-MOST_PROBLEMS = 8                                                         # problems, of those that there are
-LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
+_Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in storage and files, dtype and shape
+MOST_PROBLEMS = 8                                                         # problems to list in a message
+LONGEST = -1.1754943508222875e-38                                # a float32 with the longest text
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A layer that becomes something else; where its tensors, named as there, go in the new file.
+    """A layer to convert, and the places of its new tensors in the new file.
 
-    names: what its tensors are called in the new file.  settings: words that small tensors beside it have, as the config has
-    them.  source: the folder that has the layer.  model: that of a pipeline, ''.  sharing: the layers that share a super-scale
-    with it, itself among them; none where it has its own.  has_streams: whether some of its tensors are as long as an entropy
-    code, whose extents are 0 until `encoded`, a file of qdsl/jobs/convert/encoded.py, holds them.
+    names: of its tensors in the new file.  settings: values for small tensors next to it, as in the config.  source: the folder
+    of the layer.  model: of a pipeline, or ''.  sharing: layers that share a super-scale with it, itself included; empty if it
+    has its own.  has_streams: whether some tensors are entropy codes.  Their extents are 0 until `encoded`, a file of
+    qdsl/jobs/convert/encoded.py, holds them.
     """
 
     layer: Layer
@@ -67,7 +67,7 @@ class Change:
 
     @property
     def label(self) -> str:
-        """The layer's name in the folder of all models."""
+        """The layer's name relative to the folder of all models."""
         return within(self.model, self.layer.name)
 
     @property
@@ -77,11 +77,11 @@ class Change:
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
-        """Where the bytes of each tensor of the new file begin, and how many they are."""
+        """Offset and size of each tensor in the new file."""
         return [(entry.start, entry.nbytes) for entry in self.to.values()]
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
-        """What requantizing it cost, None where it is exact.  Raises RewriteError where the storage cannot hold it after all."""
+        """Write the converted layer; returns the error of requantizing, None if exact.  Raises RewriteError."""
         from qdsl.jobs.convert.steps import change
 
         if self.encoded is not None:
@@ -92,9 +92,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The files of a folder, the layers that change, as they are now, and those that do not.
+    """The planned files of a folder, the layers that change, in their old form, and those that stay.
 
-    left: layers that stay as they are, and why.  inputs: the identities of the folder's files.
+    left: layers that stay unchanged, and why.  inputs: the identities of the folder's files.
     """
 
     aim: Aim
@@ -106,19 +106,19 @@ class Plan:
 
     @property
     def format(self) -> str:
-        """That of the layers that change, when they have changed."""
+        """The format of the converted layers."""
         return self.aim.format if self.aim.requantize else self.changed[0].format
 
     @property
     def storages(self) -> list[tuple[str, str]]:
-        """The format and the storage of all layers, when they have changed."""
+        """The format and storage of all layers after the conversion."""
         changed = [(self.aim.format if self.aim.requantize else layer.format, self.aim.storage) for layer in self.changed]
         return [*changed, *((layer.format, layer.storage) for layer in self.kept)]
 
     @property
     def params(self) -> list[Mapping[str, int | str]]:
-        """Of all layers, when they have changed."""
-        params_by_format: dict[str, Mapping[str, int | str]] = {}    # thousands of layers have the same
+        """The parameters of all layers after the conversion."""
+        params_by_format: dict[str, Mapping[str, int | str]] = {}    # thousands of layers share parameters
         for layer in self.changed:
             if not self.aim.exact(layer) and self.aim.format not in params_by_format:
                 params_by_format[self.aim.format] = params_in(layer, self.aim)
@@ -127,14 +127,14 @@ class Plan:
 
     @property
     def tensors(self) -> list[Collection[str]]:
-        """Their names in the storage, of all layers, when they have changed."""
+        """The names of the tensors of all layers in their storage, after the conversion."""
         changed_tensors = [step.to for shard in self.shards for step in shard.steps if isinstance(step, Change)]
         return [*changed_tensors, *(layer.tensors for layer in self.kept)]
 
 
 @dataclass(slots=True)
 class _File:
-    """A file as it is planned: what its tensors are called and are, and out of what they come."""
+    """A planned file: the names, dtypes and shapes of its tensors, and their sources."""
 
     old: TensorFile
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -143,10 +143,10 @@ class _File:
 
 
 def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
-    """Every layer that is meant as it is to become, and all else as it is.  model: that of a pipeline, ''.
+    """Plans the conversion of all selected layers; everything else stays unchanged.  model: of a pipeline, or ''.
 
-    Nothing but headers is read, indices of columns, and of each quantized layer some rows, to see that it can be converted.
-    Raises RewriteError with every quantized layer that cannot; plain ones are left.
+    Reads only headers, indices of columns, and some rows of each quantized layer, to check that it can be converted.  Raises
+    RewriteError with every quantized layer that cannot; plain ones are skipped.
     """
     every_layer = layers.layers
     wanted = [layer for layer in every_layer if aim.includes(layer)]
@@ -182,7 +182,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
 
 
 def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path, _File]:
-    """The files with the new tensors of layers and all tensors of others.  Raises RewriteError where two have one name."""
+    """The files with the new tensors of layers and all other tensors.  Raises RewriteError if two have one name."""
     files = {file.path: _File(file) for file in folder.files()}
     gone = {full for layer, _ in layers for full in (*layer.tensors.values(), *layer.settings)}
     for name in folder.names():
@@ -206,7 +206,7 @@ def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path,
 
 
 def _headers_metadata(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
-    """The metadata of the files, which say in each what all weights are, where producers want that."""
+    """The metadata of the files, which describe all weights if producers need that."""
     changed = {header.weight(layer): header.weight_json(layer, target(layer, aim).name, aim.storage, params_in(layer, aim),
                                                         list(names))
                for file in files for layer, names in file.layers}
@@ -219,7 +219,7 @@ def _headers_metadata(folder: Folder, files: Collection[_File], kept: Sequence[L
 
 
 def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str) -> None:
-    """Raises RewriteError where there are any; each is told once, as a checkpoint may have thousands of layers that are alike."""
+    """Raises RewriteError if there are problems; equal problems are listed once, because thousands of layers may be alike."""
     if not problems:
         return
     alike: dict[str, list[str]] = {}
@@ -264,10 +264,10 @@ def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
 
 
 def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What tensors a layer will have, their dtypes and shapes: those of the storage, and small ones that its producer adds.
+    """The tensors that a layer will have, with dtypes and shapes: those of the storage, and small ones that its producer adds.
 
-    Some rows are converted, all where what the storage does not store may differ from row to row.
-    Raises RewriteError where the storage cannot hold the layer, CheckpointError where its tensors do not fit together.
+    Converts some rows, or all if omitted fields may differ between rows.  Raises RewriteError if the storage cannot hold the
+    layer, CheckpointError if its tensors do not fit together.
     """
     from qdsl.runtime.weight.packed import FormatError
 
@@ -279,7 +279,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
                            f"{format.name} has no such storage; it has {', '.join(written)}")
     try:
         if layer.experts is not None and has_streams(layer, aim):
-            raise RewriteError("an entropy code has all rows of a matrix in one, and these are experts in one tensor")
+            raise RewriteError("an entropy code holds one matrix, and these are experts in one tensor")
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \
             [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
@@ -290,7 +290,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     if layer.transposed:
         _check_transposed(stored[0], spec, header.rule(format.name, aim.storage, params) is not None)
     if layer.experts is not None and says_numbers(spec):
-        raise RewriteError("what tensors of numbers say there beside a weight, none says of experts in one tensor")
+        raise RewriteError("its tensors of numbers next to a weight have no form for experts in one tensor")
     if layer.experts is not None and not says_extents(spec):
         return {name: (dtype, (layer.experts, *(shape[::-1] if layer.transposed else shape)))
                 for name, (dtype, shape) in stored[0].items()}
@@ -303,39 +303,39 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
 
 
 def _check_transposed(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], spec: Description, is_in_header: bool) -> None:
-    """Raises RewriteError where experts' weights cannot be [E, K, N], as the model has them."""
+    """Raises RewriteError if experts' weights cannot be [E, K, N], as the model has them."""
     if is_in_header or says_extents(spec) or any(len(shape) > 2 for _, shape in tensors.values()):
         raise RewriteError("its experts are [E, K, N], and there they are [E, N, K]")
 
 
 def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> None:
-    """Raises RewriteError where tensors cannot run through all experts."""
+    """Raises RewriteError if tensors cannot concatenate all experts."""
     if numbers:
         raise RewriteError(f"'{numbers[0]}' is one number for all experts there")
     axes = [axis for tensor in other.layout.tensors.values() for axis in tensor.axes]
     axes += [axis for kind in other.variant.fields.values() for axis in kind.axes]
-    step = granule(axes, "N", other.sizes, layer.shape[1])       # of all experts; other.step is that of one
+    step = granule(axes, "N", other.sizes, layer.shape[1])       # for all experts; other.step is for one
     if layer.shape[0] % step:
         raise RewriteError(f"experts of {layer.shape[0]} rows would {shared_blocks(step)}")
 
 
 def producer(format: str, storage: str, method: str = "") -> str:
-    """Whose settings are written for a storage: those of `method` where it has words for it, '' where no producer has."""
+    """The producer whose settings are written for a storage: `method` if it describes the storage, '' if no producer does."""
     names = [rule["quant_method"] for rule in description(format).detect.get("config", [])
              if rule.get("storage", storage) == storage]
     return method if method in names else next(iter(names), "")
 
 
 def _settings(folder: Folder, format: Format) -> dict[str, Any]:
-    """What the config has of the settings that small tensors beside a weight have, too."""
+    """The config's settings that small tensors next to a weight also have."""
     return {name: folder.config[name] for name in choices(description(format.name)) if name in folder.config}
 
 
 def small_tensors(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
                   single_numbers: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """The small tensors that a producer puts beside a weight, or beside those of experts in one tensor: dtype, shape, bytes.
+    """The small tensors that a producer puts next to a weight, or next to stacked experts: dtype, shape, bytes.
 
-    single_numbers: the tensors of one number that JSON states; without them it is as long as it can be, and no longer with them.
+    single_numbers: the one-number tensors that JSON states; without them the text gets its maximal length.
     """
     spec = description(format.name)
     values = {"N": layer.shape[0], "K": layer.shape[1], **params, **({} if layer.experts is None else {EXPERTS: layer.experts})}
@@ -346,13 +346,13 @@ def small_tensors(layer: Layer, format: Format, params: Mapping[str, int | str],
 
 
 def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
-    """A weight's first rows as they will be.  Raises FormatError where some rows cannot be so."""
+    """A weight's first rows after the conversion.  Raises FormatError if some rows cannot be converted."""
     import torch
 
     least = math.lcm(weight.step("N"), other.step("N"))
     fields = weight.variant.fields
     every = aim.exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
-    if weight.layout.streams and not every:                      # which can be cut nowhere, but some of whose rows can be decoded
+    if weight.layout.streams and not every:                      # cannot be sliced, but some rows can be decoded
         rows = weight.decode_rows(torch.arange(min(weight.shape[0], other.step("N"))))
         if rows is not None:
             return become(rows, layer, aim)
@@ -364,14 +364,14 @@ def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -
 
 
 def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors of a whole weight, by those of some rows; what is left out because of its numbers, all rows decide."""
+    """The tensors of a whole weight from those of some rows; all rows decide on tensors that are omitted by value."""
     from qdsl.runtime.weight.convert import omitted
 
     names, layout = set(sample.tensors), sample.layout
     if exact and layout.omits:
         open_ = {name for name, stored in layout.tensors.items() if stored.optional in layout.omits}
         names = names - open_ | open_ - omitted(weight.format.checked(weight), layout)
-    own = {name: weight.tensors[name] for name in sample.branch_names}       # as long as they are
+    own = {name: weight.tensors[name] for name in sample.branch_names}       # their sizes depend on the numbers
     every = sample.format.stored(sample.derive(own, weight.shape))
     return {name: every[name] for name in every if name in names}
 
@@ -379,7 +379,7 @@ def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str
 @cache
 def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tuple[tuple[str, Any], ...],
                ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors of a quantized weight, the same for all numbers.  Raises FormatError for a shape that does not fit."""
+    """The tensors of a quantized weight, which do not depend on its numbers.  Raises FormatError for a wrong shape."""
     import torch
 
     params = {name: value for name, value in options if name in format.params}
@@ -389,11 +389,11 @@ def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tu
 
 
 def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:
-    """What a tensor of a storage is called in a checkpoint: as the layer calls the one of that name now, else by it.
+    """The name of a storage's tensor in a checkpoint, derived from the layer's current names or from the layer.
 
-    An alias that has a dot where the name cannot have one is what files call it.  A weight with a name of its own gives it to
-    those beside it: 'weight_scale' is 'down_proj_scale', or, `whole`, 'down_proj_weight_scale'.  Raises RewriteError where
-    nothing says what they are called.
+    An alias with a dot that the name cannot contain is the name in files.  A weight with its own name is a prefix of other
+    tensors' names: 'weight_scale' becomes 'down_proj_scale', or, `whole`, 'down_proj_weight_scale'.  Raises RewriteError if no
+    name is known.
     """
     if not layer.stacked:
         if name in layer.tensors:
@@ -405,11 +405,11 @@ def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool 
             return f"{layer.name}_{leaf}" if whole and leaf != WEIGHT else layer.name + leaf.removeprefix(WEIGHT)
     if f"_{name}" in aliases:
         return f"{layer.name}_{name}"
-    raise RewriteError(f"nobody says what '{name}' is called beside experts in one tensor")
+    raise RewriteError(f"no rule gives the name of '{name}' next to experts in one tensor")
 
 
 def has_streams(layer: Layer, aim: Aim) -> bool:
-    """Whether a layer will have tensors that are as long as an entropy code."""
+    """Whether a layer will have entropy-coded tensors."""
     return bool(target(layer, aim).storage(aim.storage, params_in(layer, aim))[1].streams)
 
 
@@ -428,7 +428,7 @@ def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, i
 
 
 def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], identities: Mapping[Path, list[Any]]) -> str:
-    """A digest of all that a file's bytes depend on: the formats, the layers, and the files that are read."""
+    """A digest of everything that a file's bytes depend on: formats, layers, and input files."""
     sources = {folder.file(name).path for name in file.copied}
     layers = {part.name: part for step in steps if isinstance(step, Change) for part in (step.layer, *step.sharing)}
     sources |= {folder.file(full).path for layer in layers.values() for full in layer.tensors.values()}
