@@ -84,11 +84,11 @@ def _fused_figures(rows: int, rounds: int) -> Iterator[Figure]:
                      more=False, note=note)
 
 
-def fused(name: str, storage: str, params: dict[str, Any], rows: int) -> Callable[[], Tensor]:
+def fused(name: str, storage: str, params: dict[str, Any], rows: int, threads: int = THREADS) -> Callable[[], Tensor]:
     """The layers that `qdsl.fuse_` makes."""
     from qdsl.models.fused import FusedLinear
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(threads)
     weight, x = packed(name, storage, **params), _x(rows)
     layers = [FusedLinear(weight.apply(torch.clone)) for _ in range(_copies(weight.nbytes))]
     return lambda: torch.cat([layer(x) for layer in layers])

@@ -47,9 +47,9 @@ class FusedLinear(QuantizedLinear):
     stored by groups (act-order).  `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
 
     Forward calls the operation for x in the dtypes for which it is fast: on a CPU bfloat16, on an XPU float16, bfloat16 and
-    float32.  For other dtypes, where x needs gradients, under `batch_invariant` and on other devices it runs the format's own
-    `linear`.  On a CPU weights are exact, products and sums float32, and each term of the scales adds one rounding to bfloat16.
-    On an XPU the operation gets x and scales in x's dtype if scales have it too, else in float32.
+    float32.  For other dtypes, for many rows of x, where x needs gradients, under `batch_invariant` and on other devices it runs
+    the format's own `linear`.  On a CPU weights are exact, products and sums float32, and each term of the scales adds one
+    rounding to bfloat16.  On an XPU the operation gets x and scales in x's dtype if scales have it too, else in float32.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -155,6 +155,9 @@ class FusedLinear(QuantizedLinear):
     def _takes(self, x: Tensor) -> bool:
         """Whether the operation supports x; it has no derivatives and no batching rules."""
         if self.batch_invariant or x.dtype not in self.operation.dtypes or x.device.type != self.device_type or not x.numel():
+            return False
+        most, scales = self.operation.most, self.get_parameter(self.operation.arguments[1])
+        if most is not None and x.numel() * len(scales) > most * self.in_features:
             return False
         if torch.is_grad_enabled() and x.requires_grad:
             return False

@@ -19,13 +19,18 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.core.stored import OF_X
+from qdsl.host import library
 from qdsl.host.system import resident_bytes
 from qdsl.models.experts import Experts
+from qdsl.models.fused import fuse_model
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
+from qdsl.runtime.cpu.int4 import OPERATIONS
+from qdsl.runtime.cpu.linear import has_torch_kernels
+from qdsl.runtime.gpu.placement import may_change, setting
 from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.weight.algebra import concatenated
@@ -83,6 +88,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
 def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()) -> list[nn.Module]:
     """Store packed layers of a report planar where that is faster on their device: the new modules.
 
+    On a machine without a C compiler, layers on a CPU that torch's fused int4 operation can hold exactly are stored for that.
     devices: types of those whose layers are considered, all without.
     """
     def place(name: str) -> str:
@@ -92,7 +98,13 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
     def is_considered(layer: Any, name: str) -> bool:
         return place(name) in report.packed and (not devices or layer.device.type in devices)
 
-    changed = use_fastest_storages(model, is_considered).quantized
+    def is_fused(layer: Any, name: str) -> bool:
+        is_fast = layer.device.type == "cpu" and layer.compute_dtype in OPERATIONS["cpu"].dtypes
+        return is_fast and is_considered(layer, name) and may_change(layer)
+
+    is_allowed = has_torch_kernels() and not library.has_compiler() and setting() != "never"
+    fused = fuse_model(model, is_fused).quantized if is_allowed else {}
+    changed = [*fused, *use_fastest_storages(model, is_considered).quantized]
     layers: list[Any] = [model.get_submodule(name) for name in changed]
     for name, layer in zip(changed, layers, strict=True):
         report.packed[place(name)] = f"{layer.format.name}.{layer._packed.storage}"

@@ -73,15 +73,11 @@ def test_a_folder_of_the_package_with_another_that_says_the_shapes(toy: Path, tm
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {} and not report["exact"]
 
 
-def test_groups_become_weights_that_run(toy: Path) -> None:
-    """When they are loaded: each a weight of its own, by the shapes that a model knows."""
+def test_groups_are_decoded_weight_by_weight(toy: Path) -> None:
     with Folder(DF11) as folder, Folder(toy) as old:
-        shapes = {name: old.entry(name).shape for name in old.names()}
         for group in groups(folder):
-            for name, packed in layer_weights.of_group(folder, group, shapes, "fix4").items():
-                assert fix4.dequantize(packed).equal(old.tensor(name))
-        with pytest.raises(ValueError, match=r"'layers\.0\.q\.weight' has \d+ numbers, and not the shape \(2, 2\)"):
-            layer_weights.of_group(folder, groups(folder)[2], {**shapes, "layers.0.q.weight": (2, 2)})
+            for name, numbers in layer_weights.decoded(folder, group).items():
+                assert numbers.equal(old.tensor(name).flatten())
 
 
 def test_a_file_for_each_group(toy: Path, tmp_path: Path) -> None:

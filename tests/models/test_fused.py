@@ -18,9 +18,11 @@ import qdsl
 from qdsl.checkpoint.files.crc import FILE
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import int4pack, int_group, q8_0
+from qdsl.host import library
 from qdsl.models.fused import FusedLinear
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.cpu.int4 import OPERATIONS, native_storage
+from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.torch.layers import QuantizedLinear
 from tests.support.folders import files
 from tests.support.formats import same_bits
@@ -109,6 +111,11 @@ def test_any_x(calls: list[tuple[torch.dtype, int]]) -> None:
         assert_near(layer(view), view, weight)
     assert calls == [(torch.bfloat16, rows) for rows in (1, 1, 33, 6) for _ in range(2)]
     assert layer(random(0, K).bfloat16()).shape == (0, 80)
+    one = FusedLinear(packed(80, symmetric=True, scale_type="bf16"))
+    for rows, product in ((64, layer), (65, layer), (128, one), (129, one)):                   # two calls for a product, and one
+        x = random(rows, K).bfloat16()
+        torch.testing.assert_close(product(x), product._ordinary(x), rtol=0.02, atol=0.02 * float(product(x).abs().max()))
+    assert [rows for _, rows in calls[8:]] == [64, 64, 128, 128]
     with pytest.raises(FormatError, match="does not fit a weight"):
         layer(random(2, K + 1))
 
@@ -365,6 +372,40 @@ def test_a_checkpoint_is_loaded_fused_and_saved(config: dict[str, Any], storage:
     assert saved.exact and {**files(tmp_path / "out"), FILE: b""} == {**files(source), FILE: b""}
     again = qdsl.fuse_(model)
     assert again.quantized == {} and again.skipped["up"] == "fused already"
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_without_a_compiler_loading_stores_weights_for_the_operation(act_order: bool, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is fast on this processor and for the dtype of products, and QDSL_PLANAR allows it.  Saving is exact."""
+    if not has_torch_kernels():
+        pytest.skip("torch's operation has no vectors here")
+    source = checkpoint(tmp_path / "in", {**GPTQ, "desc_act": act_order}, "gptq_v2", act_order)
+
+    def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Net, dict[str, str]]:
+        model = Net()
+        return model, qdsl.load_weights_(model, source, dtype=dtype).packed
+
+    stored = "int_group.planar" if act_order else "int_group.gptq_v2"
+    plain, packed = loaded()
+    assert packed == dict.fromkeys(("up", "wide", "narrow"), stored)
+    monkeypatch.setattr(library, "compiler", lambda: (_ for _ in ()).throw(library.NoCompiler("no C compiler")))
+    model, packed = loaded()
+    fused = f"int4pack.{native_storage(OPERATIONS['cpu'])}"
+    assert packed == {"up": fused, "wide": fused, "narrow": stored} and isinstance(model.up, FusedLinear)
+    x = random(2, 5, K).bfloat16()
+    with torch.no_grad():
+        up, wide, *_ = model(x)
+        assert_near(up, model.norm(x), plain.up.packed, plain.up.bias)
+        assert_near(wide, model.norm(x), plain.wide.packed)
+    assert qdsl.save_model(model, tmp_path / "out").exact
+    assert {**files(tmp_path / "out"), FILE: b""} == {**files(source), FILE: b""}
+    assert set(loaded(torch.float32)[1].values()) == {stored}
+    with monkeypatch.context() as other:
+        other.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        assert set(loaded()[1].values()) == {stored}
+    monkeypatch.setenv("QDSL_PLANAR", "never")
+    assert set(loaded()[1].values()) == {"int_group.gptq_v2"}
 
 
 def test_a_filter_and_shared_weights(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.groups import Group, group_rules
+from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
@@ -144,19 +144,6 @@ def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
     except FormatError as error:
         raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {error}") from None
     return dict(zip(group.parts, parts, strict=True))
-
-
-def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "") -> dict[str, PackedWeight]:
-    """The weights of a group, by name, each in its own format.
-
-    shapes: their (N, K), for example from a model on meta, because files state only the products.  format: by default that of a
-    weight that leaves its group.  Needs memory for all of them.  Raises CheckpointError if the group or a shape does not fit.
-    """
-    for name, count in group.parts.items():
-        if name not in shapes or math.prod(shapes[name]) != count:
-            raise CheckpointError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape {shapes.get(name)}")
-    quantize = import_module(f"qdsl.generated.{format or group_rules()[group.format]['alone']}").quantize
-    return {name: quantize(part.view(shapes[name])) for name, part in decoded(folder, group).items()}
 
 
 def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:

@@ -162,12 +162,8 @@ def _divided(left: _Sum, right: _Sum) -> _Sum | None:
     (by, divisor), = right.items()
     if not divisor or any(name[0] == "/" or "[" in name for name in by):
         return None
-    return _kept({tuple(sorted((*product, *(f"/{name}" for name in by)))): _rounded(c / divisor) for product, c in left.items()})
-
-
-def _rounded(number: Fraction) -> Fraction:
-    """The nearest float32."""
-    return Fraction(round_to_f32(float(number)))
+    return _kept({tuple(sorted((*product, *(f"/{name}" for name in by)))): Fraction(round_to_f32(float(c / divisor)))
+                  for product, c in left.items()})
 
 
 def _kept(terms: _Sum) -> _Sum | None:

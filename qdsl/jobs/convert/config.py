@@ -113,11 +113,8 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         config = (guarded if is_ours else unguarded)(wholes[CONFIG])
         touched += [CONFIG] if config != wholes[CONFIG] else []
         wholes[CONFIG] = config
-    return {file: _text(wholes[file]) if wholes[file] else None for file in touched}, list(dict.fromkeys(notes))
-
-
-def _text(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    texts = {file: json.dumps(wholes[file], indent=2, ensure_ascii=False) + "\n" if wholes[file] else None for file in touched}
+    return texts, list(dict.fromkeys(notes))
 
 
 def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:

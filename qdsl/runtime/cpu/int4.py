@@ -30,7 +30,7 @@ class Int4Operation:
     of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows after the last full
     tile; '' if a storage takes all rows.  rows, group: N and the group size must be multiples of these.  dtypes: of x that the
     operation takes.  split: scales are a sum of tensors [terms, ...] in the first of these dtypes; the operation is called once
-    per term.
+    per term.  most: up to how many rows of x, times those terms, it is faster than decoded tiles; None for all.
 
     Only this class knows which storage an operation reads.  A spec describes bytes; which function of a library reads them
     depends on the library's version, the device and the CPU.
@@ -47,6 +47,7 @@ class Int4Operation:
     params: tuple[tuple[str, str], ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
     split: bool = False
+    most: int | None = None
 
 
 # On x86 torch has vector kernels only for x and scales in bfloat16; its loops for other dtypes are 30 to 110 times slower. Most
@@ -54,7 +55,7 @@ class Int4Operation:
 OPERATIONS = {
     "cpu": Int4Operation("_weight_int4pack_mm_for_cpu", "int4pack", ("cpu_avx512", "cpu_avx2", "cpu_scalar"),
                          ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
-                         params=(("scale_type", "f32"),), dtypes=(torch.bfloat16,), split=True),
+                         params=(("scale_type", "f32"),), dtypes=(torch.bfloat16,), split=True, most=128),
     "xpu": Int4Operation("_weight_int4pack_mm_with_scales_and_zeros", "int_group", ("xpu_int4pack",),
                          ("qweight", "scales", "qzeros")),
 }

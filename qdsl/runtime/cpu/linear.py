@@ -3,8 +3,9 @@
 QDSL_CPU_COMPILE says which weights have compiled loops: 'auto', the default, those of 2^16 numbers and more; 'always' all;
 'never' none.  A format's loop is compiled at its first product, which waits for that; the cache folder keeps it for all shapes
 and all processes.  The compiled decode makes the bits of the plain one.  Up to 8 rows of x meet exact float32 weights in a loop
-that decodes, multiplies and sums at once; tiles hold weights rounded to x's dtype.  Which of the ways is taken depends on
-shapes and on that choice, never on how often a product was asked for.
+that decodes, multiplies and sums at once; tiles hold weights rounded to x's dtype.  Where nothing is compiled torch's own kernel
+multiplies x in bfloat16 with int8 codes that have a scale per row: exact weights, too.  Which of the ways is taken depends on
+the weight, on shapes and on that choice, never on how often a product was asked for.
 
 QDSL_CPU_INT8=1 rounds up to 8 rows of x to 8 bits, with a scale for every 32 columns, where weights are codes with scales.
 """
@@ -24,11 +25,17 @@ from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 ROUNDING = "QDSL_CPU_INT8"
 TILE = 1 << 20                                                   # weights decoded at a time: more leave caches, less need calls
+INT8_ROWS = 64                                                   # of x, for which torch's int8 kernel is faster than tiles
 
 
 def compile_products(on: bool = True) -> None:
     """Compile products on a CPU, of small weights too, or none; until it is called, QDSL_CPU_COMPILE decides."""
     library.choose("always" if on else "never")
+
+
+def has_torch_kernels() -> bool:
+    """Whether torch has vector kernels for quantized weights and x in bfloat16 on this processor."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -84,8 +91,45 @@ def decode_into(packed: PackedWeight, out: Tensor) -> bool:
     return True
 
 
+def _int8_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
+    """The product by torch's kernel for int8 codes with a scale per row; None where the weight or x is not as that takes them.
+
+    Its vectors are for bfloat16 alone.  They read 16 columns at once, those behind the end of a row too; from an address of x
+    that is no multiple of 32, or of codes no multiple of 16, that ends the process.  Places are 32-bit integers.
+    """
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not 0 < x.numel() <= INT8_ROWS * x.shape[1] or x.shape[1] % 16 \
+            or not has_torch_kernels() or torch.compiler.is_compiling() or (rows := _int8_rows(packed)) is None:
+        return None
+    x, out = _aligned(x, 32), x.new_empty(x.shape[0], packed.shape[0])
+    for start, stop in row_tiles(packed, weights=TILE):          # codes in a mapped file may lie at any address
+        codes, scales = _aligned(rows[0][start:stop], 16), rows[1][start:stop]
+        out[:, start:stop] = torch.ops.aten._weight_int8pack_mm(x, codes, scales)
+    return out if bias is None else (out.float() + bias.float()).to(x.dtype)
+
+
+def _aligned(tensor: Tensor, size: int) -> Tensor:
+    """The tensor, contiguous and at a multiple of `size` bytes; a copy where it is not."""
+    is_whole = tensor.is_contiguous() and tensor.data_ptr() % size == 0
+    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _int8_rows(packed: PackedWeight) -> tuple[Tensor, Tensor] | None:
+    """Codes int8 [N, K] and scales bfloat16 [N] whose product is the weight, if it is stored so; None for others."""
+    variant = packed.variant
+    stored = [[axis.text for axis in tensor.axes] for tensor in packed.layout.tensors.values() if tensor.dtype == "i8"]
+    if ["N", "K"] not in stored or variant.scheme != "absmax" or "offset" in variant.settings:
+        return None
+    fields = unpack(packed)
+    codes, scales = (fields.pop(variant.roles[role]) for role in ("code", "scale"))
+    narrow = scales.to(torch.bfloat16)
+    is_exact = codes.dtype == torch.int8 and scales.is_floating_point() and torch.equal(narrow.to(scales.dtype), scales)
+    return (codes, narrow.expand(packed.shape[0]).contiguous()) if is_exact and scales.dim() < 2 and not fields else None
+
+
 def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The product by tiles that torch decodes; only one tile is in memory at a time."""
+    """The product by torch: by its kernel for int8 codes, else by tiles that it decodes, of which one is in memory at a time."""
+    if (product := _int8_product(x, packed, bias)) is not None:
+        return product
     out = x.new_empty(x.shape[0], packed.shape[0])
     space = x.new_empty(0)                                       # for every tile the same: fresh pages cost more than decoding
     plain = packed.variant.copies if _is_plain(packed, x.dtype) else None

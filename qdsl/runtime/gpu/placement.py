@@ -24,6 +24,14 @@ ROWS = (1, 16)                                                   # numbers of ro
 GAIN = 1.05                                                      # the speedup that planar must reach (predicted)
 
 
+def setting() -> str:
+    """The value of QDSL_PLANAR.  Raises FormatError where it is none of CHOICES."""
+    choice = os.environ.get(SETTING, CHOICES[0])
+    if choice not in CHOICES:
+        raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {choice!r}")
+    return choice
+
+
 def fastest_storage(packed: PackedWeight) -> PackedWeight:
     """The weight in storage planar if products on its device are then faster; else the weight itself.
 
@@ -31,14 +39,12 @@ def fastest_storage(packed: PackedWeight) -> PackedWeight:
     is at most 4 % larger, or 12 % for codes below 4 bits, unless QDSL_PLANAR is `larger`.  Raises FormatError for an unknown
     QDSL_PLANAR.
     """
-    setting = os.environ.get(SETTING, CHOICES[0])
-    if setting not in CHOICES:
-        raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {setting!r}")
-    if setting == "never" or eight.is_possible(packed):          # eight serves quantize_x, planar does not
+    choice = setting()
+    if choice == "never" or eight.is_possible(packed):           # eight serves quantize_x, planar does not
         return packed
     if packed.device.type == "cpu" and not runs_kernels(packed.device):
         return packed.format.planar(packed) if is_permuted(packed) else packed
-    larger = setting == "larger"
+    larger = choice == "larger"
     return packed.format.planar(packed, larger) if planar_gain(packed, packed.device, larger) > GAIN else packed
 
 

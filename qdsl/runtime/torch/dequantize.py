@@ -67,17 +67,13 @@ def _decoded_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Ten
     if packed.has_separate_rows:
         return packed.format.dequantize(packed.rows(rows), dtype)
     plain = ops.is_plain(rows, *packed.tensors.values())
-    if plain and rows.numel() and not _is_captured(packed):      # counting blocks needs the host
+    if plain and rows.numel() and not (packed.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        # Counting blocks needs the host, which cannot wait for results while a CUDA graph is captured.
         if not packed.layout.streams:
             return _rows_of_blocks(packed, rows, dtype)
         if packed.device.type == "cpu" and (decoded := _rows_of_streams(packed, rows, dtype)) is not None:
             return decoded
     return packed.format.dequantize(packed, dtype).index_select(0, rows)
-
-
-def _is_captured(packed: PackedWeight) -> bool:
-    """Whether a CUDA graph is being captured, so that the host cannot wait for results."""
-    return packed.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -161,16 +161,13 @@ def _divides(program: Program) -> bool:
     return any(value.op == "/" and is_stored(value.args[1]) for value in program.values)
 
 
-def _option(word: str) -> str:
-    return word if is_number(word) else literal(word)
-
-
 def _more_arguments(program: Program, reference: Reference, always: Sequence[str]) -> list[str]:
     """The optional arguments of a storage's description."""
     authored, order = _authored(program), order_name(program)
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
-    options = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
+    options = [f"{quoted(key.value)}: {word.value if is_number(word.value) else literal(word.value)}"
+               for key, word in authored.options]
     unordered = [tensor.name.value for tensor in authored.tensors if tensor.ordered is False]
     reads, extents = reference.unpack_extents, reference.pack_extents
     streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]

@@ -1,0 +1,46 @@
+"""x @ w.T on a CPU with one row of x, one thread: what torch takes where there is no C compiler, beside compiled loops.
+
+Weights that torch's own kernels take are measured with these and, for comparison, as tiles, which serve every other weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from bench import linear
+from bench.figure import Figure, ratios
+from bench.timing import Side, calls
+from bench.weights import packed, storages, title
+
+WEIGHTS = ("q4_0 gguf", "q8_0", "q4_k", "q6_k", "fp8_block safetensors", "int8_channel safetensors", "int_group bits=4 gptq_v2")
+
+
+def figures(rounds: int) -> Iterator[Figure]:
+    """The time of the product by torch as a multiple of the compiled one's; the notes have milliseconds."""
+    for name, storage, params in storages():
+        what = title(name, storage, params)
+        if what not in WEIGHTS:
+            continue
+        arguments = {"name": name, "storage": storage, "params": params, "rows": 1, "threads": 1}
+        sides = {"compiled": Side(linear.ours, {**arguments, "compiled": True}), "tiles": Side(tiles, arguments)}
+        if what.startswith("int8_channel"):
+            sides["torch's int8 kernel"] = Side(linear.ours, {**arguments, "compiled": False})
+        if (name, storage, params) == linear.FUSED:
+            sides["torch's int4 operation"] = Side(linear.fused, arguments)
+        compiled, *others = calls(list(sides.values()), rounds, same=False)
+        copies = linear._copies(packed(name, storage, **params).nbytes)
+        for way, seconds in zip(list(sides)[1:], others, strict=True):
+            own, base = (1000 * Figure("", "s", times).median / copies for times in (seconds, compiled))
+            yield Figure(f"linear {what}, M = 1, {way}, time to compiled", "x", ratios(seconds, compiled), more=False,
+                         note=f"{own:.2f} ms; compiled {base:.2f} ms")
+
+
+def tiles(**arguments: Any) -> Callable[[], Tensor]:
+    """This project's linear by tiles alone."""
+    from qdsl.runtime.cpu import linear as cpu
+
+    cpu.INT8_ROWS = 0
+    return linear.ours(compiled=False, **arguments)
