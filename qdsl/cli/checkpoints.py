@@ -68,8 +68,8 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
 
 
 @app.command()
-def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one file, or a GGUF file.")],
-           b: Annotated[Path | None, input_argument("Another; without it, A is compared with its checksums.")] = None,
+def verify(a: Annotated[Path, input_argument("A, a folder of safetensors files, one file, or a GGUF file.")],
+           b: Annotated[Path | None, input_argument("B, another; without it, A is compared with its checksums.")] = None,
            jobs: Jobs = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
                                                                    "whatever their formats and storages.")] = False,

@@ -79,7 +79,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     --type takes llama-quantize's mixes.  --format takes qdsl's formats.  Run the same command again to resume.
     """
     if (mix is None) == (format is None):
-        fail("give --type to write a GGUF file, or --format to write a folder of safetensors", 2)
+        fail("give --type to write a GGUF file, or --format to write a folder of safetensors, not both", 2)
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
     if format is not None:
         to = f"{format}.{storage}" if storage else format

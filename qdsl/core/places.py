@@ -55,5 +55,5 @@ def find(name: str) -> Path:
             return path
     names = [path.stem for path in (*shipped(), *own)]
     near = get_close_matches(name.lower().removesuffix(".yaml"), names, n=1)
-    raise UnknownSpec(f"no spec '{name}': expected a file, or one of {', '.join(names)}"
-                      + (f"; did you mean '{near[0]}'?" if near else ""))
+    raise UnknownSpec(f"{name}: no such file" if name.endswith((".yaml", ".yml")) else f"no spec '{name}'; "
+                      + (f"did you mean '{near[0]}'? `qdsl list` prints all" if near else f"known are {', '.join(names)}"))

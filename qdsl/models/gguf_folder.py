@@ -132,9 +132,10 @@ class LanguageFolder:
         filled = {name for own_name in parts for name in (own_name, *Names(model).tied(own_name))}
         problems = [f"no tensor for {listed(missing)}"] if (missing := [name for name in state if name not in filled]) else []
         problems += [f"no place in a GGUF file for {listed(unknown)}"] if unknown else []
-        problems += [f"{shown(name)} is {list(state[name])} in the model, and {len(own_parts)} tensors have another size"
-                     for name, own_parts in parts.items() if name in state
-                     and sum(math.prod(self.folder.entry(part).shape) for part in own_parts) != math.prod(state[name])]
+        shapes = {name: [self.folder.entry(part).shape for part in own_parts] for name, own_parts in parts.items()}
+        problems += [f"{shown(name)} is {list(state[name])} by config.json, and the folder has {str([*map(list, stored)])[1:-1]}"
+                     for name, stored in shapes.items()
+                     if name in state and sum(map(math.prod, stored)) != math.prod(state[name])]
         if problems:
             raise QuantizeError("\n".join([f"{self.path}: does not fill {own.model_class}", *problems]))
         assemblies = {}

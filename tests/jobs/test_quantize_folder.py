@@ -377,12 +377,15 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         quantize(path, path / "out", "fp8_block")
     with pytest.raises(OutputError, match="the output "):
         quantize(path, path, "fp8_block")
+    for name in ("out.gguf", "out.safetensors"):
+        with pytest.raises(OutputError, match=rf"{name}: the output is a folder, and this is the name of a file"):
+            quantize(path, tmp_path / name, "fp8_block")
     norms = plain_folder(tmp_path / "norms", {"norm.weight": torch.ones(3)})
     assert "nothing to quantize: no plain Linear layer" in refused(norms, "fp8_block")
     quantize(plain_folder(tmp_path / "plain", model()), tmp_path / "fp8", "fp8_block")
     assert re.search(r"layer '.*' is quantized already; `qdsl convert --requantize`", refused(tmp_path / "fp8", "q4_0"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"neither a folder nor a \.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"nor a \.safetensors file; `qdsl dequantize` makes one"):
         quantize(tmp_path / "model.gguf", tmp_path / "out", "fp8_block")
 
 
@@ -399,6 +402,9 @@ def command(*arguments: object) -> Result:
     (("--type", "q8_0", "--ignore", "up"), "--ignore is for --format"), (("--type", "q8_0", "--shard", "1/2"), "--shard is for"),
     (("--format", "fp8_block", "--pure"), "--pure is for --type"), (("--format", "fp8_block", "--arch", "flux"), "--arch is for"),
     (("--format", "fp8_block"), "give --out with the folder to write"),
+    (("--format", "fp8", "--out", "x"), "no format 'fp8'; did you mean fp8_block, fp8_channel, "),
+    (("--format", "GPTQ", "--out", "x"), "did you mean int_group.gptq_v2, "),
+    (("--format", "fp8_blok", "--out", "x"), "did you mean fp8_block"), (("--format", "xyz", "--out", "x"), "'xyz'; `qdsl list`"),
     (("--format", "fp8_block", "--out", "x", "--ignore", "("), "--ignore '(' is no regular expression"),
     (("--format", "fp8_block", "--out", "x", "--shard", "3/2"), "--shard is I/N"),
     (("--format", "fp8_block", "--out", "x", "--param", "bn"), "--param is key=value")])

@@ -152,7 +152,8 @@ class Folder:
             raise FileNotFoundError(f"{self.path} does not exist")
         if not self.path.is_dir():
             if self.path.suffix != ".safetensors":
-                raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file")
+                hint = "; `qdsl dequantize` makes one of a GGUF file" if self.path.suffix == ".gguf" else ""
+                raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file{hint}")
             return [self.path]
         files = self._weight_files()
         if any(path.name in WHOLE for path in files):

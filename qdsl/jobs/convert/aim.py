@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,8 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     name, _, storage = to.partition(".")
     if name not in [form.name for form in descriptions()]:
-        raise RewriteError(f"no format {shown(name)}: `qdsl list` prints those of checkpoints; a spec of your own is for "
-                           "qdsl.load and qdsl.quantize_")
+        raise RewriteError(f"no format {shown(name)}; {_did_you_mean(name)}`qdsl list` prints all, QDSL_SPECS names a folder of "
+                           "your own specs, and `qdsl quantize --type` takes llama-quantize's mixes")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
         chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
@@ -105,6 +106,16 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     if ignore is not None and "safetensors" in description(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
     return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits)
+
+
+def _did_you_mean(word: str) -> str:
+    """`did you mean ...? ` with formats, or else storages, whose names contain a word or resemble it; '' for none."""
+    formats = [form.name for form in descriptions()]
+    storages = dict.fromkeys(f"{form.name}.{storage}" for form in descriptions() for by_name in form.variants.values()
+                             for storage in by_name)
+    near = ([name for name in formats if word.lower() in name] or [name for name in storages if word.lower() in name]
+            or get_close_matches(word.lower(), formats))
+    return f"did you mean {', '.join(near[:6])}? " if near else ""
 
 
 def description(name: str) -> Description:

@@ -53,7 +53,10 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
 
 
 def _check_empty(out: Path, force: bool) -> None:
-    """Raises OccupiedFolder for a folder with files; with `force`, for one without a checkpoint to replace."""
+    """Raises OccupiedFolder for the name of a file and a folder with files; with `force`, for one without a checkpoint."""
+    if out.suffix in (".gguf", ".safetensors") and not out.exists():
+        raise OccupiedFolder(f"{out}: the output is a folder, and this is the name of a file"
+                             + ("; `qdsl quantize --type` writes GGUF files" if out.suffix == ".gguf" else ""))
     others = [path for path in out.iterdir() if path.name not in (STAGE, DONE)] if out.exists() else []
     if others and not force:
         raise OccupiedFolder(f"{out} exists already, and no interrupted run left it; --force replaces what is in it")
