@@ -71,7 +71,6 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.Pow: ast.Mult}
-KINDS = ("comparison", "arithmetic", "constant", "condition", "logic", "statement")
 SILENT = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast.AnnAssign)   # messages and types are left alone
 Edit = Callable[[Any], None]
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}       # a forked process has none of the threads that others wait for

@@ -92,9 +92,7 @@ def pipe_of(instruction: sass.Instruction) -> str:
         return "tensor"
     if opcode.startswith(_CONTROL):
         return "control"
-    if opcode.startswith("v_"):
-        return "alu"
-    return "uniform" if opcode.startswith("s_") and "load" not in opcode else "memory"
+    return "alu" if opcode.startswith("v_") else "uniform" if opcode.startswith("s_") and "load" not in opcode else "memory"
 
 
 def busy(instruction: sass.Instruction, arch: str) -> dict[str, float]:

@@ -165,9 +165,7 @@ def _type(parameter: Any, value: Tensor | int | None) -> str:
         return POINTERS[value.dtype]
     if parameter.annotation_type:
         return str(parameter.annotation_type)
-    if value == 1 and not parameter.do_not_specialize:
-        return "constexpr"
-    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return "constexpr" if value == 1 and not parameter.do_not_specialize else "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
 
 
 def _is_aligned(value: Tensor | int | None) -> bool:

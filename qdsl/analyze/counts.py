@@ -251,10 +251,7 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
     return copies
 
 
-def _amd_unrolled(code: Code, loop: range, compiled: Compiled, least: float, products: float) -> int:
-    """The same for AMD's assembly, whose loops count on a scalar register; least and products are not needed."""
-    return amdgcn.unrolled(code, loop, compiled.step)
-
 
 NVIDIA = Assembly(sass.parse, pipes.pipe_of, pipes.busy, chains.chains, unrolled)
-AMD = Assembly(amdgcn.parse, amdgcn.pipe_of, amdgcn.busy, amdgcn.chains, _amd_unrolled)
+AMD = Assembly(amdgcn.parse, amdgcn.pipe_of, amdgcn.busy, amdgcn.chains,
+               lambda code, loop, compiled, *_: amdgcn.unrolled(code, loop, compiled.step))   # loops count on a scalar register

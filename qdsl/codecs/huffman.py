@@ -88,8 +88,7 @@ def canonical_code(counts: NDArray[np.int64], longest: int) -> Code:
     symbols = [int(symbol) for symbol in np.flatnonzero(counts)]
     if len(symbols) > 1 << longest:
         raise ValueError(f"{len(symbols)} symbols have no code of {longest} bits")
-    lengths = _package_merge([int(counts[symbol]) for symbol in symbols], longest)
-    return canonical(dict(zip(symbols, lengths, strict=True)))
+    return canonical(dict(zip(symbols, _package_merge([int(counts[symbol]) for symbol in symbols], longest), strict=True)))
 
 
 def canonical(lengths: Mapping[int, int]) -> Code:

@@ -30,9 +30,7 @@ def load(spec: Path) -> ModuleType:
         stem = next(iter(files)).split("/")[0].removesuffix(".py")
         folder = _written(files)
         module = f"qdsl_loaded_{folder.name}_{stem}"
-        if module in sys.modules:
-            return sys.modules[module]
-        return _imported(module, folder, stem, files)
+        return sys.modules[module] if module in sys.modules else _imported(module, folder, stem, files)
 
 
 def build_together(specs: Sequence[Path]) -> Path:

@@ -125,24 +125,6 @@ def refine(layout: Layout, cuts: Iterable[int]) -> Layout | None:
     return Layout(tuple(modes), layout.offset)
 
 
-def inverse(layout: Layout) -> Layout:
-    """From positions back to indices, for a layout whose positions fill [offset, offset + size).
-
-    @post inverse(L)(L(i) - L.offset) == i for all i
-    Raises ValueError where positions are missing or shared.
-    """
-    modes: list[tuple[int, int]] = []
-    weights = [prod(extent for extent, _ in layout.modes[:i]) for i in range(len(layout.modes))]
-    filled = 1
-    for (extent, stride), weight in sorted(zip(layout.modes, weights, strict=True), key=lambda m: (m[0][1], -m[0][0])):
-        if extent == 1:
-            continue
-        if stride != filled:
-            raise ValueError(f"{layout} does not fill its positions: nothing or too much lies at {layout.offset + filled}")
-        modes.append((extent, weight))
-        filled *= extent
-    return Layout(tuple(modes))
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:

@@ -39,9 +39,7 @@ def element_dtype(kind: str) -> str:
 
 def resolve_default(values: Sequence[int | str], default: int | str) -> int | str:
     """The value of a parameter among those that fit: the default, else -1, the whole axis, which covers the others."""
-    if len(values) == 1:
-        return values[0]
-    return -1 if -1 in values and default not in values else default
+    return values[0] if len(values) == 1 else -1 if -1 in values and default not in values else default
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -88,9 +86,7 @@ class Stored:
     def of_file(self, dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """The dtype and shape in files of a tensor of elements: where integers hold several, their list."""
         several = int(self.within[1:]) // int(self.dtype[1:]) if self.within else 1
-        if several == 1 or prod(shape) % several:
-            return dtype, shape
-        return INTEGERS[self.within], (prod(shape) // several,)
+        return (dtype, shape) if several == 1 or prod(shape) % several else (INTEGERS[self.within], (prod(shape) // several,))
 
     def called(self, aliases: Sequence[str]) -> Stored:
         """The same tensor with further aliases."""

@@ -43,8 +43,7 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
     else:
         scaled, used, stored = _scaled(blocks, largest, scale, divisor, offset, by, lost, least)
     chosen = join_blocks(codes(scaled, code, ties, offset, zeros), *weight.shape)
-    more = [_sums(chosen, used, offset, sums, sums_columns)] if sums else []
-    return chosen, shaped(stored, axes).contiguous(), *more
+    return chosen, shaped(stored, axes).contiguous(), *([_sums(chosen, used, offset, sums, sums_columns)] if sums else [])
 
 
 @scheme

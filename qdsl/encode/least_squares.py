@@ -87,8 +87,7 @@ class _Blocks:
     def shared(self, values: npt.NDArray[np.generic]) -> Tensor:
         """Values of blocks as [R, 1, C, 1]."""
         n, k = self.weight.shape
-        whole = torch.from_numpy(values).view(-(-n // self.rows), 1, -1, 1)
-        return whole[:, :, :-(-k // self.columns)]
+        return torch.from_numpy(values).view(-(-n // self.rows), 1, -1, 1)[:, :, :-(-k // self.columns)]
 
     def whole(self, codes: Places) -> Tensor:
         """Values of weights [elements, blocks] as [N, K]."""

@@ -28,8 +28,7 @@ def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels:
     Raises FormatError for a scale that does not fit.
     """
     blocks = _Blocks(weight, columns, columns, levels, importance)
-    stored = blocks.stored(blocks.scales, scale)
-    return blocks.codes(search.inverse(blocks.scales), code), stored
+    return blocks.codes(search.inverse(blocks.scales), code), blocks.stored(blocks.scales, scale)
 
 
 @scheme

@@ -66,5 +66,4 @@ def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, 
     with np.errstate(over="ignore"):
         total = np.add.accumulate(np.abs(cut(weight, columns, rows)), axis=1)[:, -1]
     exact = torch.from_numpy(total / np.float32(rows * columns)).view(-(-weight.shape[0] // rows), 1, -1, 1)
-    stored = stored_scale(exact, scale).to(weight.device)
-    return (weight >= 0).byte(), shaped(stored, axes).contiguous()
+    return (weight >= 0).byte(), shaped(stored_scale(exact, scale).to(weight.device), axes).contiguous()

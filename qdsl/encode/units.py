@@ -58,5 +58,4 @@ def unit_absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: in
     blocks = cut_blocks(weight.float(), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     scaled = torch.where(blocks == 0, 0, blocks * (divisor / largest)).clamp_(-divisor, divisor)
-    chosen = join_blocks(to_codes(scaled, code, "even"), *weight.shape)
-    return chosen, shaped(stored_scale(largest, scale), axes).contiguous()
+    return join_blocks(to_codes(scaled, code, "even"), *weight.shape), shaped(stored_scale(largest, scale), axes).contiguous()

@@ -257,6 +257,4 @@ def _together(numbers: Numbers, size: int, sizes: Numbers) -> Numbers | None:
     groups, largest = padded.reshape(2, -1, size, k)
     low, high = (reduce(groups, axis=1, initial=start, where=~np.isnan(groups))
                  for reduce, start in ((np.min, np.inf), (np.max, -np.inf)))
-    if (high - low > 2 * TOLERANCE * np.nan_to_num(largest).max(1)).any():
-        return None
-    return np.where(np.isfinite(low), low, np.nan)
+    return None if (high - low > 2 * TOLERANCE * np.nan_to_num(largest).max(1)).any() else np.where(np.isfinite(low), low, np.nan)

@@ -130,7 +130,8 @@ def offsets(code: str, meaning: Meaning, shape: tuple[int, ...], tensors: Mappin
     if (np.isnan(zero) | (np.abs(zero - np.rint(zero)) < WHOLE)).all():
         zero = np.rint(zero)
         if np.nanmin(zero) == np.nanmax(zero):
-            return [], _less(code, int(np.nanmin(zero))), "", ""
+            same = int(np.nanmin(zero))
+            return [], f"({code} {'-' if same > 0 else '+'} {abs(same)})" if same else code, "", ""
         one = integers(zero, blocks, tensors, middle)
         if one:
             return [one], f"({code} - {one.term})", "", ""
@@ -190,9 +191,6 @@ def exact_levels(meaning: Meaning, codes: Codes, values: Values) -> tuple[float,
         levels.append(float(max(steps, key=lambda step: ((step * used == wanted).mean(), -abs(step - near))) if len(at) else 0.0))
     return tuple(levels)
 
-
-def _less(code: str, zero: int) -> str:
-    return f"({code} {'-' if zero > 0 else '+'} {abs(zero)})" if zero else code
 
 
 def _blocks(blocks: Blocks, shape: tuple[int, ...]) -> str:

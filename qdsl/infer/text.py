@@ -47,8 +47,8 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
         lines.append("tables:")
         for table, entries in solution.tables.items():
             lines.append(f'  {table}: "{entries}"' if isinstance(entries, str) else
-                         fill(f"{table}: [{', '.join(map(_number, entries))}]", LINE, initial_indent="  ",
-                              subsequent_indent="    "))
+                         fill(f"{table}: [{', '.join(repr(int(n) if n == int(n) else n) for n in entries)}]", LINE,
+                              initial_indent="  ", subsequent_indent="    "))
     lines.append("fields:")
     named = {one.name: one for one in solution.fields}
     lines += [f"  {name}: {one.kind}[{', '.join(_axes(one, shape))}]" for name, one in named.items()]
@@ -59,9 +59,6 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
     lines += [f"  {name}: {kind}" for name, kind in unread.items()]
     return "\n".join([*lines, f"decode: {solution.decode}", "storage:", "  file:", *stored]) + "\n"
 
-
-def _number(number: float) -> str:
-    return repr(int(number)) if number == int(number) else repr(number)
 
 
 def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
@@ -216,9 +213,7 @@ def _extents(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
 
 
 def _quotient(name: str, extent: int, size: int) -> str:
-    if size == 1:
-        return name
-    return f"{name}/{size}" if extent % size == 0 else f"ceil({name}/{size})"
+    return name if size == 1 else f"{name}/{size}" if extent % size == 0 else f"ceil({name}/{size})"
 
 
 def items(fields: Sequence[Field]) -> list[Item]:
@@ -319,5 +314,4 @@ def _linear(terms: Sequence[tuple[int, str]], parts: Sequence[tuple[int, str]] =
     signed += [(factor, (f"{abs(factor)}*{name}" if name and abs(factor) != 1 else name or str(abs(factor))) + apart)
                for factor, name in parts if factor]
     signed = [(factor, term.removeprefix("1*")) for factor, term in signed]
-    text = " ".join(f"{'-' if factor < 0 else '+'} {term}" for factor, term in signed)
-    return text.removeprefix("+ ") or "0"
+    return " ".join(f"{'-' if factor < 0 else '+'} {term}" for factor, term in signed).removeprefix("+ ") or "0"

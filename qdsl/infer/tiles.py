@@ -149,8 +149,7 @@ class Layout:
             weight, bit = divmod(int(self.source[place]), self.bits)
             codes[..., weight] |= (stored[..., place // 8] >> (place % 8) & 1).astype(np.int16) << bit
         tiles = codes.reshape(rows, columns, self.tile.parts, self.tile.rows, self.tile.columns).transpose(2, 0, 3, 1, 4)
-        whole = tiles.reshape(self.tile.parts, rows * self.tile.rows, -1)
-        return whole[:, :n // self.tile.parts, :k].reshape(n, k)
+        return tiles.reshape(self.tile.parts, rows * self.tile.rows, -1)[:, :n // self.tile.parts, :k].reshape(n, k)
 
 
 def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None = None) -> Layout | None:
@@ -227,8 +226,7 @@ def _may_be(bits: Bits, labels: Bits, first: int) -> bool:
     if bits.shape[1] < labels.shape[1]:
         return False
     count = np.abs(labels[:, :first]).sum(0)
-    agreement = np.abs(bits.T @ labels[:, :first]).max(0)
-    return bool((agreement >= AGREEMENT * 0.7 * count).all())
+    return bool((np.abs(bits.T @ labels[:, :first]).max(0) >= AGREEMENT * 0.7 * count).all())
 
 
 def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | None:

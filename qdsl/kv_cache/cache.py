@@ -229,8 +229,7 @@ def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, d
             raise FormatError(f"{format.name}.{storage}: rows do not lie one by one in '{name}' [{layout.tensors[name].text}]")
         else:
             tensors[name] = torch.zeros(rows // group * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype, device=device)
-    packed = assemble(format, storage, tensors, (rows, k), params)
-    return CachedRows(packed, group, choice.numbers, choice.options, settings)
+    return CachedRows(assemble(format, storage, tensors, (rows, k), params), group, choice.numbers, choice.options, settings)
 
 
 def _check_numbers(format: Format, variant: Variant, numbers: Mapping[str, float]) -> None:

@@ -19,7 +19,8 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
     dtype: of the decoded weights, by default that of each layer.  The model then has no origin: it is saved as plain numbers.
     """
-    for group in {id(group): group for module in model.modules() for group in _groups(module)}.values():
+    hidden = [value for module in model.modules() for value in vars(module).values() if isinstance(value, HiddenWeight)]
+    for group in {id(weight._group): weight._group for weight in hidden}.values():
         _decode_group(group, dtype)
     for name, stack in [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]:
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -51,10 +52,6 @@ def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None
     vars(dense).update({own: value for own, value in vars(module).items() if own.endswith("_hooks")})
     model.set_submodule(name, dense)
 
-
-def _groups(module: nn.Module) -> list[GroupedBlock]:
-    """The groups of a module's hidden weights."""
-    return [value._group for value in vars(module).values() if isinstance(value, HiddenWeight)]
 
 
 def _decode_group(group: GroupedBlock, dtype: torch.dtype | None) -> None:

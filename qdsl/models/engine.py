@@ -148,8 +148,7 @@ class EngineConfig:
         if layer.name not in self.encoded:
             return Collector(layer, pieces)
         name = self.format or next(iter(group_rules().values()))["alone"]     # files code these weights together
-        module = import_module(f"qdsl.generated.{name}")
-        return Collector(layer, pieces, partial(module.quantize, **self.options))
+        return Collector(layer, pieces, partial(import_module(f"qdsl.generated.{name}").quantize, **self.options))
 
     def narrowed(self, part: Part, collector: Collector) -> Part:
         """A part whose matmuls quantize x to 8 bits: where settings say so (FormatError if its weight is not 8-bit), or with

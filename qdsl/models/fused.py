@@ -200,9 +200,7 @@ def _joined(parts: Sequence[PackedWeight], name: str, is_codes: bool) -> Tensor:
     if is_codes:
         rows = [tensor.reshape(part.shape[0], -1) for part, tensor in zip(parts, tensors, strict=True)]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
-    if len(parts) == 1 or name == parts[0].layout.order:
-        return tensors[0]
-    return torch.cat(tensors, _rows_axis(parts[0], name))
+    return tensors[0] if len(parts) == 1 or name == parts[0].layout.order else torch.cat(tensors, _rows_axis(parts[0], name))
 
 
 def _terms(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -140,8 +140,8 @@ class GroupedBlock:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of decoded weights."""
-        return compute_dtype(self.block)
+        """The dtype of decoded weights: the one that the module was last cast to."""
+        return self.block.get_buffer(DTYPE).dtype
 
     def install(self) -> None:
         """Hide the weights, and show them while the block runs.
@@ -180,8 +180,3 @@ def hold_group(holder: nn.Module, tensors: Mapping[str, nn.Parameter], dtype: to
     setattr(holder, GROUP, tuple(tensors))
     device = next(iter(tensors.values())).device
     holder.register_buffer(DTYPE, torch.empty(0, dtype=dtype, device=device), persistent=False)
-
-
-def compute_dtype(holder: nn.Module) -> torch.dtype:
-    """The dtype of a group's decoded weights: the one that the module was last cast to."""
-    return holder.get_buffer(DTYPE).dtype

@@ -144,7 +144,6 @@ class _Writer(transformers.TextStreamer):
 def _is_packed(path: Path) -> bool:
     """Whether a folder has packed weights; of a repository only the config is read, by transformers."""
     if not path.exists():
-        config = transformers.AutoConfig.from_pretrained(str(path))
-        return getattr(config, "quantization_config", None) is not None
+        return getattr(transformers.AutoConfig.from_pretrained(str(path)), "quantization_config", None) is not None
     with open_checkpoint(path) as checkpoint:
         return bool(checkpoint.layers or checkpoint.groups)

@@ -57,9 +57,7 @@ class PackedStep:
     def stored(self) -> tuple[int, ...]:
         """The shape of the layers, joined: [N, K], or [E, N, K]."""
         n, k = sum(layer.shape[0] for layer in self.layers), self.layer.shape[1]
-        if self.experts is None:
-            return n, k
-        return self.experts, n // (1 if self.layer.experts else self.experts), k
+        return (n, k) if self.experts is None else (self.experts, n // (1 if self.layer.experts else self.experts), k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,8 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
     sums: dict[str, dict[str, int]] = {}
     try:
         for name, (start, header) in files.items():
-            sums[name] = _write(stage / name, start, header, collected.tensors)
+            sums[name] = write_tensors(stage / name, start, [(own, _bytes(collected.tensors[own]), entry.nbytes, 0)
+                                                             for own, entry in header.tensors.items()])
         if origin is not None and origin.config is not None and origin.path.is_dir():
             _copy_others(origin.path, stage, texts)
         for name, text in {**texts, crc.FILE: crc.text(sums)}.items():
@@ -147,9 +148,6 @@ def _new_files(tensors: Mapping[str, Stored], stem: str) -> dict[str, tuple[byte
                                                               for number in range(1, len(shards) + 1)]
     return {name: laid_out(name, own, {"format": "pt"}) for name, own in zip(names, shards, strict=True)}
 
-
-def _write(path: Path, start: bytes, header: Header, tensors: Mapping[str, Stored]) -> dict[str, int]:
-    return write_tensors(path, start, [(name, _bytes(tensors[name]), entry.nbytes, 0) for name, entry in header.tensors.items()])
 
 
 def _bytes(tensor: Stored) -> Iterator[Buffer]:

@@ -74,7 +74,8 @@ class Served:
         with Folder(path) as folder:
             survey, packed = layers(folder), packed_layers(folder)
             is_streamed = folder.config.get("model_type") == STREAMED
-            assemblies = [_unstacking(layer, is_streamed) for layer in survey.layers if layer.experts is not None]
+            assemblies = [Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
+                          for layer in survey.layers if layer.experts is not None]
             shapes = model_shapes(folder) if survey.groups else {}
             for group in survey.groups:
                 own = _shapes_of(group, shapes)
@@ -120,9 +121,6 @@ def _decoded(layer: Layer, dtype: torch.dtype, arrived: Arrived) -> Iterator[tup
     weight, = layer_weights.weights(arrived, layer)
     yield f"{layer.name}.weight", weight.format.dequantize(weight, dtype)
 
-
-def _unstacking(layer: Layer, is_streamed: bool) -> Assembly:
-    return Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
 
 
 def _unstacked(layer: Layer, is_streamed: bool, arrived: Arrived) -> Iterator[tuple[str, Tensor]]:

@@ -102,7 +102,8 @@ def test_codes_as_a_second_reading_has_them(case: Case) -> None:
     read = reading(case, case.choice, shape)
     fields: dict[str, dict[tuple[int, ...], int]] = {}
     storage = next(storage for storage in case.spec.storages if storage.name.value == PLANAR)
-    for name, element, bit, (field, at, place) in oracle.bits(case.spec, storage, read.env, case.choice):
+    for name, element, bit, (field, at, place), kind in oracle.stored(case.spec, storage, read.env, case.choice):
+        assert kind == oracle.PLAIN
         stored = int(codes(packed.tensors[name], 8 * packed.tensors[name].element_size())[element])
         fields.setdefault(field, {}).setdefault(at, 0)
         fields[field][at] |= (stored >> bit & 1) << place

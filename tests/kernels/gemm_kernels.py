@@ -20,8 +20,6 @@ from qdsl.runtime.gpu import configure, launch, plan
 from tests.kernels.test_gemm import BUDGETS, EXECUTED, expected, gemm
 from tests.support.formats import cases, random_packed
 
-META = torch.device("meta")
-
 
 def counted() -> Iterator[dict[str, Any]]:
     """Of BUDGETS, on a large layer."""

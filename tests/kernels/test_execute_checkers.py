@@ -17,7 +17,6 @@ COPY = ("mul.lo.u32 %r1, %r60, 16; mul.wide.u32 %d10, %r60, 16; add.s64 %d11, %d
         "cp.async.cg.shared.global [%r1], [%d11], 16; "
         "cp.async.commit_group; {} ld.shared.b32 %r3, [%r1];") + OUT
 # A warp group multiplies ones of shared memory [64, 16] by ones [8, 16]; plain matrices of 8 rows of 16 bytes.
-DESCRIPTOR = "mov.b64 %d20, {};"
 PRODUCT = ("mov.b32 %r10, 0x3C003C00; mul.lo.u32 %r1, %r60, 16; st.shared.v4.b32 [%r1], {{%r10, %r10, %r10, %r10}}; "
            "st.shared.v4.b32 [%r1+2048], {{%r10, %r10, %r10, %r10}}; {proxy} {barrier}"
            f"mov.b64 %d20, {(128 >> 4) << 16 | (256 >> 4) << 32}; "

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import regimes
-from qdsl.analyze.check.spec_bits import bits, digit_fields, digits, environment, width_of
+from qdsl.analyze.check.spec_bits import PLAIN, digit_fields, digits, environment, stored, width_of
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import Kernels, PackedWeight
 from qdsl.runtime.gpu import configure, launch
@@ -247,7 +247,8 @@ def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
     full = {name for name in random_fields(case, packed.shape) if field_shape(case, name, packed.shape) == packed.shape}
     full |= {field.name.value for field in case.spec.fields} - {field.name.value for field in spec(case.path).fields}
     holds: dict[tuple[str, int], set[str]] = {}
-    placed = [(name, element, field) for name, element, _, (field, _, _) in bits(case.spec, storage, env, params)]
+    placed = [(name, element, field) for name, element, _, (field, _, _), kind in stored(case.spec, storage, env, params)
+              if kind == PLAIN]
     placed += [(name, element, digit[0]) for (name, element, _), digits_at in digits(case.spec, storage, env, params).items()
                for digit in digits_at if digit is not None]
     for name, element, field in placed:

@@ -255,7 +255,7 @@ def prove_stored(read: Reading, packed: PackedWeight) -> tuple[dict[str, Tensor]
         raise Disagreement(f"{read.spec.name}.{read.storage}: '{stored_shape}' says another shape")
     like = {name: tuple(tensor.shape) for name, tensor in packed.tensors.items() if name != stored_shape}
     own, used = read.pack(field_codes(read, fields), like)
-    sizes = {name: oracle.element_bits(read.spec, read.tensors[name], read.params) for name in like}
+    sizes = {name: oracle.element_bits(read.tensors[name], read.params) for name in like}
     stored = read.canonical({name: codes(packed.tensors[name], sizes[name]) for name in like})
     again = packed_again(packed, fields)
     for name, size in sizes.items():

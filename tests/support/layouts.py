@@ -80,14 +80,6 @@ def layouts(draw: st.DrawFn, largest: int = 400) -> Layout:
     return Layout(tuple(modes), draw(st.integers(-20, 200)))
 
 
-@st.composite
-def filling(draw: st.DrawFn) -> Layout:
-    """A layout whose positions fill their range: digits of a number, in another order."""
-    extents = draw(st.lists(st.integers(1, 5), max_size=4))
-    order = draw(st.permutations(range(len(extents))))
-    strides = dict(zip(order, (prod(extents[j] for j in order[:i]) for i in range(len(order))), strict=True))
-    return Layout(tuple((extent, strides[i]) for i, extent in enumerate(extents)), draw(st.integers(-5, 64)))
-
 
 @st.composite
 def almost(draw: st.DrawFn) -> list[int]:

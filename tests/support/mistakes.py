@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
@@ -183,68 +183,92 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield from _numbers(node, place)
         case g.Name():
             yield from _names(node, place, spec)
-        case g.Negate():
-            yield "sign", node.value
-        case g.Binary():
+        case g.Negate() | g.Binary():
             yield from _operations(node, place)
         case g.Apply():
             yield from _calls(node, place)
         case g.Typed():
             yield from _subscripts(node, spec)
+        case g.Item():
+            yield from _parts(node)
+        case g.Shape() | g.Axis() | g.Line() | g.Digits():
+            yield from _layouts(node, spec)
+        case Tensor() | Stored() | Storage():
+            yield from _stored(node)
+        case Table() | Param() | Spec():
+            yield from _declared(node)
+
+
+def _layouts(node: g.Shape | g.Axis | g.Line | g.Digits, spec: Spec) -> Iterator[Change]:
+    """Another type or order of axes, variables, loops, items or digits; one left out, or added."""
+    match node:
         case g.Shape():
             yield from (("type", replace(node, type=kind)) for kind in _types(node.type, spec) if kind.name not in BYTES)
-            yield from (("axis", replace(node, axes=axes)) for axes in _exchanged(node.axes))
-            yield from (("axis", replace(node, axes=axes)) for axes in _dropped(node.axes))
+            yield from _with("axis", node, "axes", (*_exchanged(node.axes), *_dropped(node.axes)))
         case g.Axis():
-            yield from (("axis", replace(node, digits=digits)) for digits in _exchanged(node.digits))
+            yield from _with("axis", node, "digits", _exchanged(node.digits))
         case g.Line():
             fixed = {named.name.value for named in (*spec.params, *spec.dims)}
             read = sorted({name for item in node.fields for part in item.index for name in g.names(part)} - fixed)
             for a, b in combinations(read, 2):
                 yield "variable", replace(node, items=_renamed(node.items, {a: b, b: a}))
-            yield from (("loop-order", replace(node, loops=loops)) for loops in _exchanged(node.loops))
-            yield from (("item-order", replace(node, items=items)) for items in _exchanged(node.items))
-        case g.Item():
-            yield from _parts(node)
+            yield from _with("loop-order", node, "loops", _exchanged(node.loops))
+            yield from _with("item-order", node, "items", _exchanged(node.items))
         case g.Digits():
-            yield from (("digits", replace(node, line=replace(node.line, items=items))) for items in _dropped(node.line.items)
-                        if items)
-            yield "digits", replace(node, line=replace(node.line, items=(*node.line.items, node.line.items[-1])))
+            items = node.line.items
+            yield from _with("digits", node, "line", (replace(node.line, items=fewer) for fewer in _dropped(items) if fewer))
+            yield "digits", replace(node, line=replace(node.line, items=(*items, items[-1])))
+
+
+def _stored(node: Tensor | Stored | Storage) -> Iterator[Change]:
+    """Lines, tensors and conditions exchanged or left out; an optional tensor that is always there."""
+    match node:
         case Tensor():
-            yield from (("line-order", replace(node, record=record)) for record in _exchanged(node.record))
+            yield from _with("line-order", node, "record", _exchanged(node.record))
             yield from [("optional", replace(node, optional=None, omitted=False))] if node.optional else []
             yield from [("optional", replace(node, omitted=False))] if node.omitted else []
-            yield from (("stored", replace(node, stored=rules)) for rules in _dropped(node.stored))
+            yield from _with("stored", node, "stored", _dropped(node.stored))
         case Stored():
-            yield from (("stored", replace(node, when=when)) for when in _dropped(node.when))
-            for i, (key, values) in enumerate(node.when):
-                yield from (("stored", replace(node, when=(*node.when[:i], (key, fewer), *node.when[i + 1:])))
-                            for fewer in _dropped(values))
-        case Table() if node.formula is None and len(node.values) < LONG:
-            last = node.values[-1]
-            fewer = replace(node, values=node.values[:-1], shape=(len(node.values) - 1,))
-            yield from (("entry", replace(node, values=values)) for values in _exchanged(node.values))
-            yield from (("entry", entry) for entry in (fewer, *(replace(node, values=(*node.values[:-1], new))
-                                                                for new in (-last, last + 1))))
+            yield from _with("stored", node, "when", (*_dropped(node.when), *_narrowed(node.when)))
         case Storage():
-            yield from (("where", replace(node, where=where)) for where in _dropped(node.where))
-            for i, (key, values) in enumerate(node.only):
-                yield from (("where", replace(node, only=(*node.only[:i], (key, fewer), *node.only[i + 1:])))
-                            for fewer in _dropped(values))
-            yield from (("option", replace(node, options=options)) for options in _dropped(node.options))
+            yield from _with("where", node, "where", _dropped(node.where))
+            yield from _with("where", node, "only", _narrowed(node.only))
+            yield from _with("option", node, "options", _dropped(node.options))
             yield from [("where", replace(node, shape=None))] if node.shape else []
             holders = [tensor.inside for tensor in node.tensors]
-            yield from (("tensor-order", replace(node, tensors=tensors)) for tensors in _exchanged(node.tensors)
-                        if holders == [tensor.inside for tensor in tensors])
+            yield from _with("tensor-order", node, "tensors", (
+                tensors for tensors in _exchanged(node.tensors) if holders == [tensor.inside for tensor in tensors]))
+
+
+def _declared(node: Table | Param | Spec) -> Iterator[Change]:
+    """Entries of a table, values of a parameter, and the order of storages and branches."""
+    match node:
+        case Table() if node.formula is None and len(node.values) < LONG:
+            yield from _with("entry", node, "values", _exchanged(node.values))
+            yield "entry", replace(node, values=node.values[:-1], shape=(len(node.values) - 1,))
+            *others, last = node.values
+            yield from _with("entry", node, "values", ((*others, new) for new in (-last, last + 1)))
         case Param():
-            yield from (("values", replace(node, values=values)) for values in (*_exchanged(node.values), *_dropped(node.values)))
-            yield from (("values", replace(node, values=tuple(new if v == value else v for v in node.values)))
-                        for value in node.values if isinstance(value, int) for new in (value + 1, value - 1, 2 * value))
+            yield from _with("values", node, "values", (*_exchanged(node.values), *_dropped(node.values)))
+            yield from _with("values", node, "values", (
+                tuple(new if v == value else v for v in node.values)
+                for value in node.values if isinstance(value, int) for new in (value + 1, value - 1, 2 * value)))
         case Spec():
             yield from [("where", replace(node, fixed={}))] if node.fixed else []
-            yield from (("where", replace(node, fixed={dim: extent + 1})) for dim, extent in node.fixed.items())
-            yield from (("storage-order", replace(node, storages=storages)) for storages in _exchanged(node.storages))
-            yield from (("branch", replace(node, plus=plus)) for plus in (*_exchanged(node.plus), *_dropped(node.plus)))
+            yield from _with("where", node, "fixed", ({dim: extent + 1} for dim, extent in node.fixed.items()))
+            yield from _with("storage-order", node, "storages", _exchanged(node.storages))
+            yield from _with("branch", node, "plus", (*_exchanged(node.plus), *_dropped(node.plus)))
+
+
+def _with(kind: str, node: Any, name: str, values: Iterable[Any]) -> Iterator[Change]:
+    """The node with each of these as one of its attributes."""
+    return ((kind, replace(node, **{name: value})) for value in values)
+
+
+def _narrowed(conditions: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Iterator[tuple[Any, ...]]:
+    """Conditions of which one holds for a value fewer."""
+    for i, (key, values) in enumerate(conditions):
+        yield from ((*conditions[:i], (key, fewer), *conditions[i + 1:]) for fewer in _dropped(values))
 
 
 def _exchanged(parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -290,8 +314,11 @@ def _names(node: g.Name, place: str, spec: Spec) -> Iterator[Change]:
         yield from (("field", replace(node, name=name)) for name in fields if name != node.name and node.name in fields)
 
 
-def _operations(node: g.Binary, place: str) -> Iterator[Change]:
+def _operations(node: g.Negate | g.Binary, place: str) -> Iterator[Change]:
     """Another operation, the operands exchanged, and in decode the other precedence."""
+    if isinstance(node, g.Negate):
+        yield "sign", node.value
+        return
     yield "sign", replace(node, op=SIGNS.get(node.op, "*"))
     if node.op not in ("+", "*"):
         yield "operands", replace(node, left=node.right, right=node.left)

@@ -21,10 +21,10 @@ from qdsl.analyze.check import spec_bits as oracle
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Spec, Tensor
 from qdsl.compiler.spec.tables import is_number
-from tests.support import grids, searches, slow_levels, slow_search
+from tests.support import grids, slow_blocks, slow_levels, slow_search
 from tests.support import slow_schemes as schemes
 from tests.support.slow_numbers import Codes, Scalar, Unread, magnitudes, nearest, value, width
-from tests.support.slow_schemes import bounds, stored_scale
+from tests.support.slow_schemes import bounds
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,17 @@ class Reading:
     # -- storage ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _bits(self) -> list[tuple[str, tuple[int, ...], int, oracle.Bit]]:
+    def _stored(self) -> list[oracle.Stored]:
         storage = next(s for s in self.spec.storages if s.name.value == self.storage)
-        return list(oracle.bits(self.spec, storage, self.env, self.params))
+        return list(oracle.stored(self.spec, storage, self.env, self.params))
+
+    @cached_property
+    def _bits(self) -> list[tuple[str, tuple[int, ...], int, oracle.Bit]]:
+        return [bit[:4] for bit in self._stored if bit[4] == oracle.PLAIN]
 
     @cached_property
     def _copies(self) -> list[tuple[str, tuple[int, ...], int, oracle.Bit]]:
-        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
-        return list(oracle.copies(self.spec, storage, self.env, self.params))
+        return [bit[:4] for bit in self._stored if bit[4] == oracle.AGAIN]
 
     @cached_property
     def _digits(self) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
@@ -150,7 +153,7 @@ class Reading:
             used[name][element] |= 255 << bit
         for name, rule in rules.items():
             if rule.target.value == "word" and name in like:
-                size = oracle.element_bits(self.spec, self.tensors[name], self.params)
+                size = oracle.element_bits(self.tensors[name], self.params)
                 for element in np.ndindex(*like[name]):
                     word = oracle.evaluate(rule.value, {**env, "word": int(packed[name][element])})
                     packed[name][element] = word % (1 << size)
@@ -214,24 +217,27 @@ class Reading:
         """The fields that the spec's encode scheme chooses for a float32 weight; `importance` is one of the options."""
         assert self.spec.encode is not None
         arguments = {**self.arguments, **options}
+        code, scheme, importance = str(arguments["code"]), self.spec.encode.name, arguments.get("importance")
+        roles = {role: str(name) for role, name in self.arguments.items()}
+        if scheme == "nearest":
+            return {code: np.array([[nearest(self.kind(code), np.float32(v)) for v in row] for row in weight], np.int64)}
+        if scheme == "unit_level_nested":
+            return self._nested(weight)
+        if scheme == "kmeans":
+            return slow_levels.of_blocks(self, weight, code, str(arguments["levels"]), importance)
+        if scheme == "scaled_kmeans":
+            return slow_levels.of_all(self, weight, roles, importance)
+        if scheme.startswith("least_squares"):
+            return self._least_squares(weight, roles, importance)
+        if scheme.startswith("grid_"):
+            return self._grids(weight, roles, importance)
+        fields = self._blocks(weight, arguments)
+        return {**fields, **self._sums(weight, fields[code], arguments)} if "sums" in arguments else fields
+
+    def _blocks(self, weight: npt.NDArray[np.float32], arguments: Mapping[str, Any]) -> dict[str, Codes]:
+        """The fields of a scheme that takes a block of weights at a time."""
         code = str(arguments["code"])
         fields: dict[str, Codes] = {code: np.zeros(self.shape, np.int64)}
-        if self.spec.encode.name == "nearest":
-            for place in np.ndindex(*self.shape):
-                fields[code][place] = nearest(self.kind(code), np.float32(weight[place]))
-            return fields
-        if self.spec.encode.name == "unit_level_nested":
-            return self._nested(weight)
-        if self.spec.encode.name == "kmeans":
-            return slow_levels.of_blocks(self, weight, code, str(arguments["levels"]), arguments.get("importance"))
-        if self.spec.encode.name == "scaled_kmeans":
-            return slow_levels.of_all(self, weight, {role: str(name) for role, name in self.arguments.items()},
-                                      arguments.get("importance"))
-        if self.spec.encode.name.startswith("least_squares"):
-            return self._least_squares(weight, {role: str(name) for role, name in self.arguments.items()},
-                                       arguments.get("importance"))
-        if self.spec.encode.name.startswith("grid_"):
-            return self._grids(weight, {role: str(name) for role, name in self.arguments.items()}, arguments.get("importance"))
         roles = {role: str(arguments[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in arguments}
         shared = {place: at for place, _, at in self.places({name: np.zeros(0, np.int64) for name in roles.values()})}
         for name in roles.values():
@@ -242,7 +248,7 @@ class Reading:
             blocks.setdefault(outer, {}).setdefault(inner, []).append(place)
         for parts in blocks.values():
             with np.errstate(all="ignore"):
-                codes, values = self._block(weight, list(parts.values()), arguments)
+                codes, values = slow_blocks.codes(self, weight, list(parts.values()), arguments)
             for places, part in zip(parts.values(), codes, strict=True):
                 for place, own in zip(places, part, strict=True):
                     fields[code][place] = own
@@ -251,12 +257,12 @@ class Reading:
                 elements = dict.fromkeys(shared[places[0]][name] for places in parts.values())
                 for element, word in zip(elements, coded, strict=True):
                     fields[name][element] = word
-        return {**fields, **self._sums(weight, fields[code], arguments)} if "sums" in arguments else fields
+        return fields
 
     def _sums(self, weight: npt.NDArray[np.float32], codes: Codes, arguments: Mapping[str, Any]) -> dict[str, Codes]:
         """The field that is sums of the codes: integers, or floats that are times the scale that codes were computed with."""
         name, code, scheme = str(arguments["sums"]), str(arguments["code"]), self.spec.encode.name if self.spec.encode else ""
-        kinds, offset = {role: self.kind(str(arguments[role])) for role in ("code", "scale", "sums")}, self._offset(code)
+        kinds, offset = {role: self.kind(str(arguments[role])) for role in ("code", "scale", "sums")}, self.offset(code)
         runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for place, _, at in self.places({name: np.zeros(0, np.int64)}):
             runs.setdefault(at[name], []).append(place)
@@ -269,78 +275,6 @@ class Reading:
                 sums[element] = total & (1 << width(kinds["sums"])) - 1 if kinds["sums"][0] == "i" else \
                     nearest(kinds["sums"], np.float32(total) * used)
         return {name: sums}
-
-    def _block(self, weight: npt.NDArray[np.float32], parts: list[list[tuple[int, int]]], arguments: Mapping[str, Any],
-               ) -> tuple[list[list[int]], dict[str, list[int]]]:
-        """Codes of a block's parts, and the codes of what its parts, or all of it, share."""
-        assert self.spec.encode is not None
-        scheme, code, importance = self.spec.encode.name, str(arguments["code"]), arguments.get("importance")
-        kinds = {role: self.kind(str(arguments[role])) for role in ("code", "scale", "min", "zero", "super_scale", "super_min")
-                 if role in arguments}
-        x = [[np.float32(weight[place]) for place in part] for part in parts]
-        by = None if importance is None else [[np.float32(importance[k]) for _, k in part] for part in parts]
-        low, high = (end - self._offset(code) for end in bounds(kinds["code"]))
-        if scheme == "kquant_minmax":
-            return schemes.super_minmax(x, by, kinds, arguments)
-        if scheme == "kquant_signmax":
-            ends = tuple(end - self._offset(str(arguments["scale"])) for end in bounds(kinds["scale"]))
-            return schemes.super_signmax(x, by, kinds, arguments, (low, high), ends)
-        if scheme in ("block_levels", "kquant_levels"):
-            return schemes.leveled(x, by, kinds, [np.float32(v) for v in self._levels()], self._offset(str(arguments["scale"])))
-        if by is not None:
-            row = [np.float32(v) for v in weight[parts[0][0][0]]]
-            counts = searches.counts(x[0], by[0], searches.total([v * v for v in row]) / np.float32(len(row)))
-            if scheme == "signmax":
-                scale, codes = searches.trials(x[0], counts, low, high)
-                return [[c - low + bounds(kinds["code"])[0] for c in codes]], {"scale": [stored_scale(scale, kinds["scale"])[0]]}
-            scale, least, codes = searches.ranged(x[0], counts, high, *searches.IMPORTANT)
-            return [codes], {"scale": [stored_scale(scale, kinds["scale"])[0]], "min": [stored_scale(least, kinds["min"])[0]]}
-        if scheme in ("affine", "edge_affine"):
-            codes, least_code, scale_code = schemes.affine(x[0], kinds, high) if scheme == "affine" else \
-                schemes.edge_affine(x[0], kinds)
-            return [codes], {"min": [least_code], "scale": [scale_code]}
-        if scheme == "progressive":
-            return schemes.progressive(x, kinds, self.arguments)
-        if scheme == "meansign":
-            mean = searches.total([abs(v) for v in x[0]]) / np.float32(len(x[0]))
-            return [[int(v >= 0) for v in x[0]]], {"scale": [stored_scale(mean, kinds["scale"])[0]]}
-        if scheme == "nested_absmax":
-            divided = any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
-            codes, scales, above = schemes.nested(x, kinds, divided, arguments)
-            return codes, {"scale": scales, "super_scale": [above]}
-        if scheme == "absmax_level":
-            codes, scale_code = schemes.level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
-            return [codes], {"scale": [scale_code]}
-        if scheme == "unit_level":
-            codes, _ = schemes.unit(x[0], self._levels())
-            return [codes], {"scale": [stored_scale(max(map(abs, x[0])), kinds["scale"])[0]]}
-        if scheme == "unit_absmax":
-            return [schemes.unit_codes(x[0], self._divisor())], {"scale": [stored_scale(max(map(abs, x[0])), kinds["scale"])[0]]}
-        if scheme == "float_zero":
-            codes, zero, scale_code = schemes.float_zero(x[0], kinds)
-            return [codes], {"zero": [zero], "scale": [scale_code]}
-        if scheme == "float_middle":
-            negated = isinstance(self.spec.decode, g.Binary) and self.spec.decode.op == "-"
-            codes, zero, scale_code = schemes.float_middle(x[0], kinds, self._offset(code), negated)
-            return [codes], {"zero": [zero], "scale": [scale_code]}
-        if scheme == "minmax":
-            codes, zero, scale_code = schemes.minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], arguments)
-            return [codes], {"zero": [zero], "scale": [scale_code]}
-        if scheme == "scaled_zero":
-            rule = {"by": "exact", "span": "tight"}
-            codes, point, scale_code = schemes.minmax(x[0], kinds["code"], kinds["code"], kinds["scale"], rule)
-            zero = -np.float32(value(kinds["scale"], scale_code)) * np.float32(point)
-            return [codes], {"zero": [stored_scale(zero, kinds["zero"])[0]], "scale": [scale_code]}
-        if scheme == "ternary":
-            mean = max(np.float32(sum(float(abs(v)) for v in x[0]) / len(x[0])), np.float32(1e-5))
-            inverse = np.float32(1) / mean
-            divided = any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
-            codes = [min(max(round(float(v * inverse)), -1), 1) + 1 for v in x[0]]
-            return [codes], {"scale": [stored_scale(inverse if divided else mean, kinds["scale"])[0]]}
-        if scheme in ("absmax", "signmax"):
-            codes, scale_code, _ = schemes.absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), arguments)
-            return [codes], {"scale": [scale_code]}
-        raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/slow_reading.py")
 
     def _nested(self, weight: npt.NDArray[np.float32]) -> dict[str, Codes]:
         """Codes by blocks, and their scales, less the mean of all, by blocks of blocks in the same way."""
@@ -430,21 +364,26 @@ class Reading:
         """How many elements of a field lie along the columns."""
         return 1 + max(at[name][1] for _, _, at in self.places({name: np.zeros(0, np.int64)}))
 
-    def _levels(self) -> list[Scalar]:
+    def levels(self) -> list[Scalar]:
         """The only table, in order."""
         (table,) = self.spec.tables
         return [self.tables[table.name.value, (i,)] for i in range(table.shape[0])]
 
-    def _factor(self) -> float:
+    def factor(self) -> float:
         """The product of the numbers of decode."""
         return prod(float(part.value) for part in _walk(self.spec.decode) if isinstance(part, g.Number))
 
-    def _divisor(self) -> int:
+    @property
+    def divides(self) -> bool:
+        """Whether decode divides."""
+        return any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
+
+    def divisor(self) -> int:
         """What decode divides by at last."""
         assert isinstance(self.spec.decode, g.Binary) and self.spec.decode.op == "/"
         return oracle.evaluate(self.spec.decode.right, self.env)
 
-    def _offset(self, code: str) -> int:
+    def offset(self, code: str) -> int:
         """What decode takes off a code before it is scaled."""
         for part in _walk(self.spec.decode):
             if isinstance(part, g.Binary) and part.op == "-" and isinstance(part.left, g.Name) and part.left.name == code:

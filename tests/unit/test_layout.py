@@ -28,7 +28,6 @@ from qdsl.core.layout import (
     coverage,
     factor,
     gather,
-    inverse,
     refine,
     split,
     spread,
@@ -41,7 +40,6 @@ from tests.support.layouts import (
     almost,
     bits_of,
     boundaries,
-    filling,
     layouts,
     layouts_through,
     positions,
@@ -146,27 +144,6 @@ def test_refine_of_a_layout_that_is_not_coalesced_keeps_its_boundaries(layout: L
         assert positions(refined) == positions(layout)
         assert {cut for cut in cuts if cut < layout.size} | boundaries(layout) <= boundaries(refined)
 
-
-@PROPERTY
-@given(filling())
-def test_inverse_leads_back_to_every_index(layout: Layout) -> None:
-    back = inverse(layout)
-    assert back.size == layout.size
-    assert [back(at - layout.offset) for at in positions(layout)] == list(range(layout.size))
-
-
-@PROPERTY
-@given(st.one_of(filling(), layouts(largest=60)), st.integers(-2, 2), st.data())
-def test_inverse_refuses_exactly_what_does_not_fill_its_range(layout: Layout, by: int, data: st.DataObject) -> None:
-    if layout.modes:
-        changed = data.draw(st.integers(0, len(layout.modes) - 1))
-        modes = [(e, s + by * (i == changed)) for i, (e, s) in enumerate(layout.modes)]
-        layout = Layout(tuple(modes), layout.offset)
-    if sorted(positions(layout)) == list(range(layout.offset, layout.offset + layout.size)):
-        assert [inverse(layout)(at - layout.offset) for at in positions(layout)] == list(range(layout.size))
-    else:
-        with pytest.raises(ValueError, match="does not fill its positions"):
-            inverse(layout)
 
 
 # -- records -------------------------------------------------------------------------------------------------------------

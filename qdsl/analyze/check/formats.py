@@ -127,8 +127,7 @@ def _fields_problem(case: Case, fields: dict[str, Tensor], again: dict[str, Tens
 
 
 def _packed(case: Case) -> PackedWeight:
-    shape = case.two_blocks
-    return case.format.pack(case.fields(shape), storage=case.storage, **case.params)
+    return case.format.pack(case.fields(case.two_blocks), storage=case.storage, **case.params)
 
 
 def convert(case: Case) -> tuple[str, str]:

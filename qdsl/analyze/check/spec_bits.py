@@ -64,22 +64,21 @@ def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
     """Returns how many bits a field has."""
     kind = next(f for f in spec.fields if f.name.value == field).typed.type
     word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
-    named = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8, "index": 32}
-    if word in named:
-        return named[word]
-    if word[0] in "ui" and word[1:].isdigit():
-        return int(word[1:])
-    return 1 + int(word[1]) + int(word[3])                       # eXmY
+    return _width(word)
 
 
-def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) -> int:
+def element_bits(tensor: Tensor, params: Mapping[str, int | str]) -> int:
     """Bits of an element of a tensor; a tensor of records has bytes."""
     if tensor.shape is None:
         return 8
     kind = tensor.shape.type
-    word = str(params.get(kind.name, kind.name))
-    return {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8}.get(word) or (
-        int(word[1:]) if word[0] in "ui" else 1 + int(word[1]) + int(word[3]))
+    return _width(str(params.get(kind.name, kind.name)))
+
+
+def _width(kind: str) -> int:
+    named = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8, "index": 32}
+    return named.get(kind) or (int(kind[1:]) if kind[0] in "ui" and kind[1:].isdigit() else
+                               1 + int(kind[1]) + int(kind[3]))  # eXmY
 
 
 def stored(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
@@ -87,17 +86,6 @@ def stored(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping
     for tensor in storage.tensors:
         yield from _placed(spec, storage, tensor, env, params)
 
-
-def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
-         ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
-    """(tensor, element of the tensor, bit of that element, the field's bit) for every stored bit but padding, digits, copies."""
-    yield from (bit[:4] for bit in stored(spec, storage, env, params) if bit[4] == PLAIN)
-
-
-def copies(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
-           ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
-    """The same for bits that stand again."""
-    yield from (bit[:4] for bit in stored(spec, storage, env, params) if bit[4] == AGAIN)
 
 
 def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
@@ -145,12 +133,12 @@ def axes_of(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
         return [env["N"], env["K"] // run * size]
     loops = {digit.name: 0 for axis in tensor.shape.axes for digit in axis.digits if digit is not None}
     width = sum(width for *_, width, _ in _record(spec, tensor, {**env, **loops}, params))
-    words = -(-width // element_bits(spec, tensor, params))
+    words = -(-width // element_bits(tensor, params))
     return [prod(words if digit is None else evaluate(digit.extent, env) for digit in axis.digits) for axis in tensor.shape.axes]
 
 
 def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
-    size = element_bits(spec, tensor, params)
+    size = element_bits(tensor, params)
     fields = {f.name.value: f for f in spec.fields}
     if tensor.shape is None:
         yield from _run(spec, tensor, env, params)

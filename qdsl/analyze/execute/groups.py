@@ -265,8 +265,7 @@ def _accumulator_places(registers: int) -> tuple[Indices, Indices]:
 def _matrix(batch: Batch, places: Indices, kind: str) -> Matrix:
     """Elements of shared memory at places."""
     size = WIDTHS[kind] // 8
-    words = batch.shared.view(UNSIGNED[8 * size])[places // size]
-    return elements(words, kind, batch.options).reshape(places.shape)
+    return elements(batch.shared.view(UNSIGNED[8 * size])[places // size], kind, batch.options).reshape(places.shape)
 
 
 def _finish_products(batch: Batch, lanes: Indices, late: int) -> None:

@@ -335,9 +335,7 @@ class _Scheduler:
         holds = self.batch.registers[instruction.predicate.slot]
         holds = holds if at is None else holds[at]
         holds = ~holds if instruction.negated else holds
-        if holds.all():
-            return at
-        return np.flatnonzero(holds) if at is None else at[holds]
+        return at if holds.all() else np.flatnonzero(holds) if at is None else at[holds]
 
     def advance(self, place: int, at: At) -> None:
         if self.uniform is not None:

@@ -38,14 +38,10 @@ def is_float(kind: str) -> bool:
     return kind in FLOATS
 
 
-def smallest_normal(kind: str) -> float:
-    """The smallest normal number of a type."""
-    return 2.0 ** (1 - FLOATS[kind].bias)
-
 
 def flushed(x: Floats, kind: str) -> Floats:
     """Subnormal numbers of a type as zeros of their sign."""
-    return np.where(np.abs(x) < smallest_normal(kind), np.copysign(x.dtype.type(0), x), x)
+    return np.where(np.abs(x) < 2.0 ** (1 - FLOATS[kind].bias), np.copysign(x.dtype.type(0), x), x)
 
 
 def decode(bits: Bits, kind: str) -> Floats:

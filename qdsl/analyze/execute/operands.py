@@ -12,22 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from qdsl.analyze.execute import program as ptx
 from qdsl.analyze.execute.machine import At, Batch, Step
 from qdsl.analyze.execute.memory import Indices
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
-from qdsl.analyze.execute.program import (
-    Address,
-    ExecutionError,
-    Immediate,
-    Instruction,
-    Negated,
-    Operand,
-    Program,
-    Register,
-    Symbol,
-    Vector,
-    type_bits,
-)
 
 Source = Callable[[Batch, At], Bits]
 Target = Callable[[Batch, At, Bits], None]
@@ -48,8 +36,8 @@ def opcode(*names: str) -> Callable[[Maker], Maker]:
 class Context:
     """An instruction on its way to a step, with the program around it."""
 
-    instruction: Instruction
-    program: Program
+    instruction: ptx.Instruction
+    program: ptx.Program
     types: tuple[str, ...] = field(init=False)
     modifiers: frozenset[str] = field(init=False)
 
@@ -69,7 +57,7 @@ class Context:
         """The instruction's rounding mode; to nearest even where it names none."""
         return next((part for part in ("rn", "rz", "rm", "rp", "rna") if part in self.modifiers), "rn")
 
-    def operand(self, place: int) -> Operand:
+    def operand(self, place: int) -> ptx.Operand:
         """The operand at a place.  Raises ExecutionError where the instruction has fewer."""
         operands = self.instruction.operands
         if place >= len(operands):
@@ -81,26 +69,26 @@ class Context:
         if strange := self.modifiers - set(self.types) - set(expected):
             raise self.unknown(f"'.{min(strange)}' is not known")
 
-    def unknown(self, why: str = "it is not known") -> ExecutionError:
+    def unknown(self, why: str = "it is not known") -> ptx.ExecutionError:
         """The error that names the instruction, and why it cannot be executed."""
-        return ExecutionError(f"{self.instruction}: {why}")
+        return ptx.ExecutionError(f"{self.instruction}: {why}")
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
-    def source(self, place: int | Operand, bits: int) -> Source:
+    def source(self, place: int | ptx.Operand, bits: int) -> Source:
         """Reads an operand as unsigned integers of so many bits, as booleans for 1; constants have one element."""
         operand = self.operand(place) if isinstance(place, int) else place
-        if isinstance(operand, Negated):
+        if isinstance(operand, ptx.Negated):
             inner = self.source(operand.register, 1)
             return lambda batch, at: ~inner(batch, at)
-        if isinstance(operand, Immediate):
+        if isinstance(operand, ptx.Immediate):
             number = operand.value if isinstance(operand.value, int) else self._bits_of(operand.value, bits)
             number &= (1 << bits) - 1
             constant = np.array([bool(number)] if bits == 1 else [number], bool if bits == 1 else UNSIGNED[bits])
             return lambda batch, at: constant
-        if isinstance(operand, Symbol):
+        if isinstance(operand, ptx.Symbol):
             return self._symbol(operand.name, bits)
-        if isinstance(operand, Register):
+        if isinstance(operand, ptx.Register):
             slot = operand.slot
             if operand.bits == bits:
                 return lambda batch, at: batch.registers[slot] if at is None else batch.registers[slot][at]
@@ -120,23 +108,23 @@ class Context:
             dtype = UNSIGNED[bits]
             return lambda batch, at: (batch.special(name) if at is None else batch.special(name)[at]).astype(dtype)
         if name in self.program.shared:
-            return self.source(Immediate(self.program.shared[name]), bits)
+            return self.source(ptx.Immediate(self.program.shared[name]), bits)
         if name in ("WARP_SZ",):
-            return self.source(Immediate(32), bits)
+            return self.source(ptx.Immediate(32), bits)
         raise self.unknown(f"no variable '{name}' is known")
 
     def sources(self, place: int, bits: int) -> list[Source]:
         """Those of a vector, or of one operand."""
         operand = self.operand(place)
-        return [self.source(part, bits) for part in (operand.parts if isinstance(operand, Vector) else (operand,))]
+        return [self.source(part, bits) for part in (operand.parts if isinstance(operand, ptx.Vector) else (operand,))]
 
     def address(self, place: int) -> Callable[[Batch, At], Indices]:
         """Reads [base + offset] as int64."""
         operand = self.operand(place)
-        if not isinstance(operand, Address):
+        if not isinstance(operand, ptx.Address):
             raise self.unknown("an operand is no address")
         base = operand.base
-        read = self.source(base, base.bits if isinstance(base, Register) else 64)
+        read = self.source(base, base.bits if isinstance(base, ptx.Register) else 64)
         offset = operand.offset
 
         def addresses(batch: Batch, at: At) -> Indices:
@@ -146,12 +134,12 @@ class Context:
 
     # -- writing -----------------------------------------------------------------------------------------------------------
 
-    def target(self, place: int | Operand = 0) -> Target:
+    def target(self, place: int | ptx.Operand = 0) -> Target:
         """Writes an operand; values have the register's width, or another that is cut or extended by zeros."""
         operand = self.operand(place) if isinstance(place, int) else place
-        if isinstance(operand, Symbol) and operand.name == "_":
+        if isinstance(operand, ptx.Symbol) and operand.name == "_":
             return lambda batch, at, value: None
-        if not isinstance(operand, Register):
+        if not isinstance(operand, ptx.Register):
             raise self.unknown("the first operand is no register")
         slot, dtype = operand.slot, (np.dtype(bool) if operand.bits == 1 else UNSIGNED[operand.bits])
 
@@ -170,15 +158,15 @@ class Context:
     def targets(self, place: int = 0) -> list[Target]:
         """Registers that an operand, or each part of a vector, is written to."""
         operand = self.operand(place)
-        return [self.target(part) for part in (operand.parts if isinstance(operand, Vector) else (operand,))]
+        return [self.target(part) for part in (operand.parts if isinstance(operand, ptx.Vector) else (operand,))]
 
 
-def steps_of(program: Program) -> list[Step]:
+def steps_of(program: ptx.Program) -> list[Step]:
     """A step per instruction.  Raises ExecutionError, which names an instruction that is not known."""
     return [_step(instruction, program) for instruction in program.instructions]
 
 
-def _step(instruction: Instruction, program: Program) -> Step:
+def _step(instruction: ptx.Instruction, program: ptx.Program) -> Step:
     if instruction.name in ("bra", "ret", "exit", "bar", "barrier") and "warp" not in instruction.modifiers:
         return _scheduled
     context = Context(instruction, program)
@@ -195,15 +183,12 @@ def packed(value: Bits, kind: str) -> Bits:
     """The parts of packed pairs as [threads, 2]; others as they are."""
     if not kind.endswith("x2"):
         return value
-    half = UNSIGNED[type_bits(kind[:-2]) if not kind.startswith("e") else 8]
-    return np.ascontiguousarray(value)[:, None].view(half)
+    return np.ascontiguousarray(value)[:, None].view(UNSIGNED[ptx.type_bits(kind[:-2]) if not kind.startswith("e") else 8])
 
 
 def joined(parts: Bits, kind: str) -> Bits:
     """The reverse of `packed`."""
-    if not kind.endswith("x2"):
-        return parts
-    return np.ascontiguousarray(parts).view(UNSIGNED[2 * 8 * parts.dtype.itemsize])[:, 0]
+    return np.ascontiguousarray(parts).view(UNSIGNED[2 * 8 * parts.dtype.itemsize])[:, 0] if kind.endswith("x2") else parts
 
 
 def element(kind: str) -> str:

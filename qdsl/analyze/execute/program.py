@@ -291,9 +291,7 @@ class _Parser:
                 return scope[text]
         if "|" in text:                                          # a result, and whether a lane took part
             return Vector(tuple(self.operand(part, line) for part in text.split("|")))
-        if text[0].isdigit() or text[0] == "-":
-            return Immediate(_number(text, line))
-        return Symbol(text)
+        return Immediate(_number(text, line)) if text[0].isdigit() or text[0] == "-" else Symbol(text)
 
 
 def _number(text: str, line: int) -> int | float:

@@ -90,9 +90,7 @@ class _Accesses:
 
     def unordered(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
         """Whether the access of each granule does not come before one that threads make now."""
-        if (self.thread[place] < 0).all():
-            return np.zeros(len(place), bool)
-        return ~ordered(self.at(place), who)
+        return np.zeros(len(place), bool) if (self.thread[place] < 0).all() else ~ordered(self.at(place), who)
 
     def mark(self, place: Indices, who: Threads) -> None:
         self.program[place], self.thread[place] = who.program, who.thread

@@ -230,8 +230,7 @@ def _integers(context: Context, count: int, function: Callable[..., Any]) -> Ste
 
     def whole(*values: Bits) -> Bits:
         inputs = [packed(value, kind) if signed is None else packed(value, kind).view(signed) for value in values]
-        result = function(*inputs)
-        return joined(result.view(UNSIGNED[type_bits(part)]), kind)
+        return joined(function(*inputs).view(UNSIGNED[type_bits(part)]), kind)
     return _map(context, [context.source(place, bits) for place in range(1, count + 1)], whole)
 
 
@@ -239,9 +238,6 @@ def _minimum(a: Floats, b: Floats) -> Floats:
     """The minimum of two: a number rather than NaN, and -0 below +0."""
     return np.where((a == b) & np.signbit(a), a, np.where((a == b), b, np.fmin(a, b)))
 
-
-def _maximum(a: Floats, b: Floats) -> Floats:
-    return -_minimum(-a, -b)
 
 
 EXACT: dict[str, Callable[..., Floats]] = {
@@ -255,7 +251,7 @@ def _rounded_down(total: Floats, a: Floats, b: Floats) -> Floats:
 
 SIMPLE: dict[str, tuple[Callable[..., Any], Callable[..., Floats]]] = {
     "add": (np.add, np.add), "sub": (np.subtract, np.subtract), "mul": (np.multiply, np.multiply),
-    "min": (np.minimum, _minimum), "max": (np.maximum, _maximum)}
+    "min": (np.minimum, _minimum), "max": (np.maximum, lambda a, b: -_minimum(-a, -b))}
 
 
 @opcode("add", "sub", "mul", "min", "max")
@@ -267,9 +263,7 @@ def simple(context: Context) -> Step:
             return _wide(context, added=False)
         if "sat" in context.modifiers:
             return _saturating(context)
-        if "cc" in context.modifiers:
-            return _carrying(context, carry_in=False)
-        return _integers(context, 2, SIMPLE[name][0])
+        return _carrying(context, carry_in=False) if "cc" in context.modifiers else _integers(context, 2, SIMPLE[name][0])
     if "NaN" in context.modifiers:
         propagate = {"min": np.minimum, "max": np.maximum}[name]
         return _floats(context, 2, lambda a, b: np.where(np.isnan(a) | np.isnan(b), propagate(a, b), SIMPLE[name][1](a, b)))

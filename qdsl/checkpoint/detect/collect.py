@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qdsl.checkpoint.detect.header_claims import HeaderClaims, layer_tensors, scale_markers
+from qdsl.checkpoint.detect.header_claims import HeaderClaims, scale_markers
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.tensor_names import TensorNames
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import START_BYTES, CheckpointError, shown, strict_json, torch_name
@@ -41,7 +42,7 @@ class Collector:
         self.folder = folder
         self.header_claims = HeaderClaims(folder)
         self.names = TensorNames(formats, self.header_claims)
-        self.layer_tensors = layer_tensors()
+        self.layer_tensors = [header.tensor for header in producers().headers if header.tensor]
         markers = scale_markers()
         self.has_scale_marker = any(name.rpartition(".")[2] in markers for name in folder.names())
         self.shape_tensors = {leaf for format in formats for storages in format.variants.values() for layout in storages.values()

@@ -87,5 +87,4 @@ def companions(file: GgufFile, entry: GgufTensor) -> dict[str, str]:
 
 def _names(module: ModuleType) -> list[str]:
     """The tensors of a format's first storage, which files have."""
-    variant = next(iter(module.SPEC.variants.values()))
-    return list(variant.storages[module.SPEC.storages[0]].tensors)
+    return list(next(iter(module.SPEC.variants.values())).storages[module.SPEC.storages[0]].tensors)

@@ -84,11 +84,6 @@ class HeaderClaims:
         return dict(layer) if isinstance(layer, Mapping) else None if layer is None else {"format": str(layer)}
 
 
-def layer_tensors() -> list[str]:
-    """The last name parts of tensors that hold JSON of their module's quantization."""
-    return [header.tensor for header in producers().headers if header.tensor]
-
-
 def scale_markers() -> list[str]:
     """The last name parts of tensors that mark a file's 8-bit floats as scaled."""
     return [header.marker for header in producers().headers if header.marker]

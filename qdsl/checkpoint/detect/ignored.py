@@ -87,9 +87,7 @@ class Rule:
             return module.endswith(self.pattern) or expression(self.pattern, BOUNDARY).match(module)
         if self.dialect == "dynamic":
             return expression(self.pattern).match(module)
-        if self.pattern.startswith("re:"):
-            return expression(self.pattern[3:]).match(module)
-        return self.pattern == module
+        return expression(self.pattern[3:]).match(module) if self.pattern.startswith("re:") else self.pattern == module
 
     def cost(self, module: str) -> float:
         """An upper bound of the ways to match a module."""

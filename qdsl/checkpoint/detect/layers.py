@@ -101,10 +101,7 @@ class _Recognizer:
         scheme = self.quantization.scheme(name) if self.quantization else Scheme({})
         if not isinstance(fitting, LayoutMismatch):
             return replace(self.judge.layer(module, fitting, scheme), transposed=transposed)
-        if fitting.reached == UNKNOWN:
-            why = self._unknown(module)
-        else:
-            why = f"{TRANSPOSED}: {fitting}" if transposed else str(fitting)
+        why = self._unknown(module) if fitting.reached == UNKNOWN else f"{TRANSPOSED}: {fitting}" if transposed else str(fitting)
         return Layer(name, others=module.tensors, by=scheme.by, why=self.collector.missing(tensors) or why)
 
     def _candidates(self, module: Module) -> list[Candidate] | LayoutMismatch | None:

@@ -53,13 +53,10 @@ def selected_models(models: Mapping[str, Folder], only: Sequence[str] = ()) -> t
 
     An autoencoder is small, its libraries expect plain weights, and its errors are visible in images.
     """
-    plain = [name for name, folder in models.items() if not (name.startswith(AUTOENCODER) or is_autoencoder(folder))]
+    plain = [name for name, folder in models.items() if not name.startswith(AUTOENCODER)
+             and not str(folder.config.get("_class_name", "")).startswith(AUTOENCODERS)]
     return tuple(only) or (tuple(plain) if len(plain) < len(models) else ())
 
-
-def is_autoencoder(folder: Folder) -> bool:
-    """Whether a model's config names an autoencoder of images or sound."""
-    return str(folder.config.get("_class_name", "")).startswith(AUTOENCODERS)
 
 
 def within(component: str, file: str) -> str:

@@ -98,6 +98,4 @@ WEIGHTLESS = ("F64", "I8", "I16", "I32", "I64")                   # what is stor
 
 def type_of(id: int) -> GgmlType:
     """The type with a number; a removed or unknown one has blocks of 0 elements, and a name that says so."""
-    if id in TYPES:
-        return TYPES[id]
-    return GgmlType(id, f"removed {REMOVED[id]}" if id in REMOVED else f"unknown {id}", 0, 0)
+    return TYPES[id] if id in TYPES else GgmlType(id, f"removed {REMOVED[id]}" if id in REMOVED else f"unknown {id}", 0, 0)

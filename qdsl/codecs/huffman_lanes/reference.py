@@ -38,8 +38,7 @@ Tensors = Mapping[str, NDArray[Any]]
 
 def lanes_of(k: int) -> tuple[int, int]:
     """How many lanes a row of K columns has, and how many chunks: of 512 columns or more, since groups pad every lane."""
-    count = 8 if k >= 4096 else 4 if k >= 2048 else 1
-    return count, max(1, k // 4096)
+    return 8 if k >= 4096 else 4 if k >= 2048 else 1, max(1, k // 4096)
 
 
 def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
@@ -183,8 +182,7 @@ def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
     check(tensors, shape)
     if not n * k:
         return np.empty(shape, np.uint8)
-    groups = np.arange(-(-n // (GROUP // lanes_of(k)[0])))
-    return np.ascontiguousarray(_decode_groups(tensors, shape, groups)[:n, :k])
+    return np.ascontiguousarray(_decode_groups(tensors, shape, np.arange(-(-n // (GROUP // lanes_of(k)[0]))))[:n, :k])
 
 
 def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.uint8]:

@@ -174,6 +174,4 @@ def _sizes_fit(tensors: Tensors, threads: int) -> bool:
 
 def decode(tensors: Tensors, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """The symbols u8 [n] of a weight of that shape.  Raises StreamError where `windows` and `Windows.decode` do."""
-    if not math.prod(shape):
-        return np.zeros(0, np.uint8)
-    return windows(tensors, math.prod(shape)).decode()
+    return windows(tensors, math.prod(shape)).decode() if math.prod(shape) else np.zeros(0, np.uint8)

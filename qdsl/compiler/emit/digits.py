@@ -143,8 +143,3 @@ def _cut_places(part: Slice) -> Cut | None:
     if min(lane.skip for lane in lanes) < 0 or any(d.stride < 8 for d in bytes_):
         return None
     return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), 1, lanes, part.offset // 8)
-
-
-def coordinate(digits: list[Digit], axis: int) -> list[Digit]:
-    """The digits of one coordinate, slowest first."""
-    return sorted((d for d in digits if d.axis == axis), key=lambda d: -d.weight)

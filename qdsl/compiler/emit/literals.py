@@ -9,9 +9,7 @@ from qdsl.compiler.spec.model import Data
 
 def literal(value: str | int | float) -> str:
     """A word or a number as Python text."""
-    if value in ("true", "false"):
-        return str(value == "true")
-    return quoted(value) if isinstance(value, str) else repr(value)
+    return str(value == "true") if value in ("true", "false") else quoted(value) if isinstance(value, str) else repr(value)
 
 
 def quoted(word: str) -> str:

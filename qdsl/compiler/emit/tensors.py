@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
-
-from qdsl.compiler.emit.digits import Cut, coordinate, cut
+from qdsl.compiler.emit.digits import Cut, cut
 from qdsl.compiler.emit.views import BYTES, Chain, Label
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.core import stored
@@ -73,11 +71,6 @@ def elements(program: Program, tensor: Tensor) -> list[Placement]:
     return [by_place[place] for place in sorted(by_place)] if whole else []
 
 
-def count(placement: Placement) -> int:
-    """Elements of the field in one record."""
-    return prod(placement.extents)
-
-
 def records_name(program: Program, tensor: Tensor) -> str:
     """The variable for the bytes of a tensor's records: r if only one tensor needs it."""
     alone = sum(not is_plain(program, t) and not elements(program, t) for t in program.tensors) == 1
@@ -99,8 +92,8 @@ def variables(tensor: Tensor) -> list[Label]:
 
 def element_labels(placement: Placement, cuts: Cut) -> list[list[Label]]:
     """Per coordinate of a field: its variables, then its digits inside the record, slowest first."""
-    inside = [*cuts.bytes_, *cuts.bits]
-    return [[label for name in digits for label in ([name] if name else coordinate(inside, axis))]
+    inside = sorted([*cuts.bytes_, *cuts.bits], key=lambda digit: -digit.weight)
+    return [[label for name in digits for label in ([name] if name else [digit for digit in inside if digit.axis == axis])]
             for axis, digits in enumerate(placement.digits)]
 
 
@@ -131,8 +124,7 @@ def in_order(tensor: Tensor) -> Chain:
         return chain.permute([*order, BYTES])
     mixed = [axis.digits[0] for axis in tensor.axes if len(axis.digits) == 2 and tensor.words > 1]
     if mixed and mixed[0] != order[-1]:
-        split = chain.unflatten(labels.index(mixed[0]), [mixed[0], BYTES], [0, tensor.words])
-        return split.permute([*order, BYTES])
+        return chain.unflatten(labels.index(mixed[0]), [mixed[0], BYTES], [0, tensor.words]).permute([*order, BYTES])
     return chain.permute(order)
 
 
@@ -171,9 +163,7 @@ def _cut_off(tensor: Tensor, text: str) -> str:
 
 def shifted(tensor: Tensor, text: str, sign: int) -> str:
     """The stored value for a packed value (sign 1) or the reverse (sign -1), if `stored` applies to words."""
-    if tensor.stored is None or tensor.stored.field is not None:
-        return text
-    return f"({tensor.stored.text(text, sign)})"
+    return text if tensor.stored is None or tensor.stored.field is not None else f"({tensor.stored.text(text, sign)})"
 
 
 def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:

@@ -91,9 +91,7 @@ class Index(_Hashed):
         return names
 
     def __add__(self, other: Index | int) -> Index:
-        if isinstance(other, int):
-            return Index(self.const + other, self.terms)
-        return combine([(self, 1), (other, 1)])
+        return Index(self.const + other, self.terms) if isinstance(other, int) else combine([(self, 1), (other, 1)])
 
     def __sub__(self, other: Index | int) -> Index:
         return combine([(self, 1), (as_index(other), -1)])
@@ -257,9 +255,7 @@ def substitute(index: Index, values: Mapping[str, Index], domain: Domain = Domai
 def _rebuild(op: str, left: Index, right: Index, domain: Domain) -> Index:
     if op == "div":
         return div(left, right, domain)
-    if op == "mod":
-        return mod(left, right, domain)
-    return {"ceil": ceil, "exact": exact, "mul": multiply}[op](left, right)
+    return mod(left, right, domain) if op == "mod" else {"ceil": ceil, "exact": exact, "mul": multiply}[op](left, right)
 
 
 def bounds(index: Index, domain: Domain) -> tuple[int | None, int | None]:
@@ -297,16 +293,13 @@ def _value(atom: Atom, values: Mapping[str, int]) -> int:
         raise ArithmeticError(f"division by zero in {text(Index(0, ((atom, 1),)))}")
     if atom.op == "exact" and left % right:
         raise ArithmeticError(f"{left} is not a multiple of {right}")
-    if atom.op == "ceil":
-        return -(-left // right)
-    return left % right if atom.op == "mod" else left // right
+    return -(-left // right) if atom.op == "ceil" else left % right if atom.op == "mod" else left // right
 
 
 def _split(index: Index, by: int) -> tuple[Index, Index]:
     """(whole, remainder) with index == by * whole + remainder, where no coefficient of the remainder is a multiple of `by`."""
     whole = tuple((atom, c // by) for atom, c in index.terms if c % by == 0)
-    remainder = tuple((atom, c) for atom, c in index.terms if c % by)
-    return Index(index.const // by, whole), Index(index.const % by, remainder)
+    return Index(index.const // by, whole), Index(index.const % by, tuple((atom, c) for atom, c in index.terms if c % by))
 
 
 def _steps(index: Index, by: int) -> list[int]:
@@ -326,9 +319,7 @@ def _div_by_name(top: Index, bottom: Index, domain: Domain) -> Index:
                 return Index(0, ((Atom("div", args=(big, div(bottom, step, domain))), 1),))
             top = big * step
             break
-    if top == Index(0):
-        return top
-    return Index(0, ((Atom("div", args=(top, bottom)), 1),))
+    return top if top == Index(0) else Index(0, ((Atom("div", args=(top, bottom)), 1),))
 
 
 def _atom_bounds(atom: Atom, domain: Domain) -> tuple[int | None, int | None]:

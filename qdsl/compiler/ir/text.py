@@ -85,9 +85,7 @@ def _placement(placement: Placement) -> Iterator[str]:
 
 def _tile(digits: tuple[str, ...], extent: int) -> str:
     """A coordinate's elements of a record, and its variables; all digits in order if some are faster than the record."""
-    if digits[1:] in ((), ("",)):
-        return f"{extent} {digits[0] or 'one'}"
-    return " ".join(digit or str(extent) for digit in digits)
+    return f"{extent} {digits[0] or 'one'}" if digits[1:] in ((), ("",)) else " ".join(digit or str(extent) for digit in digits)
 
 
 def _value(value: Value) -> str:

@@ -78,5 +78,4 @@ def bits_per_weight(program: Program) -> Fraction:
             records *= var.extent(env)
         if tensor.vars and not tensor.optional and {v.name for v in tensor.vars}:
             bits += records * (CODECS[tensor.stream.coding].bits if tensor.stream else tensor.record_bits)
-    exact = Fraction(bits, n * k)
-    return exact.limit_denominator(1 << 12)
+    return Fraction(bits, n * k).limit_denominator(1 << 12)

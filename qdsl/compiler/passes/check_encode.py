@@ -85,7 +85,8 @@ def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Proble
 def _constants(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Constants | None:
     """The constants of the first pattern of the scheme that matches decode; None if none does."""
     for i, pattern in enumerate(scheme.patterns):
-        constants = _matched(program, roles, _parsed(pattern), _without_columns(program))
+        parsed = g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
+        constants = _matched(program, roles, parsed, _without_columns(program))
         if constants is not None:
             return {**constants, scheme.which: i} if scheme.which else constants
     return None
@@ -274,9 +275,6 @@ def _length(index: tuple[Index, ...]) -> int | None:
 
 # -- decode -----------------------------------------------------------------------------------------------------------
 
-
-def _parsed(pattern: str) -> g.Expr:
-    return g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
 
 
 def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:

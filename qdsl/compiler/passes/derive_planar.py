@@ -235,9 +235,7 @@ def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
         field = next((f for f in program.fields if f.name == atom.name), None)
         in_order = _in_order(program, field) if field is not None else None
         return None if in_order is None else coordinate(program, in_order)
-    if atom.op == "div" and str(atom.args[0]) in ("n", "k"):
-        return str(atom.args[0]), str(atom.args[1])
-    return None
+    return (str(atom.args[0]), str(atom.args[1])) if atom.op == "div" and str(atom.args[0]) in ("n", "k") else None
 
 
 def _in_order(program: Program, field: Field) -> Index | None:

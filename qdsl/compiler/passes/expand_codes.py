@@ -57,9 +57,7 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
         return f"decode rounds what it makes of {', '.join(sorted(names))}"
     factors = [_factor(program, field, part) for field in fields]
     wrong = next((factor for factor in factors if isinstance(factor, str)), None)
-    if wrong is not None:
-        return wrong
-    return _expanded(program, part, [factor for factor in factors if isinstance(factor, Factor)])
+    return _expanded(program, part, [one for one in factors if isinstance(one, Factor)]) if wrong is None else wrong
 
 
 def _columns(field: Field) -> int | None:

@@ -70,5 +70,4 @@ def _copies(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
     if any(sum(piece.lo == lo for piece in group) < len(elements) for group in groups for lo in {piece.lo for piece in group}):
         return None
     gathered = [gather(group) for group in groups]
-    slices = [part for parts in gathered for part in parts or ()]
-    return tuple(slices) if None not in gathered else None
+    return tuple(part for parts in gathered for part in parts or ()) if None not in gathered else None

@@ -347,9 +347,7 @@ class _Parser:
         name = self.name("a number, a name or '('")
         if self.take("["):
             return Subscript(name.name, self.many(self.expression, "]"), self.span(begin))
-        if self.take("("):
-            return self.apply(name, begin)
-        return name
+        return self.apply(name, begin) if self.take("(") else name
 
     def apply(self, name: Name, begin: int) -> Apply:
         parts = self.many(self.argument, ")")
@@ -422,8 +420,7 @@ class _Parser:
         begin = self.at
         name = self.name(what)
         self.expect("<")
-        extent = self.expression()
-        return Loop(name.name, extent, self.span(begin))
+        return Loop(name.name, self.expression(), self.span(begin))
 
     def table(self) -> tuple[tuple[Loop, ...], Expr]:
         loops = [self.loop("a loop such as 'i<256'")]
@@ -476,8 +473,7 @@ class _Parser:
         begin = self.at
         name = self.name("a field or 'pad:BITS'")
         if name.name == "pad" and self.take(":"):
-            width = self.width()
-            return Item(None, (), "pad", None, width, self.span(begin))
+            return Item(None, (), "pad", None, self.width(), self.span(begin))
         index = self.many(self.expression, "]") if self.take("[") else ()
         if not self.take("."):
             return Item(name, index, "whole", None, None, self.span(begin))

@@ -54,8 +54,7 @@ class Text:
         before = self.value[:begin]
         row = before.count("\n")
         start = self.starts[min(row, len(self.starts) - 1)]
-        column = start.column + begin - (before.rfind("\n") + 1)
-        return Span(start.source, start.line, column, max(1, end - begin))
+        return Span(start.source, start.line, start.column + begin - (before.rfind("\n") + 1), max(1, end - begin))
 
 
 @dataclass(frozen=True, slots=True)

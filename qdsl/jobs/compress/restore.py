@@ -73,8 +73,7 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
                                              if isinstance(step, Decode))))
         with tell(sum(shard.nbytes for shard in todo)) as report:
             write(todo, place, jobs, report)
-        notes = [] if part else _complete(path, plan, out)
-        return _report(out, plan, mine, notes)
+        return _report(out, plan, mine, [] if part else _complete(path, plan, out))
 
 
 def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def _is_in_block(module: str) -> bool:
 
 def is_matrix(name: str, entry: Entry) -> bool:
     """Whether a tensor may be the weight of a Linear layer, or of all experts of a module."""
-    if len(entry.shape) == 3:
-        return name.split(".")[-2:-1] == [EXPERTS]
-    return len(entry.shape) == 2 and name.endswith(SUFFIX)
+    return name.split(".")[-2:-1] == [EXPERTS] if len(entry.shape) == 3 else len(entry.shape) == 2 and name.endswith(SUFFIX)
 
 
 def _orientations(stacks: Mapping[str, Sequence[int]]) -> dict[str, bool]:

@@ -125,8 +125,7 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
     mine = shards if part is None else share(shards, *part)
     written = _write(mine, place, jobs, models, tell)
     costs = stage.reports(mine, out)
-    notes = [] if part else _complete(path, models, shards, out)
-    return _report(models, aim, out, mine, written, notes, costs)
+    return _report(models, aim, out, mine, written, [] if part else _complete(path, models, shards, out), costs)
 
 
 def _default_jobs(shards: Sequence[Shard]) -> int:

@@ -193,9 +193,7 @@ def choose(model: Model, tensors: Iterable[Tensor], options: Options) -> dict[st
 
 def requires_imatrix(name: str, type: str, mix: str) -> bool:
     """Whether a tensor would be garbage in a type without an importance matrix."""
-    if name == OUTPUT or name in EMBEDDINGS:
-        return False
-    return type in _IMATRIX_ONLY or (type == "Q2_K" and mix == "Q2_K_S")
+    return name != OUTPUT and name not in EMBEDDINGS and (type in _IMATRIX_ONLY or (type == "Q2_K" and mix == "Q2_K_S"))
 
 
 def is_kept(tensor: Tensor, leave_output: bool = False, architecture: str = "") -> bool:

@@ -65,9 +65,7 @@ def _squared(values: Tensor) -> float:
 
     rows = torch.linalg.vector_norm(values, dim=1)
     total = float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
-    if 1e-20 < total < 1e35:
-        return total
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+    return total if 1e-20 < total < 1e35 else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def svg(title: str, tensors: Sequence[Mapping[str, Any]]) -> str:

@@ -38,8 +38,7 @@ class DecodedModel:
         file = self._source.file
         if not isinstance(file, GgufSource):
             return "decoded"
-        types = [file.file.entry(name).type for name in rule.sources]
-        return min(types, key=lambda type: type.bits).name
+        return min([file.file.entry(name).type for name in rule.sources], key=lambda type: type.bits).name
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:

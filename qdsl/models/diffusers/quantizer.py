@@ -83,7 +83,8 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
         return {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        is_empty = any(parameter.is_meta for parameter in model.parameters()) and not _is_dispatched(model)
+        is_dispatched = any(hook_of(module) is not None for module in model.modules())
+        is_empty = any(parameter.is_meta for parameter in model.parameters()) and not is_dispatched
         if self.report is None or is_empty:
             raise RuntimeError("qdsl.models.diffusers: this release of diffusers loads weights in another way; "
                                "install a tested one: pip install 'diffusers>=0.42,<0.43'")
@@ -168,7 +169,3 @@ def _drop_variant(model: Any) -> None:
 def _refuse_casting(*args: Any, **kwargs: Any) -> None:
     raise ValueError("enable_layerwise_casting: it would round biases and plain layers of a packed model, also in what is saved; "
                      "leave it out, or pack more layers with quantization_config=QdslConfig('fp8_channel')")
-
-
-def _is_dispatched(model: nn.Module) -> bool:
-    return any(hook_of(module) is not None for module in model.modules())

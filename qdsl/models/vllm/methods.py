@@ -36,6 +36,4 @@ def method_of(config: QdslConfig, layer: nn.Module, prefix: str) -> Any:
         return PackedLinearMethod(config, parts)
     if isinstance(layer, ParallelLMHead) and config.has_packed_embedding and prefix not in config.plain:
         return PackedLinearMethod(config, [])                    # tied to an embedding that is packed
-    if isinstance(layer, LinearBase):
-        return UnquantizedLinearMethod()
-    return None
+    return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

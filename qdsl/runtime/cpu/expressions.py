@@ -235,9 +235,7 @@ def short_codes(node: Node) -> set[Node]:
         if pointer.node is None or not pointer.at.is_uniform or not pointer.numbers:
             return {node, Node(node.trace, "", (), "", True)}    # two: lanes differ in what they load
         parts = [pointer.node]
-    if not parts:
-        return {node, Node(node.trace, "", (), "", True)}
-    return set().union(*map(short_codes, parts))
+    return set().union(*map(short_codes, parts)) if parts else {node, Node(node.trace, "", (), "", True)}
 
 
 def bare(node: Node) -> Node:

@@ -43,9 +43,7 @@ class Language:
         return range(*limits)
 
     def cdiv(self, index: Any, by: int) -> Any:
-        if isinstance(index, int):
-            return -(-index // by)
-        return self._trace.symbol(f"({index.text()} + {by - 1}) / {by}")
+        return -(-index // by) if isinstance(index, int) else self._trace.symbol(f"({index.text()} + {by - 1}) / {by}")
 
     def div_rn(self, a: Any, b: Any) -> Node:
         left, right = (self._trace.converted(arg, "float32", False) for arg in (a, b))

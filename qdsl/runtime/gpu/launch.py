@@ -115,15 +115,6 @@ def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor |
         yield _few_call(x, packed, bias, out, config, tiles)
 
 
-def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None) -> None:
-    """Quantize x [M, K] to 8 bits, multiply it by 8-bit codes and add bias [N], into out [M, N]; all contiguous.
-
-    scale: the static scale of x, or None.
-    """
-    for call in quantized_calls(x, packed, bias, out, scale):
-        call.run()
-
-
 def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None,
                     ) -> Iterator[Call]:
     """The launches of `quantized`, for tensors on any device, meta too; requires has_w8a8(x, packed).
@@ -312,8 +303,7 @@ def _lane_rows(config: Mapping[str, int]) -> int:
 
 
 def _lane_options(config: Mapping[str, int], early: int | None) -> dict[str, Any]:
-    overlaps = {} if early is None else {"launch_pdl": True}
-    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, **overlaps}
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, **({} if early is None else {"launch_pdl": True})}
 
 
 def _early(tensors: tuple[Tensor | None, ...], pitch: int | None) -> int | None:

@@ -47,16 +47,8 @@ def _is_native(x: Tensor, present: Sequence[tuple[str, Fields]]) -> bool:
 
 def _low_rank(sums: Tensor, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """sums [M, N] + (x [M, K] @ down.T) @ up.T, for down [R, K] and up [N, R]."""
-    inner = x.to(sums.dtype) @ down.to(sums.dtype).t()
-    return torch.addmm(sums, inner, up.to(sums.dtype).t())
+    return torch.addmm(sums, x.to(sums.dtype) @ down.to(sums.dtype).t(), up.to(sums.dtype).t())
 
-
-def _factors(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
-    return _low_rank(out, x, fields["up"], fields["down"])
-
-
-def _factors_transposed(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
-    return _low_rank(out, x, fields["down"].t(), fields["up"].t())
 
 
 def _one_hot(fields: Fields, n: int) -> Tensor:
@@ -64,13 +56,6 @@ def _one_hot(fields: Fields, n: int) -> Tensor:
     row = fields["row"].long()
     return torch.zeros(n, row.numel(), device=row.device).scatter_(0, row[None], 1.0)
 
-
-def _dense_rows(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
-    return _low_rank(out, x, _one_hot(fields, out.shape[1]), fields["row_value"])
-
-
-def _dense_rows_transposed(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
-    return _low_rank(out, x, fields["row_value"].t(), _one_hot(fields, x.shape[1]).t())
 
 
 def _entries(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
@@ -112,6 +97,11 @@ def _tiles(fields: Fields, k: int, weights: int, dtype: torch.dtype) -> Iterator
 
 
 Product = Callable[[Tensor, Tensor, Fields], Tensor]
-PRODUCTS: dict[str, Product] = {"low_rank": _factors, "csr": _entries, "dense_rows": _dense_rows}
-TRANSPOSED: dict[str, Product] = {"low_rank": _factors_transposed, "csr": _entries_transposed,
-                                  "dense_rows": _dense_rows_transposed}
+PRODUCTS: dict[str, Product] = {
+    "low_rank": lambda out, x, fields: _low_rank(out, x, fields["up"], fields["down"]),
+    "csr": _entries,
+    "dense_rows": lambda out, x, fields: _low_rank(out, x, _one_hot(fields, out.shape[1]), fields["row_value"])}
+TRANSPOSED: dict[str, Product] = {
+    "low_rank": lambda out, x, fields: _low_rank(out, x, fields["down"].t(), fields["up"].t()),
+    "csr": _entries_transposed,
+    "dense_rows": lambda out, x, fields: _low_rank(out, x, fields["row_value"].t(), _one_hot(fields, x.shape[1]).t())}

@@ -19,9 +19,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 @torch.no_grad()
 def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
     """Write the weight to out [N, K], of any float dtype, and return it.  Raises FormatError for a damaged stream."""
-    if not out.numel():
-        return out
-    return _decode_sum(packed, out) if packed.has_branch else _decode_base(packed, out)
+    return (_decode_sum if packed.has_branch else _decode_base)(packed, out) if out.numel() else out
 
 
 def _decode_base(packed: PackedWeight, out: Tensor) -> Tensor:

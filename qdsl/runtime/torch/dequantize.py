@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qdsl.runtime.gpu.scratch import is_captured
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.decode import decode_into
 from qdsl.runtime.torch.private_apis import storage_key
@@ -67,8 +68,7 @@ def _decoded_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Ten
     if packed.has_separate_rows:
         return packed.format.dequantize(packed.rows(rows), dtype)
     plain = ops.is_plain(rows, *packed.tensors.values())
-    if plain and rows.numel() and not (packed.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        # Counting blocks needs the host, which cannot wait for results while a CUDA graph is captured.
+    if plain and rows.numel() and not is_captured(packed.device):    # the number of blocks is known on the host alone
         if not packed.layout.streams:
             return _rows_of_blocks(packed, rows, dtype)
         if packed.device.type == "cpu" and (decoded := _rows_of_streams(packed, rows, dtype)) is not None:

@@ -304,8 +304,7 @@ def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) 
     places = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
     if not is_on_gpu(rows, weights):
         is_counted = (places < offsets[-1])[:, None]
-        weighted = torch.where(is_counted, rows[places] * weights.reshape(-1, 1), 0)
-        return weighted.view(tokens, chosen, n).sum(1)
+        return torch.where(is_counted, rows[places] * weights.reshape(-1, 1), 0).view(tokens, chosen, n).sum(1)
     out = rows.new_empty(tokens, n)
     if out.numel():
         with on_device(rows.device):
@@ -410,14 +409,6 @@ def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: T
     return _computed_gradient(gradient, ops.packed_weight(tensors, weight), offsets)
 
 
-def _empty_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
-                  ) -> Tensor:
-    return x.new_empty(x.shape[0], ops.read_key(weight).n // (offsets.shape[0] - 1))
-
-
-def _empty_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
-    return gradient.new_empty(gradient.shape[0], ops.read_key(weight).k)
-
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the packed tensors and their key for gradients, never the dense weight."""
@@ -443,6 +434,9 @@ def _gradients_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return _grouped_linear(gradient, tensors, offsets, None, ctx.weight, True), [None] * len(tensors), None, None
 
 
-_grouped_linear = ops.define("grouped_linear", _computed_linear, _empty_linear, _gradients, _keep, bias=3)
-_grouped_transposed = ops.define("grouped_transposed", _computed_transposed, _empty_transposed, _gradients_of_transposed,
-                                 _keep_transposed)
+_grouped_linear = ops.define(
+    "grouped_linear", _computed_linear, lambda x, tensors, offsets, bias, weight, partial: x.new_empty(
+        x.shape[0], ops.read_key(weight).n // (offsets.shape[0] - 1)), _gradients, _keep, bias=3)
+_grouped_transposed = ops.define(
+    "grouped_transposed", _computed_transposed, lambda gradient, tensors, offsets, weight: gradient.new_empty(
+        gradient.shape[0], ops.read_key(weight).k), _gradients_of_transposed, _keep_transposed)

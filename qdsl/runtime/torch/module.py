@@ -125,9 +125,7 @@ class PackedModule(nn.Module):
         return next(iter(self._stored_tensors().values())).device
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "_names" in self.__dict__:
-            return self._weight_stand_in()
-        return super().__getattr__(name)
+        return self._weight_stand_in() if name == "weight" and "_names" in self.__dict__ else super().__getattr__(name)
 
     def _weight_stand_in(self) -> Any:
         """The stand-in for the dense weight, or the `weight` that FSDP2 has sharded: it compares weights by identity."""

@@ -215,8 +215,7 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
         out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
         if out is not None:
             return out
-    compute = computed if is_plain(x, bias) else _operation
-    return compute(x, packed, bias, transposed, mode)
+    return (computed if is_plain(x, bias) else _operation)(x, packed, bias, transposed, mode)
 
 
 def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
@@ -333,13 +332,6 @@ def _computed_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dt
     return decode_into(packed, empty(packed.shape, dtype, packed.device))
 
 
-def _empty_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
-    return x.new_empty(*x.shape[:-1], read_key(weight).n)
-
-
-def _empty_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], read_key(weight).k)
-
 
 def _empty_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
     key = read_key(weight)
@@ -403,6 +395,10 @@ def define(name: str, function: Callable[..., Tensor], fake: Callable[..., Tenso
 
 
 _library = torch.library.Library("qdsl", "FRAGMENT")             # type: ignore[no-untyped-call]
-_linear = define("linear", _computed_linear, _empty_linear, _of_linear, _keep_linear, bias=2)
-_transposed_linear = define("transposed", _computed_transposed, _empty_transposed, _of_transposed, _keep_transposed)
+_linear = define("linear", _computed_linear,
+                 lambda x, tensors, bias, weight, mode="": x.new_empty(*x.shape[:-1], read_key(weight).n),
+                 _of_linear, _keep_linear, bias=2)
+_transposed_linear = define("transposed", _computed_transposed,
+                            lambda x, tensors, weight: x.new_empty(*x.shape[:-1], read_key(weight).k),
+                            _of_transposed, _keep_transposed)
 _dequantize = define("dequantize", _computed_dequantize, _empty_dequantize)

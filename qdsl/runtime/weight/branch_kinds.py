@@ -69,13 +69,8 @@ def _add_factors(fields: Fields, weight: Tensor) -> None:
 
 
 def _cut_factors(fields: Fields, dim: str, start: int, stop: int) -> Fields:
-    if dim == "N":
-        return {**fields, "up": fields["up"][start:stop]}
-    return {**fields, "down": fields["down"][:, start:stop]}
+    return {**fields, "up": fields["up"][start:stop]} if dim == "N" else {**fields, "down": fields["down"][:, start:stop]}
 
-
-def _no_factors(like: Fields, shape: Shape) -> Fields:
-    return {"up": like["up"].new_zeros(shape[0], 0), "down": like["down"].new_zeros(0, shape[1])}
 
 
 def _join_factors(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) -> Fields:
@@ -216,9 +211,6 @@ def _rows_of_rows(fields: Fields, index: Tensor) -> Fields:
     return {"row": taken.to(torch.int32), "row_value": value[r]}
 
 
-def _no_rows(like: Fields, shape: Shape) -> Fields:
-    return {"row": like["row"].new_empty(0), "row_value": like["row_value"].new_empty(0, shape[1])}
-
 
 def _join_rows(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) -> Fields:
     if dim == "N":
@@ -235,7 +227,9 @@ def _join_rows(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) -> Fi
 KINDS = {
     "low_rank": Kind(_wrong_factors, _add_factors, _cut_factors,
                      lambda fields, index: {**fields, "up": fields["up"].index_select(0, index.to(fields["up"].device))},
-                     _no_factors, _join_factors),
+                     lambda like, shape: {"up": like["up"].new_zeros(shape[0], 0), "down": like["down"].new_zeros(0, shape[1])},
+                     _join_factors),
     "csr": Kind(_wrong_entries, _add_entries, _cut_entries, _rows_of_entries, _no_entries, _join_entries),
-    "dense_rows": Kind(_wrong_rows, _add_rows, _cut_rows, _rows_of_rows, _no_rows, _join_rows),
+    "dense_rows": Kind(_wrong_rows, _add_rows, _cut_rows, _rows_of_rows, lambda like, shape: {
+        "row": like["row"].new_empty(0), "row_value": like["row_value"].new_empty(0, shape[1])}, _join_rows),
 }

@@ -94,9 +94,7 @@ def group_index(packed: PackedWeight) -> Tensor | None:
     stored = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
     if packed.device.type == "meta" or (packed.order is None and not stored):
         return None
-    if packed.order is None:
-        return packed.tensors[stored[0]].cpu()
-    return order.index_of(packed.order.cpu(), group_size(packed))
+    return packed.tensors[stored[0]].cpu() if packed.order is None else order.index_of(packed.order.cpu(), group_size(packed))
 
 
 def group_size(packed: PackedWeight) -> int:

@@ -31,9 +31,7 @@ def _holds(codes: Tensor, code: int) -> bool:
 
     True in a traced program, whose codes are not known.
     """
-    if isinstance(codes, FakeTensor):
-        return True
-    return bool(codes.numel()) and not codes.is_meta and int(codes.amax()) == code
+    return isinstance(codes, FakeTensor) or (bool(codes.numel()) and not codes.is_meta and int(codes.amax()) == code)
 
 
 def e4m3(code: Tensor) -> Tensor:
@@ -80,21 +78,18 @@ def e2m1(code: Tensor) -> Tensor:
 def e8m0(code: Tensor) -> Tensor:
     """float32 of E8M0 codes: 2^(code - 127), 0 is the subnormal 2^-127, 255 is NaN."""
     wide = code.view(torch.uint8).to(torch.int32)
-    bits = (wide << 23).masked_fill_(wide == 0, 0x00400000).masked_fill_(wide == 255, 0x7FC00000)
-    return bits.view(torch.float32)
+    return (wide << 23).masked_fill_(wide == 0, 0x00400000).masked_fill_(wide == 255, 0x7FC00000).view(torch.float32)
 
 
 def e8m0h(code: Tensor) -> Tensor:
     """float32 of ggml's halves of E8M0: 2^(code - 128), 0 and 1 are subnormal, 255 is a number."""
     wide = code.view(torch.uint8).to(torch.int32)
-    bits = (wide - 1 << 23).masked_fill_(wide == 0, 0x00200000).masked_fill_(wide == 1, 0x00400000)
-    return bits.view(torch.float32)
+    return (wide - 1 << 23).masked_fill_(wide == 0, 0x00200000).masked_fill_(wide == 1, 0x00400000).view(torch.float32)
 
 
 def ue4m3(code: Tensor) -> Tensor:
     """float32 of ggml's unsigned E4M3: the magnitude of E4M3, bit 7 ignored, 0x7F is 0."""
-    value = _scaled(code.view(torch.uint8).to(torch.int32) & 127, 3, 7, 7)
-    return value.masked_fill_(code.view(torch.uint8) == 127, 0)
+    return _scaled(code.view(torch.uint8).to(torch.int32) & 127, 3, 7, 7).masked_fill_(code.view(torch.uint8) == 127, 0)
 
 
 _MINIFLOATS = {"e3m2": (2, 3, 28.0, 32), "e2m3": (3, 1, 7.5, 32), "e2m1": (1, 1, 6.0, 8), "e4m3": (3, 7, 448.0, 128),

@@ -31,9 +31,7 @@ class Report:
     @property
     def relative(self) -> float:
         """The errors' root mean square divided by the old weight's: 0 for equal weights."""
-        if self.rms == 0 or self.weight == 0:
-            return 0.0 if self.rms == 0 else math.inf
-        return self.rms / self.weight
+        return 0.0 if self.rms == 0 else math.inf if self.weight == 0 else self.rms / self.weight
 
     @property
     def decibels(self) -> float:

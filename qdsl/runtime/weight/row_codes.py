@@ -91,9 +91,7 @@ class _Rows:
 
     def places_of(self, field: Tensor) -> Tensor:
         """Indices int32 [N, K] of the numbers of single weights, for a field [N, K / columns]."""
-        if self._places.shape[1] == 1:
-            return field.to(torch.int32)
-        return self._table[field].flatten(1).to(torch.int32)
+        return field.to(torch.int32) if self._places.shape[1] == 1 else self._table[field].flatten(1).to(torch.int32)
 
     def values_of(self, places: Tensor, name: str) -> Tensor:
         """The field [N, K / columns] for indices int32 [N, K].  Raises FormatError for a row that no value has."""

@@ -41,7 +41,7 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
     row_cut, column_cut = (axis(text).by(packed.sizes) for text in variant.cuts)
     rows = list(_pieces(part.shape[0], row_cut, TILE // max(1, part.shape[1])))
     columns = list(_pieces(part.shape[1], column_cut, part.shape[1]))
-    if len(rows) == len(columns) == 1 or not fields.keys().isdisjoint(_indices(variant)):
+    if len(rows) == len(columns) == 1 or any(variant.fields[name].type == "index" for name in fields):
         variant.decode(**fields, out=out)
         return
     for r0, r1 in rows:
@@ -135,9 +135,6 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     tensors = [packed.tensors.get(name) if name not in packed.in_order else None for name in layout.coded]
     return bfloat16.fields_of(packed, tensors)
 
-
-def _indices(variant: Variant) -> set[str]:
-    return {name for name, field in variant.fields.items() if field.type == "index"}
 
 
 def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:

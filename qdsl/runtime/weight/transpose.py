@@ -324,7 +324,8 @@ def _tiles(plan: Plan, words: int) -> Iterator[Tile]:
     lengths = [axis.extent for axis in plan.axes]
     moved = {round.axis for round in plan.rounds}
     free = [i for i, axis in enumerate(plan.axes) if i not in moved and axis.source is not None and axis.result is not None]
-    for i in sorted(free, key=lambda i: _apart(plan.axes[i]), reverse=True):
+    apart = [(min(axis.source or 0, axis.result or 0), axis.source or 0) for axis in plan.axes]
+    for i in sorted(free, key=apart.__getitem__, reverse=True):
         others = math.prod(lengths) // lengths[i]
         lengths[i] = min(lengths[i], max(1, words // others))
     ranges = [range(0, axis.extent, length) for axis, length in zip(plan.axes, lengths, strict=True)]
@@ -332,9 +333,6 @@ def _tiles(plan: Plan, words: int) -> Iterator[Tile]:
         yield tuple((start, min(length, axis.extent - start))
                     for start, length, axis in zip(starts, lengths, plan.axes, strict=True))
 
-
-def _apart(axis: Axis) -> tuple[int, int]:
-    return min(axis.source or 0, axis.result or 0), axis.source or 0
 
 
 def _part(view: Tensor, tile: Tile) -> Tensor:

@@ -40,9 +40,7 @@ class Cell:
 
     def label(self) -> str:
         """`q[0]..q[15]`, without subscripts that are constant in the record."""
-        if not self.field:
-            return "pad"
-        return "..".join(dict.fromkeys(self._text(elements) for elements in (self.first, self.last)))
+        return "..".join(dict.fromkeys(map(self._text, (self.first, self.last)))) if self.field else "pad"
 
     def short(self) -> str:
         """`12`, for a cell of a grid; without subscripts that are constant in the record."""
@@ -115,9 +113,7 @@ def _cells(bits: Sequence[RecordBit | None]) -> Iterator[Cell]:
 
 
 def _continues(low: RecordBit | None, high: RecordBit | None) -> bool:
-    if low is None or high is None:
-        return low is high
-    return replace(low, bit=low.bit + 1) == high
+    return low is high if low is None or high is None else replace(low, bit=low.bit + 1) == high
 
 
 def describe(tensor: Tensor) -> str:

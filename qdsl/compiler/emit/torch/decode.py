@@ -88,7 +88,8 @@ def decode(programs: Sequence[Program]) -> Decode:
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
                          for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
         lines.insert(len(_types(program)) + len(_gathers(fields, optional)), f"out = out if out is None else out{digits}")
-    *before, last_step = _copy(program, copied) if copied else _result(program, names)
+    *before, last_step = [f"{_typed(program, copied)} if out is None else out.copy_({copied.name})"] if copied else \
+        _result(program, names)
     lines += before
     flat = f"{f'.flatten({deep[0]})' if deep[1] > 1 else ''}{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}"
     lines.append(f"return ({last_step}){flat}" if flat and " else " in last_step else f"return {last_step}{flat}")
@@ -118,9 +119,6 @@ def _copied(program: Program) -> Field | None:
     field = program.field(last.name) if last.op == "field" else None
     return field if field and field.number and field.number.name in FLOATS else None
 
-
-def _copy(program: Program, field: Field) -> list[str]:
-    return [f"{_typed(program, field)} if out is None else out.copy_({field.name})"]
 
 
 def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], optional: tuple[str, ...]) -> Decode:
@@ -291,17 +289,13 @@ def _gathers(fields: Sequence[Field], optional: Collection[str]) -> list[str]:
     lines: list[str] = []
     for index in fields:
         if index.number is None:
-            names = [field.name for field in fields if _gathered(field) == index.name]
-            taken = [f"{name}[:, {index.name}]" if len(_field(fields, name).index) == 2 else f"{name}[{index.name}]"
-                     for name in names]
+            by_name = {field.name: field for field in fields if _gathered(field) == index.name}
+            taken = [f"{name}[{':, ' if len(field.index) == 2 else ''}{index.name}]" for name, field in by_name.items()]
             taken = [f"{name} if {name} is None else {text}" if name in optional else text
-                     for name, text in zip(names, taken, strict=True)]
-            lines += [f"if {index.name} is not None:", f"    {', '.join(names)} = {', '.join(taken)}"] if names else []
+                     for name, text in zip(by_name, taken, strict=True)]
+            lines += [f"if {index.name} is not None:", f"    {', '.join(by_name)} = {', '.join(taken)}"] if by_name else []
     return lines
 
-
-def _field(fields: Sequence[Field], name: str) -> Field:
-    return next(field for field in fields if field.name == name)
 
 
 def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: Levels, columns: Levels,
@@ -346,9 +340,7 @@ def _new_axes(shown: Sequence[str]) -> str:
     trailing = len(shown) - 1 - max((i for i, axis in enumerate(shown) if axis == ":"), default=-1)
     if "None" in shown[:len(shown) - trailing]:
         return f"[{', '.join(shown)}]"
-    if trailing > 1:
-        return "[" + ", ".join(["..."] + ["None"] * trailing) + "]"
-    return ".unsqueeze(-1)" if trailing == 1 else ""
+    return "[" + ", ".join(["..."] + ["None"] * trailing) + "]" if trailing > 1 else ".unsqueeze(-1)" if trailing == 1 else ""
 
 
 def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, block: Index, axis: int, letter: str) -> str:

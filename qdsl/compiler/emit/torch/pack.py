@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+from qdsl.compiler.emit import tensors as ts
 from qdsl.compiler.emit.digits import Cut, Digit, Lane
 from qdsl.compiler.emit.lines import indent, mapping, named
 from qdsl.compiler.emit.row_codes import codes_lines
-from qdsl.compiler.emit.tensors import (
-    Unsupported,
-    arguments,
-    bare,
-    count,
-    cut_slice,
-    element_labels,
-    elements,
-    field_dtype,
-    field_shifted,
-    is_plain,
-    is_signed,
-    is_stored_as_field,
-    records_name,
-    tensor_dtype,
-    to_axes,
-    type_text,
-    variables,
-)
 from qdsl.compiler.emit.torch.sections import joined
 from qdsl.compiler.emit.views import BYTES, Chain, Label, region
 from qdsl.compiler.ir import index as ix
@@ -41,9 +24,9 @@ def pack_body(program: Program) -> list[str]:
     optional: list[str] = []
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
         before = len(lines)
-        chain = _plain(program, tensor, tensor.placements[0]) if is_plain(program, tensor) else \
-            _stacked(program, tensor) if elements(program, tensor) else _records(program, tensor, lines)
-        text = to_axes(tensor, chain)
+        chain = _plain(program, tensor, tensor.placements[0]) if ts.is_plain(program, tensor) else \
+            _stacked(program, tensor) if ts.elements(program, tensor) else _records(program, tensor, lines)
+        text = ts.to_axes(tensor, chain)
         if tensor.optional and text != tensor.placements[0].field:
             optional += [f"if {tensor.placements[0].field} is not None:", *indent(lines[before:]),
                          f'    tensors["{tensor.name}"] = {text}']
@@ -59,16 +42,16 @@ def pack_body(program: Program) -> list[str]:
 def _stacked(program: Program, tensor: Tensor) -> Chain:
     """Elements of several fields, stacked."""
     order: list[Label] = [axis.digits[0] for axis in tensor.axes[:-1]]
-    texts = [_plain(program, tensor, placement).permute(order).text for placement in elements(program, tensor)]
+    texts = [_plain(program, tensor, placement).permute(order).text for placement in ts.elements(program, tensor)]
     return Chain(f"torch.stack([{', '.join(texts)}], -1)", (*order, BYTES))
 
 
 def _plain(program: Program, tensor: Tensor, placement: Placement) -> Chain:
     field = program.field(placement.field)
-    text = field_shifted(tensor, field, field.name, +1)
-    if field_dtype(field) != tensor_dtype(tensor):
-        cast = "to" if (field_dtype(field), tensor_dtype(tensor)) == ("int32", "int16") else "view"
-        text += f".{cast}(torch.{tensor_dtype(tensor)})"
+    text = ts.field_shifted(tensor, field, field.name, +1)
+    if ts.field_dtype(field) != ts.tensor_dtype(tensor):
+        cast = "to" if (ts.field_dtype(field), ts.tensor_dtype(tensor)) == ("int32", "int16") else "view"
+        text += f".{cast}(torch.{ts.tensor_dtype(tensor)})"
     if any(var.spare for var in tensor.vars):
         text = _padded(tensor, placement, field, text)
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(placement.digits))))
@@ -89,44 +72,44 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
     """Records as elements of the tensor, words last."""
     size = tensor.record_bits // 8
     parts = [(placement, part) for placement in tensor.placements for part in (*placement.slices, *placement.copies)]
-    order = variables(tensor)
+    order = ts.variables(tensor)
     if len(parts) == 1 and parts[0][1].filled == tensor.record_bits:
         placement, part = parts[0]
         field = program.field(placement.field)
-        cuts = cut_slice(tensor, placement, part)
+        cuts = ts.cut_slice(tensor, placement, part)
         split = _split(program, tensor, placement, cuts, lines)
         if split.labels[-1] == order[-1] and size == tensor.element.bits // 8 == 4:
             return _words(program, tensor, cuts, split, lines)
         value = _value(program, field, cuts, cuts.skips[0], split, [*order, *cuts.bytes_], lines)
         if size > 1:
             value = value.flatten(len(order), len(value.labels) - len(order), BYTES)
-        chain = Chain(named(lines, records_name(program, tensor), bare(value.text), arguments(program)), value.labels)
+        chain = Chain(named(lines, ts.records_name(program, tensor), ts.bare(value.text), ts.arguments(program)), value.labels)
     else:
-        chain = Chain(records_name(program, tensor), (*order, BYTES))
+        chain = Chain(ts.records_name(program, tensor), (*order, BYTES))
         start = len(lines)
         shared = [_store(program, tensor, placement, part, chain, lines) for placement, part in parts]
         filled = sum(part.filled for _, part in parts) == tensor.record_bits
         lines.insert(start, _allocate(tensor, chain.text, size, filled and not any(shared)))
-    if tensor_dtype(tensor) != "uint8":
+    if ts.tensor_dtype(tensor) != "uint8":
         field = program.field(tensor.placements[0].field)
-        chain = Chain(f"as_type({chain.text}, {type_text(field, tensor, field.name, tensor_dtype(tensor))})", chain.labels)
+        chain = Chain(f"as_type({chain.text}, {ts.type_text(field, tensor, field.name, ts.tensor_dtype(tensor))})", chain.labels)
     return Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1]) if tensor.words == 1 and BYTES in chain.labels else chain
 
 
 def _words(program: Program, tensor: Tensor, cuts: Cut, split: Chain, lines: list[str]) -> Chain:
     """Words whose bytes are rows apart in the field: joined by shifts, which is faster than moving single bytes."""
-    *outer, inner = variables(tensor)
+    *outer, inner = ts.variables(tensor)
     field = program.field(tensor.placements[0].field)
     value = _value(program, field, cuts, cuts.skips[0], split, [*outer, *cuts.bytes_, inner], lines)
     value = value.flatten(len(outer), len(value.labels) - len(outer) - 1, BYTES)
-    text = named(lines, records_name(program, tensor), bare(value.text), arguments(program))
+    text = named(lines, ts.records_name(program, tensor), ts.bare(value.text), ts.arguments(program))
     return Chain(f"integer({text}.transpose(-1, -2), torch.int32)", (*outer, inner))
 
 
 def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
     """Allocates records for every value of the tensor's variables, zeroed unless every byte is assigned."""
     lengths: dict[str, str] = {}
-    for placement in sorted(tensor.placements, key=count):
+    for placement in sorted(tensor.placements, key=lambda placement: prod(placement.extents)):
         for axis, digits in enumerate(placement.digits):
             if len(digits) > 2 or not placement.plain or any(tensor.var(var).spare for var in digits if var):
                 lengths.update({var: ix.text(tensor.var(var).extent) for var in digits if var})
@@ -135,7 +118,7 @@ def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
             length = f"{placement.field}.numel()" if placement.flat else f"{placement.field}.shape[{axis}]"
             exact = not var or tensor.var(var).exact
             lengths.setdefault(var, length if tile == 1 else f"{length} // {tile}" if exact else f"cdiv({length}, {tile})")
-    shown = ", ".join([*(lengths[str(var)] for var in variables(tensor)), str(size)])
+    shown = ", ".join([*(lengths[str(var)] for var in ts.variables(tensor)), str(size)])
     device = f"{tensor.placements[0].field}.device"
     return f"{name} = empty(({shown}), torch.uint8, {device})" if filled else \
         f"{name} = torch.zeros({shown}, dtype=torch.uint8, device={device})"
@@ -144,20 +127,20 @@ def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
 def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> bool:
     """Write one slice into the records: assign bytes of its own, or shared ones.  Returns whether it shares bytes."""
     field = program.field(placement.field)
-    cuts = cut_slice(tensor, placement, part)
+    cuts = ts.cut_slice(tensor, placement, part)
     split = _split(program, tensor, placement, cuts, lines)
     others = [other for p in tensor.placements for other in (*p.slices, *p.copies) if other is not part]
     shared = any(_may_share(part, other) for other in others) or len(cuts.skips) > 1
     for skip in cuts.skips:
         view = region(records, cuts, skip, tensor.record_bits // 8)
         if view is None:
-            raise Unsupported(f"the bytes of '{field.name}' in '{tensor.name}' are too scattered for a view")
+            raise ts.Unsupported(f"the bytes of '{field.name}' in '{tensor.name}' are too scattered for a view")
         target, digits = view
         value = _value(program, field, cuts, skip, split, list(target.labels[:-1]) + list(digits), lines)
         keep = len(target.labels) - 1
         value = value.flatten(keep, len(value.labels) - keep, BYTES)
         left = target.text if target.text.endswith("]") else f"{target.text}[...]"
-        lines.append(f"{left} {'|=' if shared else '='} {bare(value.text)}")
+        lines.append(f"{left} {'|=' if shared else '='} {ts.bare(value.text)}")
     return shared
 
 
@@ -174,16 +157,16 @@ def _may_share(a: Slice, b: Slice) -> bool:
 def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, lines: list[str]) -> Chain:
     """The field with one axis per variable and digit, padded to whole records if the last may be partial."""
     field = program.field(placement.field)
-    text = field_shifted(tensor, field, field.name, +1)
+    text = ts.field_shifted(tensor, field, field.name, +1)
     partial = not cuts.whole or cuts.part.width < field.bits
-    if is_signed(field) and field.bits <= 8 and partial:
+    if ts.is_signed(field) and field.bits <= 8 and partial:
         text += ".view(torch.uint8)"
-    if field.number is not None and field.number.is_float and field_dtype(field) != "uint8" and partial:
+    if field.number is not None and field.number.is_float and ts.field_dtype(field) != "uint8" and partial:
         text += f".view(torch.{'uint8' if field.bits == 8 else f'int{field.bits}'})"
     if placement.flat:
         text += ".flatten()"
     text = _padded(tensor, placement, field, text)
-    wanted = element_labels(placement, cuts)
+    wanted = ts.element_labels(placement, cuts)
     if placement.ranges > 1:
         var, tile = placement.tiles[-1]
         records = f"{text}.unflatten(-1, (-1, {tile}))" if var else text
@@ -195,7 +178,7 @@ def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, li
     chain = chain.in_rising_order()
     if len(cuts.lanes) == 1:
         return chain
-    return Chain(named(lines, f"{field.name}_split", chain.text, arguments(program)), chain.labels)
+    return Chain(named(lines, f"{field.name}_split", chain.text, ts.arguments(program)), chain.labels)
 
 
 def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
@@ -223,10 +206,10 @@ def _times(extents: list[Index], by: int) -> Index:
 
 def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label], lines: list[str]) -> Chain:
     """The bytes that a slice's lanes at byte `skip` contribute: axes in `order`, then a container's bytes if several."""
-    if is_stored_as_field(field, cuts):
+    if ts.is_stored_as_field(field, cuts):
         chain = split.permute(order)
         if cuts.container == 1:
-            return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
+            return chain if ts.field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
         return Chain(f"as_type({chain.text}.unsqueeze(-1), torch.uint8)", (*order, BYTES))
     lanes = [lane for lane in cuts.lanes if lane.skip == skip]
     is_view = field.number is not None and field.number.is_float and field.bits > 8
@@ -234,7 +217,7 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
     if cuts.part.places:
         return _digits(field, cuts, split, lanes).permute(order)
     if cuts.neighbours and field.bits <= 8 and split.labels[-1] == cuts.bits[0]:
-        text = bare(_masked(field, cuts.part, split.text))
+        text = ts.bare(_masked(field, cuts.part, split.text))
         return Chain(f"joined({text}, {cuts.neighbours}).squeeze(-1)", split.labels[:-1]).permute(order)
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
     if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
@@ -250,7 +233,7 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
     value = Chain(text, lane.labels).permute(order)
     if not wide:
         return value.call("to(torch.uint8)") if field.bits > 8 else value
-    words = named(lines, f"{field.name}_packed", bare(value.text), arguments(program))
+    words = named(lines, f"{field.name}_packed", ts.bare(value.text), ts.arguments(program))
     return Chain(f"{words}.unsqueeze(-1).view(torch.uint8)[..., :{cuts.container}]", (*order, BYTES))
 
 
@@ -266,8 +249,8 @@ def _digits(field: Field, cuts: Cut, split: Chain, lanes: list[Lane]) -> Chain:
 
 def _masked(field: Field, part: Slice, text: str, wide: str = "", has_sign: bool = False) -> str:
     """The slice's bits of an element, at bit 0, in dtype `wide`.  has_sign: mask a sign bit that would be extended."""
-    if part.width == field.bits and not is_signed(field):
+    if part.width == field.bits and not ts.is_signed(field):
         return f"({text}{wide} & {(1 << part.width) - 1})" if has_sign else text + wide
     shown = f"{text} >> {part.lo}" if part.lo else text
-    keep = part.lo + part.width < field.bits or is_signed(field) or has_sign
+    keep = part.lo + part.width < field.bits or ts.is_signed(field) or has_sign
     return (f"({shown} & {(1 << part.width) - 1})" if keep else f"({shown})") + wide

@@ -176,6 +176,4 @@ def _doc(text: str) -> list[str]:
         if len(rows[-1]) + len(word) > 122:
             rows.append("")
         rows[-1] += word if rows[-1] in ("", '"""') else f" {word}"
-    if len(rows) == 1:
-        return [rows[0] + '"""']
-    return [*rows, '"""']
+    return [rows[0] + '"""'] if len(rows) == 1 else [*rows, '"""']

@@ -27,9 +27,7 @@ def _cut(tensor: Tensor, place: int, count: int) -> str:
     text = f"{section.holder}[..., {start}:{stop}]"
     if len(extents) == 1:
         return text
-    if not extents:
-        return f"{text}.squeeze(-1)"
-    return f"{text}.unflatten(-1, ({', '.join(map(ix.text, extents))}))"
+    return f"{text}.unflatten(-1, ({', '.join(map(ix.text, extents))}))" if extents else f"{text}.squeeze(-1)"
 
 
 def joined(sections: Sequence[Tensor], texts: Sequence[str]) -> str:

@@ -9,29 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from qdsl.compiler.emit import tensors as ts
 from qdsl.compiler.emit.digits import Cut, Digit, Lane
 from qdsl.compiler.emit.lines import indent, mapping, named
 from qdsl.compiler.emit.row_codes import field_entry
-from qdsl.compiler.emit.tensors import (
-    Unsupported,
-    arguments,
-    bare,
-    cut_slice,
-    element_labels,
-    elements,
-    field_dtype,
-    field_shifted,
-    in_order,
-    is_plain,
-    is_signed,
-    is_stored_as_field,
-    records_name,
-    shifted,
-    sizes,
-    tensor_dtype,
-    type_text,
-    variables,
-)
 from qdsl.compiler.emit.torch.sections import cut_lines
 from qdsl.compiler.emit.views import BYTES, Chain, Label, region
 from qdsl.compiler.ir import index as ix
@@ -67,58 +48,58 @@ def unpack_body(program: Program) -> list[str]:
 
 def _fields_of(program: Program, tensor: Tensor, lines: list[str]) -> Iterator[tuple[str, int, str]]:
     """(field, its lowest bit here, text of those bits) for all fields of a tensor; appends the statements that they need."""
-    taken = arguments(program)
-    if is_plain(program, tensor):
+    taken = ts.arguments(program)
+    if ts.is_plain(program, tensor):
         field = program.field(tensor.placements[0].field)
-        yield field.name, 0, _plain(tensor, tensor.placements[0], field, in_order(tensor))
+        yield field.name, 0, _plain(tensor, tensor.placements[0], field, ts.in_order(tensor))
         return
-    if placements := elements(program, tensor):
+    if placements := ts.elements(program, tensor):
         for place, placement in enumerate(placements):
             yield placement.field, 0, _element(program, tensor, placement, place)
         return
     records = _records(tensor)
     if records.text != tensor.name:
-        records = Chain(named(lines, records_name(program, tensor), bare(records.text), taken), records.labels)
+        records = Chain(named(lines, ts.records_name(program, tensor), ts.bare(records.text), taken), records.labels)
     for placement in tensor.placements:
         field = program.field(placement.field)
         for ranges in placement.cuts:
             text = _slices(field, tensor, placement, ranges, records, lines, taken)
             if ranges[0].width < field.bits:
-                text = named(lines, f"{field.name}_{'high' if ranges[0].lo else 'low'}", bare(text), taken)
+                text = named(lines, f"{field.name}_{'high' if ranges[0].lo else 'low'}", ts.bare(text), taken)
             yield field.name, ranges[0].lo, text
 
 
 def _element(program: Program, tensor: Tensor, placement: Placement, place: int) -> str:
     """The elements at one place of all records."""
     chain = Chain(tensor.name, (*(axis.digits[0] for axis in tensor.axes[:-1]), BYTES)).pick({BYTES: str(place)})
-    return _plain(tensor, placement, program.field(placement.field), chain.permute(variables(tensor)))
+    return _plain(tensor, placement, program.field(placement.field), chain.permute(ts.variables(tensor)))
 
 
 def _plain(tensor: Tensor, placement: Placement, field: Field, chain: Chain) -> str:
     for axis, digits in enumerate(placement.digits):
         chain = chain.flatten(axis, sum(map(bool, digits)), f"axis {axis}")
     text = _cropped(tensor, placement, field, chain.text)
-    if tensor_dtype(tensor) == "int16" and field_dtype(field) == "int32":
+    if ts.tensor_dtype(tensor) == "int16" and ts.field_dtype(field) == "int32":
         text = f"({text}.to(torch.int32) & 65535)"
-    elif tensor_dtype(tensor) != field_dtype(field):
-        text = _viewed(text, field_dtype(field))
-    return field_shifted(tensor, field, text, -1)
+    elif ts.tensor_dtype(tensor) != ts.field_dtype(field):
+        text = _viewed(text, ts.field_dtype(field))
+    return ts.field_shifted(tensor, field, text, -1)
 
 
 def _records(tensor: Tensor) -> Chain:
     """The tensor as bytes, one record along the last axis; a record of one byte needs no axis."""
-    chain = in_order(tensor)
-    order = variables(tensor)
+    chain = ts.in_order(tensor)
+    order = ts.variables(tensor)
     if _runs_across(tensor):
-        text = f"as_type({bare(shifted(tensor, tensor.name, -1))}, torch.uint8).t().contiguous()"
+        text = f"as_type({ts.bare(ts.shifted(tensor, tensor.name, -1))}, torch.uint8).t().contiguous()"
         return Chain(f"{text}.unflatten(0, (-1, {tensor.record_bits // 8}))", (order[0], BYTES, order[1]))
     if tensor.record_bits == 8:
-        return chain if tensor_dtype(tensor) == "uint8" else chain.call("view(torch.uint8)")
+        return chain if ts.tensor_dtype(tensor) == "uint8" else chain.call("view(torch.uint8)")
     text = chain.text
     if not chain.labels:
-        return Chain(f"as_type({bare(text)}.unsqueeze(-1), torch.uint8)", (BYTES,))
-    if tensor_dtype(tensor) != "uint8":
-        text = f"as_type({bare(text)}, torch.uint8)"
+        return Chain(f"as_type({ts.bare(text)}.unsqueeze(-1), torch.uint8)", (BYTES,))
+    if ts.tensor_dtype(tensor) != "uint8":
+        text = f"as_type({ts.bare(text)}, torch.uint8)"
     if BYTES not in chain.labels:
         text = f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
     return Chain(text, (*order, BYTES))
@@ -131,7 +112,7 @@ def _runs_across(tensor: Tensor) -> bool:
     """
     placement, part = tensor.placements[0], tensor.placements[0].slices[0]
     alone = len(tensor.placements) == len(placement.slices) == tensor.words == 1 and part.filled == tensor.record_bits > 8
-    across = [axis.digits[:1] for axis in tensor.axes] == [(name,) for name in reversed(variables(tensor))]
+    across = [axis.digits[:1] for axis in tensor.axes] == [(name,) for name in reversed(ts.variables(tensor))]
     inside_byte = part.width in (1, 2, 4) and not part.places
     return alone and placement.plain and len(tensor.axes) == 2 and across and inside_byte and part.extents[-1] == 1
 
@@ -143,26 +124,26 @@ def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence
     chains = [_slice(field, tensor, placement, part, records, lines, taken, alone) for part in ranges]
     chain = chains[0]
     if not alone:
-        texts = [named(lines, f"{field.name}_{part.start}", bare(part_chain.text), taken)
+        texts = [named(lines, f"{field.name}_{part.start}", ts.bare(part_chain.text), taken)
                  for part, part_chain in zip(ranges, chains, strict=True)]
         chain = Chain(f"torch.cat([{', '.join(texts)}], -1)", chain.labels)
         last = len(placement.digits) - 1
         chain = chain.flatten(last, len(chain.labels) - last, f"axis {last}")
-    return field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
+    return ts.field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
 
 
 def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
            taken: set[str], alone: bool) -> Chain:
     """The bits of one slice with an axis per coordinate; if ranges follow, the last axis has its records apart."""
-    cuts = cut_slice(tensor, placement, part)
-    if is_stored_as_field(field, cuts):
+    cuts = ts.cut_slice(tensor, placement, part)
+    if ts.is_stored_as_field(field, cuts):
         chain = _typed(field, tensor, cuts, records)
     else:
         chain = _lanes(field, tensor, cuts, records, lines, taken)
-    wanted = element_labels(placement, cuts)
+    wanted = ts.element_labels(placement, cuts)
     chain = chain.in_rising_order().permute([label for group in wanted for label in group])
     if not alone and not placement.plain:
-        raise Unsupported(f"the elements of '{field.name}' in '{tensor.name}' lie in ranges, and records between them")
+        raise ts.Unsupported(f"the elements of '{field.name}' in '{tensor.name}' lie in ranges, and records between them")
     if not alone and placement.tiles[-1][0]:
         wanted[-1:] = [wanted[-1][:1], wanted[-1][1:]]
     for axis, group in enumerate(wanted):
@@ -176,13 +157,13 @@ def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1)
         return records, ()
     view = region(records, cuts, skip, tensor.record_bits // 8 // size)
     if view is None:
-        raise Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
+        raise ts.Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
     return view
 
 
 def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
     """Bytes as their elements; if they are aligned, the view covers all bytes of the record."""
-    kind, size = type_text(field, tensor, tensor.name, field_dtype(field)), cuts.container
+    kind, size = ts.type_text(field, tensor, tensor.name, ts.field_dtype(field)), cuts.container
     steps = (cuts.first, tensor.record_bits // 8, *(digit.stride // 8 for digit in cuts.bytes_))
     if size > 1 and all(step % size == 0 for step in steps):
         wide = Chain(f"as_type({records.text}, {kind})", records.labels)
@@ -191,13 +172,13 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
         if not cuts.bytes_:
             return wide.pick({BYTES: str(moved.first)})
         chain, digits = _region(tensor, moved, wide, 0, size)
-        wide_digits = _digits(chain, digits, sizes(list(digits)))
+        wide_digits = _digits(chain, digits, ts.sizes(list(digits)))
         back: dict[Label, Label] = dict(zip(moved.bytes_, cuts.bytes_, strict=True))
         return Chain(wide_digits.text, tuple(back.get(label, label) for label in wide_digits.labels))
     chain, digits = _region(tensor, cuts, records, 0)
     if kind != "torch.uint8":
         chain = Chain(f"as_type({chain.text}, {kind})", chain.labels)
-    return _digits(chain, digits, sizes(list(digits)))
+    return _digits(chain, digits, ts.sizes(list(digits)))
 
 
 def _digits(chain: Chain, labels: tuple[Label, ...], shape: list[int]) -> Chain:
@@ -240,7 +221,7 @@ def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
     """The containers as integers, one axis per byte digit."""
     chain, digits = _region(tensor, cuts, records, skip)
     labels: tuple[Label, ...] = (*digits, BYTES) if cuts.container > 1 else digits
-    shape = [*sizes(list(digits)), cuts.container] if cuts.container > 1 else sizes(list(digits))
+    shape = [*ts.sizes(list(digits)), cuts.container] if cuts.container > 1 else ts.sizes(list(digits))
     chain = _digits(chain, labels, shape)
     return Chain(f"integer({chain.text})", chain.labels[:-1]) if cuts.container > 1 else chain
 
@@ -274,21 +255,21 @@ def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> s
 def _join(field: Field, parts: list[tuple[int, str]]) -> str:
     """A field joined from its slices, low bits first, with its sign and type."""
     number = field.number
-    typed = len(parts) == 1 and (number is None or not is_signed(field) or number.bits == 8)
+    typed = len(parts) == 1 and (number is None or not ts.is_signed(field) or number.bits == 8)
     if typed:
-        return bare(parts[0][1])
+        return ts.bare(parts[0][1])
     wide = ".to(torch.int32)" if field.bits > 8 else ""
     text = " | ".join(f"{text}{wide}" if lo == 0 else f"{text}{wide} << {lo}" for lo, text in sorted(parts))
-    if is_signed(field):
+    if ts.is_signed(field):
         half = 1 << field.bits - 1
         view = f"({text}).view(torch.int8)" if field.bits <= 8 else f"({text})"
         return view if field.bits in (8, 32) else f"({view} ^ {half}) - {half}"
-    if number is not None and number.is_float and field_dtype(field) != "uint8":
+    if number is not None and number.is_float and ts.field_dtype(field) != "uint8":
         short = ".to(torch.int16)" if number.bits == 16 else ".to(torch.uint8)" if number.bits == 8 else ""
-        return _viewed(f"({text}){short}", field_dtype(field))
+        return _viewed(f"({text}){short}", ts.field_dtype(field))
     return text
 
 
 def _viewed(text: str, dtype: str) -> str:
     """The same bits in another dtype; as_type leaves 8-bit floats as bytes on devices that lack them."""
-    return f"as_type({bare(text)}, torch.{dtype})" if dtype.startswith("float8") else f"{text}.view(torch.{dtype})"
+    return f"as_type({ts.bare(text)}, torch.{dtype})" if dtype.startswith("float8") else f"{text}.view(torch.{dtype})"

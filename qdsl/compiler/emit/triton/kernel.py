@@ -45,9 +45,9 @@ class Tile:
 
 def tile(program: Program) -> Tile:
     """Names and coordinates of a program's kernels."""
-    units = program.units or _weight_by_weight()
+    units = program.units or Units("", "k", {"n": 1, "k": 1}, (("k", 1, None),), (), False)     # weight by weight
     taken = {*PARAMETERS, "n", "k", "inside", *program.sizes, *taken_names(program), *(f.name for f in program.fields)}
-    fresh = _fresh(taken)
+    fresh = (letter for letter in "hijcbaefopvyz" if letter not in taken)
     lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
     rows_lanes = [lane for lane in lanes if lane.axis == "n"]
     column_lanes = [lane for lane in lanes if lane.axis == "k"]
@@ -85,13 +85,6 @@ def taken_names(program: Program) -> list[str]:
     """The same, and the names of pointers to regions of tensors."""
     return list(dict.fromkeys([*arguments(program), *map(pointer, program.tensors)]))
 
-
-def _weight_by_weight() -> Units:
-    return Units("", "k", {"n": 1, "k": 1}, (("k", 1, None),), (), False)
-
-
-def _fresh(taken: set[str]) -> Iterator[str]:
-    return (letter for letter in "hijcbaefopvyz" if letter not in taken)
 
 
 def _free(wanted: str, taken: set[str], fresh: Iterator[str]) -> str:
@@ -394,9 +387,7 @@ class Decoder:
         """A stored word as packed; small words are widened, so that sums do not overflow."""
         if tensor.stored is not None and tensor.element.bits < 32:
             text = f"{text}.to(tl.int32)"
-        if tensor.stored is None or tensor.stored.field is not None:
-            return text
-        return tensor.stored.text(text, -1)
+        return text if tensor.stored is None or tensor.stored.field is not None else tensor.stored.text(text, -1)
 
     def typed_load(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
                    guard: str) -> tuple[int, str]:

@@ -206,13 +206,9 @@ def _shared(groups: Sequence[Group], body: Sequence[str]) -> str:
 
 def _lines(plan: Plan) -> list[tuple[str, str, Sequence[Group], list[str]]]:
     """The functions that scale sums: name, kind of sum, numbers, and lines."""
-    functions = (("scale", "group", plan.inner, _scale(plan)), ("finish", "row", plan.outer, _finish(plan)))
+    scale = [] if plan.late else _line_of(plan, plan.outer)      # none where nothing varies along K
+    functions = (("scale", "group", plan.inner, scale), ("finish", "row", plan.outer, _finish(plan)))
     return [function for function in functions if function[-1]]
-
-
-def _scale(plan: Plan) -> list[str]:
-    """Lines that turn `sum` into a group's share of the result; none if nothing varies along K."""
-    return [] if plan.late else _line_of(plan, plan.outer)
 
 
 def _finish(plan: Plan) -> list[str]:
