@@ -15,6 +15,7 @@ from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.linear import check_bias, check_x
 from qdsl.runtime.torch.model import Report, replace_layers
 from qdsl.runtime.torch.ops import autocast, is_differentiated
+from qdsl.runtime.weight.arrays import common
 from qdsl.runtime.weight.convert import default_tensors
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -225,9 +226,8 @@ def _sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
 def _different(before: PackedWeight, after: PackedWeight) -> str:
     """The first tensor that differs in bits; '' where there is none."""
     for name in {**before.tensors, **after.tensors}:
-        pair = [weight.tensors[name].contiguous() for weight in (before, after) if name in weight.tensors]
-        if len(pair) < 2 or (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape) \
-                or not torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in pair)):
+        pair = [weight.tensors[name] for weight in (before, after) if name in weight.tensors]
+        if len(pair) < 2 or pair[0].dtype != pair[1].dtype or common(pair) is None:
             return name
     return ""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from qdsl.compiler.ir.index import Domain, Index, product_of
-from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.model import Spec, Storage
 from qdsl.compiler.spec.source import Span, Text
 from qdsl.core.layout import Line, Slice
 from qdsl.core.numbers import Number
@@ -385,6 +385,11 @@ class Program:
     units: Units | None = None
     row_codes: RowCodes | None = None
     plus: tuple[Branch, ...] = ()
+
+    @property
+    def authored(self) -> Storage:
+        """The program's storage, as the spec has it."""
+        return next(storage for storage in self.spec.storages if storage.name.value == self.storage)
 
     @property
     def unstored(self) -> Mapping[str, Index]:

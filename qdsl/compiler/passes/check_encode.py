@@ -15,7 +15,6 @@ from math import isfinite, prod
 from qdsl.compiler.ir.index import Index, flat_of
 from qdsl.compiler.ir.program import Constant, Encode, Program, Value
 from qdsl.compiler.spec import grammar as g
-from qdsl.compiler.spec.model import Storage
 from qdsl.compiler.spec.source import Problems, Source, Span, Text, did_you_mean
 from qdsl.compiler.spec.tables import is_number
 from qdsl.core.numbers import Number
@@ -33,7 +32,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
     """The program with its encode scheme: the fields of its roles, its options, and the constants from decode."""
     call = program.spec.encode
     if call is None:
-        for option, _ in _storage(program).options:
+        for option, _ in program.authored.options:
             problems.add(option.span, f"'{option}' is an option of encode, which the format has not")
         return program
     scheme = SCHEMES.get(call.name)
@@ -128,7 +127,7 @@ def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: C
 def _check_storage_options(program: Program, call: g.Apply, scheme: Scheme, code: Number, problems: Problems) -> None:
     """Adds a problem if a storage sets options that callers cannot choose, or illegal values."""
     offered = scheme.open(code)
-    for option, choice in _storage(program).options:
+    for option, choice in program.authored.options:
         words = scheme.options[option.value] if option.value in offered else ()
         if words is None:
             if not is_number(choice.value):
@@ -138,10 +137,6 @@ def _check_storage_options(program: Program, call: g.Apply, scheme: Scheme, code
         if choice.value not in allowed:
             problems.add(option.span, f"'{option}' of '{call.name}' is one of {', '.join(allowed)}, not {choice}" if allowed else
                          f"'{option}' is no option of '{call.name}' that a caller chooses{did_you_mean(option.value, offered)}")
-
-
-def _storage(program: Program) -> Storage:
-    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
 
 
 def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:

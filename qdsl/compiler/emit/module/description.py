@@ -19,7 +19,7 @@ from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.compiler.passes.samples import size_axis
-from qdsl.compiler.spec.model import Spec, Storage
+from qdsl.compiler.spec.model import Spec
 from qdsl.core.codecs import CODECS
 from qdsl.core.layout import walk
 
@@ -62,7 +62,7 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
     """The parameters that change which tensors exist, and the programs for each of their values."""
     variants: list[tuple[Params, Storages]] = []
     for program in programs:
-        if program.storage == PLANAR or _authored(program).transient:
+        if program.storage == PLANAR or program.authored.transient:
             continue
         storages = next((storages for params, storages in variants if params == program.params), None)
         if storages is None:
@@ -91,16 +91,12 @@ def _tensors(program: Program) -> dict[str, dict[str, Any]]:
     for name, sections in program.stored.items():
         stream = sections[0].stream
         tensors |= _coded(stream) if stream else {name: _tensor(program, sections)}
-    if order := _authored(program).order:
-        kind, _, within = _authored(program).order_type.partition(" in ")
+    if order := program.authored.order:
+        kind, _, within = program.authored.order_type.partition(" in ")
         tensors[order.value] = {"dtype": kind, "axes": ["K"], "optional": order.value, **({"within": within} if within else {})}
     tensors |= dict(branch_shapes(program))
-    shape = _authored(program).shape
+    shape = program.authored.shape
     return tensors if shape is None else {**tensors, shape.value: {"dtype": "shape", "axes": ["2"]}}
-
-
-def _authored(program: Program) -> Storage:
-    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
 
 
 def _tensor(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:

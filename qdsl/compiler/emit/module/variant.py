@@ -22,7 +22,6 @@ from qdsl.compiler.emit.triton.plan import matrix_unit_plan
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Encode, Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name
-from qdsl.compiler.spec import model
 from qdsl.compiler.spec.tables import is_number
 from qdsl.core.codecs import CODECS
 from qdsl.core.schemes import SCHEMES
@@ -103,8 +102,8 @@ def _storage(program: Program, reference: Reference, moves: bool, always: Sequen
     for name_in_files, tensors in program.stored.items():
         stream = tensors[0].stream
         lines += _coded(stream) if stream else [f'    "{name_in_files}": {_stored(program, tensors, moves)},']
-    order, shape = order_name(program), _authored(program).shape
-    kind, _, within = _authored(program).order_type.partition(" in ")
+    order, shape = order_name(program), program.authored.shape
+    kind, _, within = program.authored.order_type.partition(" in ")
     within = f', within="{within}"' if within else ""
     lines += [f'    "{order}": Stored("{kind}", "K", optional="{order}"{within}),'] if order else []
     lines += [f'    "{shape}": Stored("shape", "2"),'] if shape else []
@@ -163,7 +162,7 @@ def _divides(program: Program) -> bool:
 
 def _more_arguments(program: Program, reference: Reference, always: Sequence[str]) -> list[str]:
     """The optional arguments of a storage's description."""
-    authored, order = _authored(program), order_name(program)
+    authored, order = program.authored, order_name(program)
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
     options = [f"{quoted(key.value)}: {word.value if is_number(word.value) else literal(word.value)}"
@@ -216,8 +215,3 @@ def _coded(stream: Stream) -> list[str]:
     """The tensors of an entropy code."""
     return [f'    "{stream.tensors[role]}": Stored({", ".join(map(quoted, (kind, *axes)))}),'
             for role, (kind, axes) in CODECS[stream.coding].tensors.items()]
-
-
-def _authored(program: Program) -> model.Storage:
-    """The storage as the spec has it."""
-    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
