@@ -1,7 +1,6 @@
-"""Kernels examined without a GPU: compiled for one that need not be there, disassembled, counted.
+"""Examines kernels without a GPU: compiles them for any architecture, disassembles them and counts instructions.
 
-What is counted (registers, instructions, loads) is exact for the compiler that is installed; every rate and share of
-bandwidth is predicted.
+Counts (registers, instructions, loads) are exact for the installed compiler; all rates and shares of bandwidth are predicted.
 """
 
 from qdsl.analyze.counts import Report, report

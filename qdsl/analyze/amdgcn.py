@@ -1,10 +1,11 @@
-"""AMD's kernels as assembly text: instructions, loops, the part of a compute unit that executes each, and how long a wave takes.
+"""AMD kernels as assembly text: instructions, loops, execution units, and the time of a wave.
 
-The counterpart of sass.py, pipes.py and chains.py for what Triton's AMD backend prints.  Names of pipes are theirs: `alu` is the
-vector unit, `uniform` the scalar unit, `tensor` the matrix unit (MFMA, WMMA), `memory` all of LDS, global and scalar loads.
+The counterpart of sass.py, pipes.py and chains.py for the output of Triton's AMD backend.  Names of pipes are those of pipes.py:
+`alu` is the vector unit, `uniform` the scalar unit, `tensor` the matrix unit (MFMA, WMMA), `memory` all of LDS, global and scalar
+loads.
 
-Rates are those of the CDNA3, CDNA4 and RDNA4 instruction set guides and AMD's data sheets.  No rate was measured here.  The
-units for LDS (128 bytes a clock) and global memory (64 bytes, or 16 addresses, a clock) belong to all four SIMDs.
+Rates are those of the CDNA3, CDNA4 and RDNA4 instruction set guides and AMD's data sheets; none was measured.  All four SIMDs
+share the units for LDS (128 bytes a clock) and global memory (64 bytes, or 16 addresses, a clock).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _CONTROL = ("s_branch", "s_cbranch", "s_barrier", "s_wait", "s_nop", "s_endpgm",
             "s_sendmsg", "s_code_end", "s_inst_prefetch", "s_sched")
 _SLOW = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos|mul_lo_u32|mul_hi|mad_u64)")       # a quarter of the rate
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)_?(\w*)")
-_MADDS = {"gfx942": 256.0, "gfx950": 512.0, "gfx1201": 256.0}    # of 16-bit floats, per SIMD and clock
+_MADDS = {"gfx942": 256.0, "gfx950": 512.0, "gfx1201": 256.0}    # multiply-adds of 16-bit floats, per SIMD and clock
 LDS_BYTES, GLOBAL_BYTES, ADDRESSES = 128, 64, 16                 # of a compute unit, per clock
-LDS_CYCLES, BARRIER, MATRIX = 64, 30, 16                         # from an LDS read to its data; of a barrier; of an MFMA's result
-WARM, TRIPS = 2, 6                                               # of a loop: until it repeats itself, and those that are counted
+LDS_CYCLES, BARRIER, MATRIX = 64, 30, 16                         # latency of an LDS read, of a barrier, of an MFMA's result
+WARM, TRIPS = 2, 6                                               # loop iterations until steady state; iterations to count
 
 
 class Instruction(sass.Instruction):
-    """One instruction, of which neither the address nor a guard is printed."""
+    """One instruction; the text has no address and no guard."""
 
     __slots__ = ()
 
@@ -58,17 +59,17 @@ class Instruction(sass.Instruction):
 
     @property
     def is_spill(self) -> bool:
-        """Whether it moves registers to or from memory of the thread."""
+        """Whether it is a register spill."""
         return self.opcode.startswith("scratch_")
 
     @property
     def is_jump(self) -> bool:
-        """Whether it goes to a label."""
+        """Whether it jumps to a label."""
         return self.opcode.startswith(("s_branch", "s_cbranch"))
 
     @property
     def target(self) -> str | None:
-        """The label that a branch leads to."""
+        """The label that a branch jumps to."""
         return self.operands[0] if self.is_jump else None
 
 
@@ -86,7 +87,7 @@ def parse(text: str) -> Code:
 
 
 def pipe_of(instruction: sass.Instruction) -> str:
-    """The part of a compute unit that executes an instruction, one of pipes.PIPES."""
+    """The execution unit of an instruction, one of pipes.PIPES."""
     opcode = instruction.opcode
     if "mfma" in opcode or "wmma" in opcode:
         return "tensor"
@@ -96,7 +97,7 @@ def pipe_of(instruction: sass.Instruction) -> str:
 
 
 def busy(instruction: sass.Instruction, arch: str) -> dict[str, float]:
-    """Cycles for which a wave's instruction occupies its SIMD's share of a part of the compute unit."""
+    """Cycles for which an instruction of a wave occupies its SIMD's share of a unit."""
     pipe, warp = pipe_of(instruction), arch_of(arch).warp
     turn = warp / (16 if warp == 64 else 32)                     # a SIMD of CDNA has 16 lanes
     if pipe == "alu":
@@ -119,7 +120,7 @@ def _matrix_cycles(instruction: sass.Instruction, arch: str) -> float:
 
 
 def unrolled(code: Code, loop: range, step: int | None) -> int:
-    """How many trips of the source's loop one trip of the compiled loop makes, by how far its counter moves."""
+    """How many iterations of the source's loop one iteration of the compiled loop does, by the step of its counter."""
     moves: dict[str, int] = {}
     compared: set[str] = set()
     for place in loop:
@@ -135,10 +136,10 @@ def unrolled(code: Code, loop: range, step: int | None) -> int:
 
 
 def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> tuple[Chain, Chain]:
-    """How long a wave that runs alone takes outside of its hot loop, and for a trip of it.
+    """The time of a wave that runs alone, outside of its hot loop and per iteration.
 
-    Instructions issue in order, and wait where the assembly says (s_waitcnt).  Every global load takes the latency of memory.
-    x: not used; arguments have no place in the text.
+    Instructions issue in order, and wait at s_waitcnt.  Every global load takes the latency of memory.  x: unused here; the text
+    does not show arguments.
     """
     fast, slow = (_measured(code.instructions, loop, arch, latency) for latency in (FAST, SLOW))
     outside, trip = (straight_line(*ends) for ends in zip(fast, slow, strict=True))
@@ -146,7 +147,7 @@ def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> t
 
 
 def _measured(instructions: Sequence[sass.Instruction], loop: range | None, arch: str, latency: int) -> tuple[float, float]:
-    """Cycles outside of the loop, and of one trip."""
+    """Cycles outside of the loop, and per iteration."""
     wave = _Wave(arch, latency)
     if loop is None:
         return wave.run(instructions), 0.0
@@ -161,11 +162,11 @@ class _Wave:
 
     def __init__(self, arch: str, latency: int) -> None:
         self.arch, self.latency, self.now = arch, latency, 0.0
-        self.loads: deque[float] = deque()                       # ends of global loads under way
-        self.local: deque[float] = deque()                       # and of LDS and scalar loads
+        self.loads: deque[float] = deque()                       # end times of global loads in flight
+        self.local: deque[float] = deque()                       # the same of LDS and scalar loads
 
     def run(self, instructions: Sequence[sass.Instruction]) -> float:
-        """Issue instructions; returns the cycle at which the next one may be."""
+        """Issue instructions; returns the first cycle at which the next one can issue."""
         for instruction in instructions:
             self._issue(instruction)
         return self.now
@@ -186,7 +187,7 @@ class _Wave:
             self.local.append(self.now + self.latency)
 
     def _wait(self, instruction: sass.Instruction) -> None:
-        """s_waitcnt vmcnt(2) lgkmcnt(0), or from RDNA4 on s_wait_loadcnt 0x2 and its like, which may name two counters."""
+        """Handles s_waitcnt vmcnt(2) lgkmcnt(0), or from RDNA4 on s_wait_loadcnt 0x2 and the like, of up to two counters."""
         text = instruction.line.partition(";")[0]
         for queue, words in ((self.loads, ("vmcnt", "loadcnt")), (self.local, ("lgkmcnt", "dscnt", "kmcnt"))):
             for word in words:

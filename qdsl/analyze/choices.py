@@ -1,4 +1,4 @@
-"""What the runtime would run on a GPU that need not be there, what else it could, and why not all."""
+"""Explains the runtime's choice for a product on a GPU, which need not be present: the alternatives, and the refused kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 or 16 ro
 
 
 def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, Any]:
-    """The choice for so many rows of x of a type ('bf16') on a GPU, as data: chosen, reason, counts, candidates, refused."""
+    """The plan's choice for `rows` rows of x of a dtype ('bf16') on a GPU: chosen, reason, counts, candidates, refused."""
     dtype = TYPES[x]
     with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
         choice = plan.choice(packed, rows, dtype, META)
@@ -38,7 +38,7 @@ def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, An
 
 
 def title(choice: dict[str, Any]) -> str:
-    """What was asked, and the answer."""
+    """The product and the chosen candidate, as text."""
     chosen, (n, k), rows = choice["chosen"], choice["shape"], choice["rows"]
     what = f"{choice['format']}.{choice['storage']} [{n}, {k}], {rows} row{'s' * (rows > 1)} of x in {choice['x']}"
     return (f"{what}, {choice['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us (modelled)")
@@ -55,7 +55,7 @@ def table(choice: dict[str, Any]) -> list[list[str]]:
 
 
 def _reason(choice: plan.Choice, gpu: Gpu) -> str:
-    """Why the choice is what it is, against the cheapest of every other kernel."""
+    """Why this candidate is chosen over the cheapest candidate of every other kernel."""
     best: dict[str, plan.Option] = {}
     for option in choice.options:
         best.setdefault(option.candidate.kind, option)
@@ -68,7 +68,7 @@ def _reason(choice: plan.Choice, gpu: Gpu) -> str:
 
 
 def _counted(packed: PackedWeight, choice: plan.Choice, gpu: Gpu) -> str:
-    """On which architectures the kernels were compiled whose counts the times come from."""
+    """The architectures whose kernel counts the times come from."""
     counted: dict[str | None, list[str]] = {}
     for way in dict.fromkeys(option.candidate.kind for option in choice.options):
         kind = "dequantize" if way == "decode" else way
@@ -84,7 +84,7 @@ def _few_programs(candidate: Candidate, gpu: Gpu) -> str:
 
 
 def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
-    """Kernels of the storage, or that others have, which do not serve the product, and why not."""
+    """Kernels that cannot serve the product, and why."""
     kernels, (_, k) = packed.layout.kernels.matrix_unit, packed.shape
     if rows > 1:
         yield "matvec", "reads and decodes the weight once for every row of x"

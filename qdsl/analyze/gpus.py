@@ -1,4 +1,4 @@
-"""Architectures and GPUs by name, for those who examine kernels; what they are stands in runtime/gpu/devices.py."""
+"""Architectures and GPUs by name, for analysis; runtime/gpu/devices.py has their data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ARCHS", "GPUS", "SCHEDULERS", "WARP", "AnalyzeError", "Arch", "Gpu",
 
 
 class AnalyzeError(ValueError):
-    """A kernel that cannot be examined, or a target that is not known; the message is one line."""
+    """A kernel that cannot be analyzed, or an unknown target; the message is one line."""
 
 
 def arch_of(name: str) -> Arch:
@@ -19,7 +19,7 @@ def arch_of(name: str) -> Arch:
 
 
 def gpu_of(name: str) -> Gpu:
-    """A GPU by its name, written in any case, with or without spaces.  Raises AnalyzeError."""
+    """A GPU by its name, ignoring case and spaces.  Raises AnalyzeError."""
     key = name.lower().replace(" ", "")
     if key not in GPUS:
         raise AnalyzeError(f"no GPU '{name}': expected one of {', '.join(GPUS)}")

@@ -1,4 +1,4 @@
-"""Launches of a format's kernels on weights that have a shape and no data."""
+"""Launches of a format's kernels on weights with a shape but no data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def module(name: str) -> ModuleType:
 
 
 def weight(module: ModuleType, shape: tuple[int, int], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:
-    """A weight [N, K] on the meta device, without the tensors that a storage may lack, with streams as they usually are.
+    """A meta weight [N, K] without optional tensors, with streams of typical size.
 
     Raises FormatError.
     """
@@ -38,10 +38,10 @@ def weight(module: ModuleType, shape: tuple[int, int], storage: str | None, para
 
 
 def calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> list[Call]:
-    """The launches of `linear` with so many rows of x, or of `dequantize`; x and what comes out in a dtype.
+    """The launches of `linear` with `rows` rows of x, or of `dequantize`; x and the output have this dtype.
 
-    A kernel whose loops go round as often as the weights have it, DF11's, does not say how many weights a program takes.
-    The launch that brings x together with a factor of columns is left out: it reads no weight.
+    If the numbers determine how often a kernel's loops run (DF11), the launch does not state its weights.  The launch that
+    multiplies x by a factor per column is omitted, because it reads no weight.
     """
     k = packed.shape[1]
     x, out = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, k), out_shape(packed, kind, rows)))
@@ -54,12 +54,12 @@ def calls_on(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> list[Ca
 
 
 def out_shape(packed: PackedWeight, kind: str, rows: int) -> tuple[int, int]:
-    """The shape of what `linear` of so many rows, or `dequantize`, gives."""
+    """The shape of the output of `linear` with `rows` rows, or of `dequantize`."""
     n, k = packed.shape
     return (n, k) if kind == "dequantize" else (rows, n)
 
 
 def title(packed: PackedWeight, kind: str, rows: int, x: str) -> str:
-    """What is launched, in words: 'linear of q4_0.blocks [256, 1024], 1 row of x in bf16'."""
+    """The launch as text: 'linear of q4_0.blocks [256, 1024], 1 row of x in bf16'."""
     where = f"{kind} of {packed.format.name}.{packed.storage} [{packed.shape[0]}, {packed.shape[1]}]"
     return f"{where} to {x}" if kind == "dequantize" else f"{where}, {rows} row{'s' * (rows > 1)} of x in {x}"

@@ -1,4 +1,4 @@
-"""A format's kernels, launch by launch: compiled for several architectures, counted, predicted for several GPUs."""
+"""Surveys a format's kernels: compiles every launch for several architectures, counts, and predicts times for several GPUs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from qdsl.analyze.predict import Prediction, predict
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure
 
-ARCHS = ("sm_80", "sm_90")                                       # that are shown unless others are asked for
-# Of the first digit of compute capabilities: those that may be given another kernel than the others.
+ARCHS = ("sm_80", "sm_90")                                       # shown by default
+# Classes of major compute capability that may use different kernels.
 CLASSES: tuple[Callable[[int], bool], ...] = (
     lambda digit: digit >= 8 and digit != 9, lambda digit: digit == 9, lambda digit: digit == 7, lambda digit: digit == 0)
-REFUSALS = (AnalyzeError, FormatError)                           # what a survey raises about what it is asked for
+REFUSALS = (AnalyzeError, FormatError)                           # errors of a survey about its arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A launch, what its kernel is on each architecture, and what is predicted of it on each GPU."""
+    """A launch, with its kernel on each architecture, and predictions for each GPU."""
 
     title: str
     reports: dict[str, Report]
@@ -30,7 +30,7 @@ class Examined:
 
 
 def targets(archs: Sequence[str], gpus: Sequence[str]) -> tuple[list[str], list[Gpu]]:
-    """Architectures to show and GPUs to predict for; either follows from the other.  Raises AnalyzeError."""
+    """Architectures to show and GPUs to predict for; each defaults to those of the other.  Raises AnalyzeError."""
     shown = [arch_of(name).name for name in archs]
     chosen = [gpu_of(name) for name in gpus]
     if shown and not chosen:
@@ -45,7 +45,7 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
            ) -> Iterator[Examined]:
     """Every launch of the kernels, on all architectures that are shown or that a GPU has.
 
-    kinds: of launches.KERNELS.  rows: of x.  x: its type, one of launches.TYPES.  Raises AnalyzeError.
+    kinds: of launches.KERNELS.  rows: of x.  x: its dtype, one of launches.TYPES.  Raises AnalyzeError.
     """
     every = list(dict.fromkeys([*archs, *(gpu.arch for gpu in gpus)]))
     classes = {arch: arch_of(arch).capability // 10 for arch in every}
@@ -67,7 +67,7 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
 
 
 def data(examined: Examined, listing: bool) -> Iterator[dict[str, Any]]:
-    """For programs: a report with its predictions for each architecture; the hot loop's text if it is wanted."""
+    """Data for programs: a report with predictions per architecture; the hot loop's text if `listing`."""
     for arch, reports in examined.reports.items():
         row = {"what": examined.title, **asdict(reports),
                "predicted": [asdict(prediction) for prediction in examined.predictions if GPUS[prediction.gpu].arch == arch]}

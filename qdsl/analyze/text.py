@@ -1,4 +1,4 @@
-"""Reports and predictions for people: a block of lines per kernel and architecture, a table of predicted shares."""
+"""Reports and predictions as text: a block of lines per kernel and architecture, and a table of predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ warps: at once on a multiprocessor, and their part of the most that it holds."""
 
 
 def block(title: str, report: Report) -> Iterator[str]:
-    """What was counted, in lines."""
+    """The counts as lines of text."""
     yield f"{title}, {report.arch}: {report.kernel}"
     yield (f"  resources   {report.registers} registers, {report.spills} spills, {report.stack} B stack, {report.shared_bytes} B "
            f"shared, {report.warps} warps, {report.programs} programs of {report.weights} weights")

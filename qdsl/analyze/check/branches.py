@@ -1,4 +1,4 @@
-"""The check of side branches: their fields survive, and what they add is what plain arithmetic adds, whole and in pieces."""
+"""Checks side branches: pack and unpack keep their fields, and the added terms equal plain arithmetic, also for slices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _shape(case: Case) -> Shape:
 
 
 def _pieces(rows: int, columns: int, shape: Shape) -> list[tuple[str, int, int]]:
-    """A piece along either axis, where the storage can be cut."""
+    """A slice along either axis, if the storage can be sliced."""
     pieces = [("N", rows, shape[0])] if rows < shape[0] else []
     return pieces + ([("K", columns, shape[1])] if columns < shape[1] else [])
 
@@ -65,7 +65,7 @@ def branch_fields(branch: Branch, shape: Shape, params: Mapping[str, int | str],
 
 
 def _added(kind: str, fields: Mapping[str, Tensor], weight: Tensor) -> Tensor:
-    """The weight with a branch, as core/branches.py says it, in float32."""
+    """The weight plus a branch, by the formula of core/branches.py, in float32."""
     weight = weight.clone()
     if kind == "low_rank":
         for r in range(fields["down"].shape[0]):

@@ -1,4 +1,4 @@
-"""What the checks of a format run over: its storages, choices of parameters, shapes, and random fields."""
+"""The inputs of a format's checks: its storages, choices of parameters, shapes, and random fields."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from qdsl.runtime.weight.match import torch_dtype
 
 Params = Mapping[str, int | str]
 Shape = tuple[int, int]
-SIZES = (*range(1, 65), *(64 * i for i in range(2, 41)))         # of which the smallest shape is
+SIZES = (*range(1, 65), *(64 * i for i in range(2, 41)))         # candidates for the smallest shape
 ROWS = (0, 1, 2, 3, 5, 8, 16, 33, 64)
 COLUMNS = (0, 1, 7, 32, 33, 64, 90, 128, 256, 288, 512)
-MOST = 12 << 10                                                  # weights of a case: Triton's interpreter is slow
+MOST = 12 << 10                                                  # weights per case: Triton's interpreter is slow
 
 
 @dataclass(frozen=True)
 class Case:
-    """A storage of a format at one choice of its parameters.  spec: in which the storage is written, a derived one too."""
+    """A storage of a format at one choice of its parameters.  spec: the spec with the storage, which may be derived."""
 
     spec: Spec
     format: Format
@@ -42,27 +42,27 @@ class Case:
 
     @property
     def has_row_codes(self) -> bool:
-        """Whether it stores codes that stand for several of the format's fields, and not their bits."""
+        """Whether it stores codes that replace several of the format's fields."""
         return {field.name.value for field in self.spec.fields} != self.format.variant(self.params).fields.keys()
 
     def holds(self, shape: Shape) -> bool:
-        """Whether the storage has weights of a shape."""
+        """Whether the storage supports a shape."""
         layout, sizes = self.layout, self.format.sizes(self.params, shape)
         return not layout.why_not(shape, sizes) and all(
             axis.extent(*shape, sizes) is not None for stored in layout.tensors.values() for axis in stored.axes)
 
     def shapes(self, rows: Sequence[int], columns: Sequence[int]) -> Iterator[Shape]:
-        """The shapes of a grid that the storage has, by rows."""
+        """The shapes of a grid that the storage supports, by rows."""
         return (shape for shape in ((n, k) for n in rows for k in columns) if self.holds(shape))
 
     @cached_property
     def smallest(self) -> Shape | None:
-        """The shape with the fewest columns, then rows; None where there is none with up to 2560 of both."""
+        """The supported shape with the fewest columns, then rows; None if none has at most 2560 of both."""
         return next((shape for k in SIZES for shape in self.shapes(SIZES, (k,))), None)
 
     @cached_property
     def two_blocks(self) -> Shape:
-        """A shape with two blocks or tiles along both axes, so that strides show; the smallest where the storage has none."""
+        """A shape with two blocks or tiles along both axes, to test strides; the smallest if there is none."""
         assert self.smallest is not None
         sizes = self.format.sizes(self.params, self.smallest)
         axes = [term for stored in self.layout.tensors.values() for axis in stored.axes for term in axis.terms]
@@ -72,7 +72,7 @@ class Case:
         return next((shape for shape in ((n, k), (rows, k), (n, columns)) if self.holds(shape)), self.smallest)
 
     def odd_shapes(self, count: int) -> list[Shape]:
-        """The smallest shape, two blocks along both axes, an empty one, and `count` and more up to the largest of MOST."""
+        """Test shapes: the smallest, two blocks along both axes, an empty one, and `count` more of at most MOST weights."""
         assert self.smallest is not None
         shapes = [shape for shape in self.shapes(ROWS, COLUMNS) if shape[0] * shape[1] <= MOST]
         empty = [shape for shape in shapes if 0 in shape][-1:]
@@ -82,7 +82,7 @@ class Case:
         return list(dict.fromkeys([self.smallest, *empty, *steps, *whole, *([] if len(set(steps)) > 1 else [self.two_blocks])]))
 
     def fields(self, shape: Shape, seed: int = 0) -> dict[str, Tensor]:
-        """Random values of the fields that the storage holds: all codes, floats that are finite and of moderate size."""
+        """Random values of the fields that the storage holds: all codes, and finite floats of moderate size."""
         generator = torch.Generator().manual_seed(seed)
         variant, sizes = self.format.variant(self.params), self.format.sizes(self.params, shape)
         digits = spec_bits.digit_fields(self.spec)
@@ -100,7 +100,7 @@ class Case:
         return fields
 
     def moved(self, shape: Shape, seed: int = 0) -> dict[str, Tensor]:
-        """The index of columns in a random order, which the storage holds by that order; {} where it has none."""
+        """A random act-order index that the storage can hold; {} if it cannot hold any."""
         variant, sizes = self.format.variant(self.params), self.format.sizes(self.params, shape)
         groups = variant.index_groups
         if not variant.storages[self.storage].order or groups is None:
@@ -116,7 +116,7 @@ def random_values(kind: str, size: Sequence[int], generator: torch.Generator, ba
     dtype = torch_dtype(kind)
     if kind in ("f16", "bf16", "f32"):
         return torch.randn(size, generator=generator).to(dtype)
-    if dtype.is_floating_point:                                  # bytes above these are no finite numbers
+    if dtype.is_floating_point:                                  # larger bytes are not finite numbers
         return torch.randint(100, 124 if kind == "e5m2" else 126, size, generator=generator, dtype=torch.uint8).view(dtype)
     type = number(kind)
     assert type is not None

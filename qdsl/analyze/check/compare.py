@@ -1,4 +1,4 @@
-"""The comparison of weights: how many differ, the first of them, what made it, and the line of the spec that says how."""
+"""Compares weights: how many differ, the first difference, the fields that cause it, and the line of the spec."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_same(got: Tensor, want: Tensor, packed: PackedWeight, spec: Spec) -> None:
-    """Raises AssertionError, as `difference` words it, where weights [N, K] differ from those wanted."""
+    """Raises AssertionError with the text of `difference` if weights [N, K] differ from the wanted ones."""
     problem = difference(got, want, packed, spec)
     assert not problem, problem
 
 
 def difference(got: Tensor, want: Tensor, packed: PackedWeight, spec: Spec) -> str:
-    """Which weights [N, K] differ in a bit from those wanted, '' where none does; NaN is equal to NaN.
+    """A description of the weights [N, K] that differ in a bit from the wanted ones; '' if none do; NaN equals NaN.
 
-    Says how many, the first [n, k], both values, the fields of that weight, and the line of the formula.
+    It has their number, the first [n, k], both values, the fields of that weight, and the line of the formula.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{_kind(got)} instead of {_kind(want)}"
@@ -37,7 +37,7 @@ def difference(got: Tensor, want: Tensor, packed: PackedWeight, spec: Spec) -> s
 
 
 def differing(got: Tensor, want: Tensor) -> Tensor:
-    """Where tensors of one shape and dtype differ in a bit, as bool; NaN is equal to NaN."""
+    """A bool mask of the elements of two tensors that differ in a bit; NaN equals NaN."""
     integers = _INTEGERS[got.element_size()]
     unlike = got.contiguous().view(integers) != want.contiguous().view(integers)
     return unlike & ~(got.isnan() & want.isnan()) if got.is_floating_point() and got.element_size() > 1 else unlike
@@ -70,7 +70,7 @@ def line_of(span: Span) -> str:
 
 
 def line_of_field(spec: Spec, storage: str, tensor: str, field: str) -> str:
-    """The line of the spec that stores a field in a tensor; of a derived storage, that of the format's name."""
+    """The line of the spec that stores a field in a tensor; for a derived storage, the line of the format's name."""
     stored = [stored for declared in spec.storages if declared.name.value == storage for stored in declared.tensors
               if stored.name.value == tensor]
     items = [item for line in stored[0].record for item in _items(line)] if stored else []

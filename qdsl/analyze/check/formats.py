@@ -23,8 +23,8 @@ from qdsl.compiler.spec.model import Spec
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.format import Format
 
-MOST_BITS = 1 << 19                                              # of fields whose places are followed one by one
-NAMES = 12                                                       # of a file's tensors that a message lists
+MOST_BITS = 1 << 19                                              # field bits to trace one by one
+NAMES = 12                                                       # names of a file's tensors to list in a message
 EXPECTED = "expected"                                            # the array of a golden file with the values of the weights
 
 
@@ -76,7 +76,7 @@ def check_format(spec: Spec, format: Format) -> Iterator[Check]:
 
 
 def bits(case: Case) -> tuple[str, str]:
-    """Each stored bit is the bit of a field that the record says, in both directions, and padding is zero."""
+    """Each stored bit is the field bit that the record says, in both directions, and padding is zero."""
     shape = case.two_blocks
     fields = case.fields(shape)
     if case.has_row_codes:
@@ -110,7 +110,7 @@ def round_trip(case: Case) -> tuple[str, str]:
 
 
 def _fields_problem(case: Case, fields: dict[str, Tensor], again: dict[str, Tensor]) -> str:
-    """The first field that is another after pack and unpack, with how many differ and the line that stores it."""
+    """The first field that changes by pack and unpack, how many differ, and the line that stores it."""
     if fields.keys() != again.keys():
         return f"unpack returns the fields {', '.join(again)} instead of {', '.join(fields)}"
     for name, field in fields.items():
@@ -131,7 +131,7 @@ def _packed(case: Case) -> PackedWeight:
 
 
 def convert(case: Case) -> tuple[str, str]:
-    """The other storages that can hold a weight give the same numbers, there and back."""
+    """Conversion to other storages that can hold the weight, and back, keeps all numbers."""
     packed = _packed(case)
     wanted = case.format.dequantize(packed, torch.float32)
     notes: list[str] = []
@@ -150,7 +150,7 @@ def convert(case: Case) -> tuple[str, str]:
 
 
 def quantize(case: Case) -> tuple[str, str]:
-    """A random weight loses less than all of itself, and what is quantized survives unpack and pack."""
+    """Quantizing a random weight loses less than its own energy, and unpack and pack keep the result."""
     shape = case.two_blocks
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     try:
@@ -167,10 +167,10 @@ def quantize(case: Case) -> tuple[str, str]:
 
 
 def check_golden(spec: Spec, format: Format, path: Path) -> Check:
-    """Compares a weight's decoded values with those that a file lists.
+    """Compares a weight's decoded values with those in a file.
 
-    path: .npz or .safetensors with the stored tensors by their names, and the weights [N, K] as 'expected'.  Texts 'storage' and
-    those named as parameters (metadata of safetensors) choose where the tensors fit several.  Raises GoldenError, OSError.
+    path: .npz or .safetensors with the stored tensors by their names, and the weights [N, K] as 'expected'.  Text entries
+    (metadata in safetensors) 'storage', or named like parameters, choose if tensors are ambiguous.  Raises GoldenError, OSError.
     """
     tensors, texts = read_golden(path)
     if EXPECTED not in tensors or tensors[EXPECTED].dim() != 2:

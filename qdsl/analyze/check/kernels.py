@@ -72,7 +72,7 @@ def dequantize(case: Case) -> tuple[str, str]:
 
 
 def linear(case: Case) -> tuple[str, str]:
-    """The linear kernels read every weight where it belongs, and sums are as exact as float32 allows."""
+    """The linear kernels read every weight at its place, and sums are as exact as float32 allows."""
     shapes = [shape for shape in case.odd_shapes(2) if 0 not in shape]
     for seed, shape in enumerate(shapes):
         packed = _packed(case, shape, seed).decode_streams()
@@ -82,7 +82,7 @@ def linear(case: Case) -> tuple[str, str]:
         x[range(len(columns)), columns] = 1
         got = weight.clone()
         got[:, columns] = _linear(x, packed, None).t() + 0.0
-        if problem := difference(got + 0.0, weight + 0.0, packed, case.spec):   # + 0.0: a sum has no zero with a sign
+        if problem := difference(got + 0.0, weight + 0.0, packed, case.spec):   # + 0.0: sums have no negative zero
             return f"{list(shape)}, x of one-hot rows: {problem}", ""
         for rows, dtype in ((1, torch.float16), (9, torch.float16), (3, torch.float32)):
             candidates = plan.candidates(packed, rows, dtype, packed.device)
@@ -94,7 +94,7 @@ def linear(case: Case) -> tuple[str, str]:
 
 
 def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.dtype, candidate: Candidate) -> str:
-    """Which results of x @ w.T + bias differ by more than float32 sums of K terms and one rounding may; '' where none."""
+    """The results of x @ w.T + bias whose error exceeds that of float32 sums of K terms and one rounding; '' if none do."""
     generator = torch.Generator().manual_seed(rows)
     x = (torch.randn(rows, packed.shape[1], generator=generator) / 256).to(dtype)     # so that float16 holds the sums
     bias = torch.randn(packed.shape[0], generator=generator).to(dtype)

@@ -1,6 +1,6 @@
-"""Where a spec stores each bit: which bit of which field element lies at each bit of the tensors, for given N, K and parameters.
+"""Computes from a spec which bit of which field element is stored at each bit of the tensors, for given N, K and parameters.
 
-Plain nested loops over the parsed spec, which share nothing with the compiler's passes: generated code is checked against it.
+Plain nested loops over the parsed spec that share no code with the compiler's passes: generated code is checked against them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PLAIN, AGAIN = -1, -2                                            # no digit; a s
 
 
 def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
-    """An integer expression, by the rules of the language and nothing else."""
-    if isinstance(expr, g.Name):                                 # the commonest first: this runs for every stored bit
+    """Evaluates an integer expression by the rules of the language."""
+    if isinstance(expr, g.Name):                                 # the most frequent first: this runs for every stored bit
         return env[expr.name]
     if isinstance(expr, g.Binary):
         return OPERATORS[expr.op](evaluate(expr.left, env), evaluate(expr.right, env))
@@ -55,13 +55,13 @@ def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], siz
 
 
 def has_operations(spec: Spec, storage: str, params: Mapping[str, int | str]) -> bool:
-    """Whether a storage has stored operations that hold for these parameters."""
+    """Whether a storage has stored operations for these parameters."""
     tensors = [tensor for own in spec.storages if own.name.value == storage for tensor in own.tensors]
     return any(all(params.get(key.value) in values for key, values in rule.when) for tensor in tensors for rule in tensor.stored)
 
 
 def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
-    """Returns how many bits a field has."""
+    """The number of bits of a field."""
     kind = next(f for f in spec.fields if f.name.value == field).typed.type
     word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
     return _width(word)
@@ -82,7 +82,7 @@ def _width(kind: str) -> int:
 
 
 def stored(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
-    """Every stored bit but padding, by tensor."""
+    """Every stored bit except padding, by tensor."""
     for tensor in storage.tensors:
         yield from _placed(spec, storage, tensor, env, params)
 
@@ -90,9 +90,9 @@ def stored(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping
 
 def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
            ) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
-    """Bytes of base-3 digits, (tensor, element of the tensor, its first bit), and the (field, element) of each digit.
+    """Bytes of base-3 digits, (tensor, its element, first bit), with the (field, element) of each digit.
 
-    A digit of an element that no weight has is None.
+    A digit without a weight is None.
     """
     digits_of: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
     for name, element, bit, (field, index, _), place in stored(spec, storage, env, params):
@@ -110,7 +110,7 @@ def digit_fields(spec: Spec) -> set[str]:
 
 def _placed(spec: Spec, storage: Storage, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
             ) -> Iterator[Stored]:
-    """The bits of a tensor; of a section at the elements of the tensor that holds it."""
+    """The bits of a tensor; for a section at the elements of the tensor that holds it."""
     inside = tensor.inside
     if inside is None:
         yield from _tensor(spec, tensor, env, params)
@@ -214,7 +214,7 @@ def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str,
 
 
 def table(spec: Spec, field: Field) -> tuple[g.Expr, ...]:
-    """The extents of a stored table, which stand last and move with no weight; () of any other field."""
+    """The extents of a stored table, which come last; () for other fields."""
     moving = {"n", "k", *(f.name.value for f in spec.fields if f.typed.type.name == "index")}
     blocks = sum(not moving.isdisjoint(g.names(expr)) for expr in field.typed.index)
     return field.typed.index[blocks:]
@@ -235,7 +235,7 @@ def shape_of(spec: Spec, field: Field, env: Mapping[str, int]) -> tuple[int, ...
                 shape.append(evaluate(extent, env))
         else:
             assert isinstance(expr, g.Binary)
-            # The last weight's block is the last, but remainders run through all that there are.
+            # The last weight has the last block, but remainders take all values.
             whole = evaluate(expr.left, {**dict.fromkeys(fields, env["K"] - 1), **env, "n": env["N"] - 1, "k": env["K"] - 1}) + 1
             by = evaluate(expr.right, env)
             shape.append(by if expr.op == "%" else -(-whole // by))

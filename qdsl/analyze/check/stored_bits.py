@@ -1,4 +1,4 @@
-"""A storage's bits and its fields' bits as flat arrays, with the spec's answer to which is which."""
+"""A storage's bits and its fields' bits as flat arrays, with the mapping between them from the spec."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from qdsl.analyze.check.cases import Case, Shape
 from qdsl.analyze.check.compare import line_of_field
 
 Bits = npt.NDArray[np.uint8]
-ALONE = 512                                                      # bits of a weight whose bits are also set one at a time
+ALONE = 512                                                      # bits of a weight that are also tested one by one
 
 
 class StoredBits:
     """All bits of a weight's stored tensors and of its fields, as flat arrays of 0 and 1.
 
-    source: int64, for each field bit the stored bit that holds it, as the spec says.  copies: int64 [2, copies], field bits and
-    where they stand again.  Raises AssertionError for a field bit that the spec stores twice or nowhere.
+    source: int64, for each field bit its stored bit by the spec.  copies: int64 [2, copies], field bits and the places of their
+    copies.  Raises AssertionError for a field bit that the spec stores twice or nowhere.
     """
 
     def __init__(self, case: Case, shape: Shape) -> None:
@@ -53,7 +53,7 @@ class StoredBits:
         assert (self.source >= 0).all(), "a field bit is not stored"
 
     def _places(self, name: str, element: tuple[int, ...], bit: int, what: spec_bits.Bit) -> tuple[int, int]:
-        """The places of a field's bit and of a stored one."""
+        """The indices of a field bit and of a stored bit."""
         field, index, low = what
         (shape, width), (stored, size) = self._fields[field], self._stored[name]
         target = _flat(index, shape) * width + low
@@ -61,7 +61,7 @@ class StoredBits:
 
     @property
     def size(self) -> int:
-        """How many bits are stored, padding too."""
+        """The number of stored bits, padding included."""
         return self.stored_at[""]
 
     def unpack(self, bits: Bits) -> Bits:
@@ -91,14 +91,14 @@ class StoredBits:
         return stored
 
     def unpack_problem(self) -> str:
-        """Which field bits unpack reads elsewhere than where the spec stores them; '' where none."""
+        """A description of field bits that unpack reads at the wrong stored bit; '' if none."""
         wrong = np.zeros(len(self.source), np.bool_)
         for pattern in patterns(self.size):
             wrong |= self.unpack(pattern) != pattern[self.source]
         return f"unpack reads {self._first(wrong)}" if wrong.any() else ""
 
     def pack_problem(self) -> str:
-        """Which stored bits pack does not write as the spec says, padding that is not zero too; '' where none."""
+        """A description of stored bits that pack writes differently from the spec, padding included; '' if none."""
         wrong = np.zeros(self.size, np.bool_)
         for pattern in patterns(len(self.source)):
             wrong |= self.pack(pattern) != self.stored(pattern)
@@ -109,14 +109,14 @@ class StoredBits:
         return f"pack sets {int(wrong.sum())} of the bits that are padding; first: {self._stored_bit(int(wrong.argmax()))}"
 
     def bytes_problem(self) -> str:
-        """Which stored bits change by unpack and pack, where a stored operation changes several bits at once; '' where none."""
+        """Stored bits that unpack and pack change, if a stored operation changes several bits at once; '' if none."""
         pattern = next(_random(self.size))
         again = self.pack(self.unpack(pattern))
         wrong = again[self.source] != pattern[self.source]
         return f"pack(unpack(bytes)) changes {self._first(wrong)}" if wrong.any() else ""
 
     def _first(self, wrong: npt.NDArray[np.bool_]) -> str:
-        """How many field bits are wrong, the first of them, its place, and the line of the spec."""
+        """How many field bits are wrong, the first one, its place, and the line of the spec."""
         bit = int(wrong.argmax())
         field = max((name for name in self.fields if self.field_at[name] <= bit), key=lambda name: self.field_at[name])
         element, low = divmod(bit - self.field_at[field], self.widths[field])
@@ -127,7 +127,7 @@ class StoredBits:
                 f"{line}")
 
     def _stored_bit(self, bit: int) -> str:
-        """A stored bit in words: 'bit 4 of codes[0, 1]'."""
+        """A stored bit as text: 'bit 4 of codes[0, 1]'."""
         name = max((name for name in self.tensors if self.stored_at[name] <= bit), key=lambda name: self.stored_at[name])
         tensor = self.tensors[name]
         element, low = divmod(bit - self.stored_at[name], 8 * tensor.element_size())
@@ -135,9 +135,9 @@ class StoredBits:
 
 
 def patterns(size: int) -> Iterator[Bits]:
-    """Patterns of bits that tell every bit from every other: digits of its number, their complements, some random ones.
+    """Bit patterns that distinguish every bit from every other: digits of its index, their complements, and random patterns.
 
-    Where bits are few, each is also set alone.
+    If there are few bits, each is also set alone.
     """
     number = np.arange(size)
     for digit in range(max(1, size.bit_length())):

@@ -1,8 +1,8 @@
-"""The PTX of a compiled kernel, run on a CPU thread by thread, as a GPU would run it: its results, and what is wrong with it.
+"""Executes the PTX of a compiled kernel on a CPU, thread by thread: its results, and its errors.
 
-Triton's interpreter runs the source; this runs what was compiled: layouts of matrix instructions, shuffles, shared memory,
-asynchronous copies, predicates, conversions, addresses.  It is no timing model and no GPU: ptxas may still reorder what PTX
-leaves open, and approximate functions are rounded to the nearest here.
+Triton's interpreter runs the source; this runs the compiled code: layouts of MMAs, shuffles, shared memory, asynchronous copies,
+predicates, conversions, addresses.  It models neither time nor hardware: ptxas may still reorder what PTX leaves open, and
+approximate functions are rounded to nearest here.
 """
 
 from qdsl.analyze.execute.launch import Execution, execute, execute_ptx

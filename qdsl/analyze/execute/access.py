@@ -1,4 +1,4 @@
-"""Instructions that touch memory: loads, stores, atomics, fences, and the wait for the launch before."""
+"""Instructions that access memory: loads, stores, atomics, fences, and the wait for the previous launch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
 
 
 def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, verb: str) -> None:
-    """Note an access of bytes that a copy will write, or a write of bytes that a matrix product will read."""
+    """Note accesses of bytes that an asynchronous copy will write, and writes of bytes that an MMA will read."""
     for title, flight in (("copies", batch.copies), ("products", batch.products))[:1 if verb == "reads" else 2]:
         if batch.options.asynchronous and flight.pending and (hit := flight.touches(place, size)).any():
             lane = int(lanes[int(np.flatnonzero(hit)[0])])
@@ -154,7 +154,7 @@ def global_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
 
 def _note_global(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
                  data: Bits | None = None) -> None:
-    """Check an access against those before it.  data: the bytes that will be written."""
+    """Check an access against earlier ones.  data: the bytes to write."""
     write = data is not None
     if batch.memory.is_dependent:
         note_dependent(batch, allocation, lanes, offset, size, write)
@@ -201,7 +201,7 @@ def _note_race(batch: Batch, allocation: Allocation, lanes: Indices, offset: Ind
 
 
 def note_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, write: bool) -> None:
-    """Note a store before the launch before was waited for, or a load of what that one writes."""
+    """Note a store before the wait for the previous launch, or a load of data that the previous launch writes."""
     early = ~batch.has_waited(lanes)
     if not write:
         early &= np.any([(offset < end) & (offset + size > first) for first, end in allocation.before], axis=0)
@@ -215,7 +215,7 @@ def note_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset:
 
 
 def _by_warp(batch: Batch, lanes: Indices, values: Indices) -> Indices:
-    """Values as [warps that take part, 32 * columns]; lanes that do not take part repeat one that does."""
+    """Values as [warps, 32 * columns]; inactive lanes repeat an active one."""
     warp = batch.warp[lanes]
     first = np.r_[True, warp[1:] != warp[:-1]]
     group = np.cumsum(first) - 1
@@ -231,7 +231,7 @@ def _distinct(table: Indices) -> Indices:
 
 
 def count_sectors(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
-    """32-byte sectors that the requests of warps touch, of global memory."""
+    """Count the 32-byte sectors of global memory that a warp's request touches."""
     counts = batch.log.memory
     sectors = _distinct(_by_warp(batch, lanes, (address // SECTOR)[:, None]))
     counts[f"{what} requests"] += len(sectors)
@@ -240,7 +240,7 @@ def count_sectors(batch: Batch, lanes: Indices, address: Indices, size: int, wha
 
 
 def count_banks(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
-    """Passes over shared memory: of the words of a warp in one bank, as many as differ; 16 bytes go by quarters of a warp."""
+    """Count passes over shared memory: the number of different words in a bank, by quarters of a warp for 16-byte accesses."""
     words = (address // 4)[:, None] + np.arange(max(1, size // 4))
     table = _by_warp(batch, lanes, words).reshape(-1, WARP, words.shape[1])
     share = WARP * 4 // max(4, size) if size > 4 else WARP
@@ -261,7 +261,7 @@ def count_banks(batch: Batch, lanes: Indices, address: Indices, size: int, what:
 
 
 def _release(batch: Batch, lanes: Indices, address: Indices, epoch: Indices) -> None:
-    """Order what programs did before a barrier, and what the threads did, before those that acquire it at the address."""
+    """Publish the order of a program's earlier accesses at an address, for programs that acquire it there."""
     for lane, place, before in zip(lanes.tolist(), address.tolist(), epoch.tolist(), strict=True):
         batch.clocks.release(place, int(batch.number[lane]), int(batch.thread[lane]), before)
 
@@ -280,7 +280,7 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 
 @opcode("atom", "red")
 def atomic(context: Context) -> Step:
-    """One thread after the other, and each number of a vector: in order, or in a random order where the batch runs in one."""
+    """Executes an atomic thread by thread, and element by element: in order, or in a random order if the batch has one."""
     kind, modifiers, first = context.kind, context.modifiers, 1 if context.instruction.name == "red" else 2
     size, combine = type_bits(kind) // 8, _combination(context)
     address, is_shared = context.address(first - 1), "shared" in modifiers
@@ -315,7 +315,7 @@ def atomic(context: Context) -> Step:
 
 
 def _combination(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
-    """What an atomic stores, of what was there and its operands."""
+    """The function of an atomic: the value to store, from the old one and the operands."""
     kind, bits, part = context.kind, type_bits(context.kind), element(context.kind)
     operation = next((name for name in (*ATOMIC, "cas") if name in context.modifiers), None)
     if operation is None:
@@ -335,7 +335,7 @@ def _combination(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
 
 
 def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_shared: bool) -> tuple[Any, Indices]:
-    """Memory as words, and the one that an atomic of a thread changes.  Raises Fault."""
+    """Memory as words, and the index of the word that a thread's atomic changes.  Raises Fault."""
     if is_shared:
         place = batch.shared_place(lane, address, size, "an atomic")
         batch.shared_written[place[0]:place[0] + size] = True
@@ -352,7 +352,7 @@ def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_sh
 
 @opcode("prefetch")
 def prefetch(context: Context) -> Step:
-    """Brings a line of memory into a cache: no read, so that the launch before may still write it.  Raises Fault."""
+    """Prefetches a line of memory; not a read, so the previous launch may still write it.  Raises Fault."""
     address = context.address(0)
     if "global" not in context.modifiers:
         return lambda batch, at: None
@@ -364,7 +364,7 @@ def prefetch(context: Context) -> Step:
 
 @opcode("fence", "membar")
 def fence(context: Context) -> Step:
-    """A proxy fence, or one that makes relaxed atomics of the thread before and after it acquire and release."""
+    """A proxy fence, or a fence that turns relaxed atomics before and after it into release and acquire."""
     if "proxy" in context.modifiers:
         if "async" not in context.modifiers:
             raise context.unknown()
@@ -385,7 +385,7 @@ def fence(context: Context) -> Step:
 
 @opcode("griddepcontrol")
 def dependent_launch(context: Context) -> Step:
-    """wait: the launch before has ended, and what it wrote is seen.  launch_dependents: the next launch may begin."""
+    """wait: the previous launch has ended, and its writes are visible.  launch_dependents: the next launch may begin."""
     context.only("wait", "launch_dependents")
     if "wait" not in context.modifiers:
         return lambda batch, at: None

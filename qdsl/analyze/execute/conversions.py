@@ -31,7 +31,7 @@ UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 @opcode("setp", "set")
 def compare(context: Context) -> Step:
-    """A predicate, or for `set` a number, by a comparison; both of p|q where two are written."""
+    """A predicate, or a number for `set`, from a comparison; both p and q if the target is p|q."""
     bits, holds, combine = type_bits(context.kind), _comparison(context), BITWISE.get(context.instruction.modifiers[1])
     first, second = context.source(1, bits), context.source(2, bits)
     if context.instruction.name == "set":
@@ -47,7 +47,7 @@ def compare(context: Context) -> Step:
 
 
 def _comparison(context: Context) -> Callable[[Bits, Bits], Any]:
-    """Whether a comparison holds for bit patterns; for NaN as the test has it."""
+    """Whether a comparison holds for bit patterns; NaN by the rules of the test."""
     test, kind = context.instruction.modifiers[0], context.kind
     if test not in (*COMPARE, *UNSIGNED_NAMES, "num", "nan", *(name + "u" for name in COMPARE)):
         raise context.unknown()

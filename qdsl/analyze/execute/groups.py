@@ -1,7 +1,7 @@
-"""Work that goes on behind a thread: copies into shared memory (cp.async) and products of warp groups (wgmma).
+"""Asynchronous operations: copies into shared memory (cp.async) and products of warp groups (wgmma).
 
-Both are done when they are waited for, as late as hardware may; until then the bytes and registers that they use are marked,
-so that a wait that is missing shows in the result and as a finding.  Groups are counted for each thread.
+Both complete at the wait for them, the latest time that hardware allows.  Until then their bytes and registers are marked, so
+that a missing wait changes the result and becomes a finding.  Groups are counted per thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Copy:
 
 @opcode("cp")
 def copy(context: Context) -> Step:
-    """cp.async of 4, 8 or 16 bytes: from a source of fewer bytes the rest is zero."""
+    """cp.async of 4, 8 or 16 bytes; a shorter source is padded with zeros."""
     modifiers = context.modifiers
     if "async" not in modifiers or modifiers & {"bulk", "mbarrier", "reduce"}:
         raise context.unknown()
@@ -91,7 +91,7 @@ def _finish_copies(batch: Batch, lanes: Indices, late: int, everything: bool) ->
 
 def _copy_now(batch: Batch, flight: InFlight, pending: _Copy, chosen: Indices) -> None:
     lanes, size, wait = pending.lanes[chosen], pending.size, batch.current
-    batch.current = pending.instruction                          # a fault is that of the copy
+    batch.current = pending.instruction                          # attribute a fault to the copy
     data = np.zeros((len(lanes), size), np.uint8)
     live = pending.live[chosen]
     if (reading := np.flatnonzero(live > 0)).size:
@@ -137,7 +137,7 @@ class _Product:
 
 @opcode("wgmma")
 def warp_group(context: Context) -> Step:
-    """Hopper's matrix products of four warps, their fences, groups and waits."""
+    """Hopper's wgmma instructions, with their fences, groups and waits."""
     modifiers = context.modifiers
     if "fence" in modifiers:
         def fence(batch: Batch, at: At) -> None:
@@ -204,7 +204,7 @@ def _multiply(context: Context) -> Step:
 
 
 def _descriptor(batch: Batch, at: At, source: Any) -> Indices:
-    """Descriptors of warp groups, that of their first thread."""
+    """Descriptors of warp groups, from their first threads."""
     (words,) = broadcast(batch, at, [source(batch, at)])
     return words.reshape(-1, WARP_GROUP)[:, 0].astype(np.uint64)
 
@@ -235,7 +235,7 @@ def _places(batch: Batch, groups: Indices, words: Indices, rows: int, shape: _Sh
 
 def _multiply_now(batch: Batch, groups: Indices, shape: _Shape, words: Bits | None, places: list[Indices],
                   accumulators: list[Source], puts: list[Target], keep: Any) -> None:
-    """Multiply what operands hold now, and write the accumulators."""
+    """Multiply the current operands, and write the accumulators."""
     at = groups.reshape(-1)
     count = len(groups)
     b = _matrix(batch, places[-1], shape.kind).transpose(0, 2, 1)
@@ -269,7 +269,7 @@ def _matrix(batch: Batch, places: Indices, kind: str) -> Matrix:
 
 
 def _finish_products(batch: Batch, lanes: Indices, late: int) -> None:
-    """Do the products that a wait ends, in order.  A wait also orders memory between the lanes of a warp."""
+    """Complete the products that a wait ends, in order.  A wait also orders memory between the lanes of a warp."""
     flight = batch.products
     waiting = np.zeros(batch.count, bool)
     waiting[lanes] = True
@@ -300,7 +300,7 @@ def _some_of(run: Callable[[Batch, Indices], None], kept: Indices) -> Callable[[
 
 @opcode("createpolicy", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
 def hint(context: Context) -> Step:
-    """What changes no result; a policy of caches is any number."""
+    """Instructions without effect on results, such as cache policies."""
     if context.instruction.name != "createpolicy":
         return lambda batch, at: None
     put = context.target()

@@ -1,4 +1,4 @@
-"""A launch compiled and executed: `execute(call, "sm_90")`, for any kernel of Triton, or `execute_ptx` for PTX itself."""
+"""Compiles and executes a launch: `execute(call, "sm_90")` for any Triton kernel, or `execute_ptx` for PTX."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from qdsl.analyze.execute.races import Clocks, Shadow
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.gpu.call import Call
 
-THREADS = 8192                                                   # of a batch, about
-OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers what they know
+THREADS = 8192                                                   # approximate threads per batch
+OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers their instructions
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What came of a launch, whose tensors were changed in place.
+    """The result of a launch, whose tensors were changed in place.
 
-    findings: what hardware does not promise to do right.  opcodes: how often threads executed each.  lines: of the PTX, how
-    often threads executed them.  memory: with Options.counts, requests of warps, bytes, 32-byte sectors of global memory, and
-    passes over shared memory.  issued: instructions times 32 for each warp that came there, predicated off or not.
+    findings: behaviour that hardware does not guarantee.  opcodes, lines: how often threads executed each opcode and PTX line.
+    memory: with Options.counts, requests of warps, bytes, 32-byte sectors of global memory, and passes over shared memory.
+    issued: instructions times 32 for each warp that reached them, predicated off or not.
     """
 
     program: Program
@@ -56,11 +56,11 @@ class Execution:
 def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces: Sequence[Tensor] = (),
             after: Sequence[Tensor] | None = None, programs: Sequence[int] | None = None,
             options: Options | None = None) -> Execution:
-    """Compile a launch for an architecture and run it on its tensors, which lie in the CPU's memory.
+    """Compile a launch for an architecture and run it on its tensors, which are in CPU memory.
 
-    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise; the launch's own is one.
-    after: tensors that the launch before writes, where this one may begin before that has ended (launch_pdl).  programs: numbers
-    of the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
+    outputs: tensors whose every byte must be stored once.  workspaces: tensors that start as noise; the launch's own is one.
+    after: tensors that the previous launch writes, if this one may begin before it ends (launch_pdl).  programs: numbers of the
+    grid's programs to run, x first; by default all.  Raises ExecutionError for a fault or an unsupported instruction.
     """
     compiled = build(call, arch_of(arch))
     after = () if after is None and call.options.get("launch_pdl") else after
@@ -70,7 +70,7 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
 
 
 def arguments_of(call: Call) -> list[tuple[str, Any]]:
-    """Names and values of the arguments that a compiled kernel still takes, those of a tuple one by one."""
+    """Names and values of the arguments of the compiled kernel, with tuples flattened."""
     types, _, _ = specialised(call)
     named = zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False)
     return [(name, value) for name, argument in named for value in variables(types[name], argument)]

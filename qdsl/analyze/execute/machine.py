@@ -1,7 +1,7 @@
-"""Threads that run a program: registers, the order in which threads run, barriers, findings and counts.
+"""Runs the threads of a program: registers, the order of threads, barriers, findings and counts.
 
-All threads of a batch of programs go in lockstep.  Threads that branch apart run lowest address first, so that they meet
-again.  In another order one warp of each program runs alone until it waits.
+All threads of a batch of programs run in lockstep.  Diverged threads run lowest address first, so that they reconverge.  In other
+orders one warp of each program runs alone until it waits.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from qdsl.analyze.execute.program import ExecutionError, Instruction, Program
 from qdsl.analyze.execute.races import Clocks, Shadow, Threads, ordered_in_program
 
 WARP = 32
-At = Indices | None                                              # threads that execute; None is all
+At = Indices | None                                              # executing threads; None is all
 Step = Callable[["Batch", At], None]
-FINDINGS = 100                                                   # of one run
+FINDINGS = 100                                                   # the most per run
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is checked, and what hardware may choose.
+    """The checks to do, and choices that hardware may make.
 
-    races: accesses that nothing orders.  written: reads of bytes that nobody wrote.  asynchronous: operands of copies and
-    matrix products in flight.  fragments: so for registers of A, too, which ISA and PTX ask for; ptxas knows when they have been
-    read, and Triton relies on that.  counts: sectors and bank conflicts.  order: 'lockstep', 'reverse' (the last warp and program
-    first), or a number that seeds a random order.  sums: how matrix units add ('exact': rounded once; 'truncated': products
-    lose what lies below the last place of the largest, with two more bits, FP8 of sm_90 with 13 bits in all).
-    flush_f16: matrix units read float16's subnormal numbers as zero.  steps: instructions of a batch.
+    races: unordered accesses.  written: reads of bytes that nothing wrote.  asynchronous: operands of copies and MMAs in flight.
+    fragments: the same for registers of A, as ISA and PTX require; ptxas tracks these reads, and Triton relies on that.  counts:
+    sectors and bank conflicts.  order: 'lockstep', 'reverse' (the last warp and program first), or a seed of a random order.
+    sums: how matrix units add: 'exact', rounded once; 'truncated', products lose bits below the last place of the largest, with
+    two more bits (FP8 of sm_90: 13 bits in all).  flush_f16: matrix units read float16 subnormals as zero.  steps: instructions
+    per batch.
     """
 
     races: bool = True
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that hardware does not promise to do right.  kind: race, unwritten, asynchronous, barrier, stores, dependent."""
+    """Behaviour that hardware does not guarantee.  kind: race, unwritten, asynchronous, barrier, stores, dependent."""
 
     kind: str
     message: str
@@ -65,15 +65,15 @@ class Finding:
 
 @dataclass(slots=True)
 class Log:
-    """What a run leaves: findings, one of a kind for each instruction, and counts over all batches."""
+    """The results of a run: findings, one per kind and instruction, and counts over all batches."""
 
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
     executed: Counter[int] = field(default_factory=Counter)      # threads, by instruction
     memory: Counter[str] = field(default_factory=Counter)
-    issued: int = 0                                              # instructions times threads of the warps that came there
+    issued: int = 0                                              # instructions times threads of the warps that reached them
 
     def add(self, finding: Finding) -> None:
-        """Keeps a finding: the first of its kind at its instruction, up to a number of them."""
+        """Keep the first finding of its kind at its instruction, up to a maximum."""
         if len(self.findings) < FINDINGS:
             self.findings.setdefault((finding.kind, finding.instruction), finding)
 
@@ -89,7 +89,7 @@ class Batch:
         self.per_program = WARP * warps
         self.count = len(programs) * self.per_program
         numbers = np.array(programs, np.int64)
-        self.number = np.repeat(numbers, self.per_program)       # of each thread's program in the grid
+        self.number = np.repeat(numbers, self.per_program)       # program number in the grid, per thread
         self.row = np.repeat(np.arange(len(programs)), self.per_program)
         self.thread = np.tile(np.arange(self.per_program, dtype=np.int64), len(programs))
         self.lane = self.thread % WARP
@@ -105,15 +105,15 @@ class Batch:
         self.fences = np.zeros(self.count, np.int64)             # proxy fences of each thread
         self.carry = np.zeros(self.count, bool)
         self.current: Instruction | None = None
-        self.in_flight: set[int] = set()                         # registers that matrix products will write or still read
+        self.in_flight: set[int] = set()                         # registers that MMAs in flight write or read
         self.copies, self.products = (InFlight(self.count, len(self.shared)) for _ in range(2))
-        self.fenced = np.full(self.count, -1, np.int64)          # barriers before a thread's fence, with no store since
-        self.relaxed = np.full(self.count, -1, np.int64)         # where a thread last did an atomic
-        self.waited = np.zeros(self.count, bool)                 # for the launch before
+        self.fenced = np.full(self.count, -1, np.int64)          # barriers before a thread's last fence without a later store
+        self.relaxed = np.full(self.count, -1, np.int64)         # a thread's last atomic
+        self.waited = np.zeros(self.count, bool)                 # for the previous launch
         self.wait_epoch = np.full(len(programs), np.iinfo(np.int64).max)     # barriers before a program's first such wait
         self.has_products = any(instruction.name == "wgmma" for instruction in program.instructions)
         self.time = 0
-        self.changed: dict[int, Indices] = {}                    # when each warp last wrote a register, and fenced them all
+        self.changed: dict[int, Indices] = {}                    # when each warp last wrote a register, and fenced all
         self.ordered = np.zeros(self.count // WARP, np.int64)
         self.proxy_writer = np.full(len(self.shared) // self.granule, -1, np.int64)
         self.proxy_fence = np.zeros(len(self.shared) // self.granule, np.int64)
@@ -123,7 +123,7 @@ class Batch:
     # -- what instructions use ---------------------------------------------------------------------------------------------
 
     def lanes(self, at: At) -> Indices:
-        """Indices of the threads that an instruction is executed by; None are all."""
+        """The indices of executing threads; all for None."""
         return np.arange(self.count) if at is None else at
 
     def special(self, name: str) -> NDArray[np.uint32]:
@@ -148,11 +148,11 @@ class Batch:
         return self._special[name]
 
     def has_waited(self, lanes: Indices) -> NDArray[np.bool_]:
-        """Whether the launch before has ended for threads: they waited for it, or another did before a barrier."""
+        """Whether the previous launch has ended for threads: they waited for it, or another thread did before a barrier."""
         return self.waited[lanes] | (self.epoch[lanes] > self.wait_epoch[self.row[lanes]])
 
     def who(self, lanes: Indices) -> Threads:
-        """What races compare of these threads: program, thread, and barriers passed."""
+        """These threads as race detection compares them: program, thread, and barriers passed."""
         return Threads(self.number[lanes], self.thread[lanes], self.epoch[lanes], self.warp_epoch[lanes])
 
     def find(self, kind: str, message: str, lane: int) -> None:
@@ -164,11 +164,11 @@ class Batch:
                              (number % x, number // x % y, number // (x * y)), int(self.thread[lane])))
 
     def warps_of(self, at: At) -> int:
-        """How many warps threads are of."""
+        """The number of warps of some threads."""
         return self.count // WARP if at is None else 1 + int(np.count_nonzero(np.diff(self.warp[at])))
 
     def whole_warps(self, at: At) -> Indices:
-        """Lanes that execute as [warps, 32].  Raises ExecutionError where some of a warp are missing."""
+        """Executing lanes as [warps, 32].  Raises ExecutionError if part of a warp is missing."""
         lanes = self.lanes(at)
         if len(lanes) % WARP == 0:
             warps = lanes.reshape(-1, WARP)
@@ -191,7 +191,7 @@ class Batch:
         return self.row[lanes] * self.shared_bytes + address
 
     def note_shared(self, lanes: Indices, place: Indices, size: int, data: Bits | None = None) -> None:
-        """Check an access of shared memory against those before it.  data: the bytes [lanes, size] that will be written."""
+        """Check an access of shared memory against earlier ones.  data: the bytes [lanes, size] to write."""
         write = data is not None
         if self.options.written:
             spread = (place[:, None] + np.arange(size)).reshape(-1) if size > 1 else place
@@ -222,11 +222,11 @@ class Batch:
     # -- products of warp groups, which read by another proxy and whose registers need a fence -----------------------------------
 
     def note_matrix(self, groups: Indices, places: Indices, size: int) -> None:
-        """Check what warp groups [groups, 128] will read at places [groups, elements] of shared memory."""
+        """Check the reads of warp groups [groups, 128] at places [groups, elements] of shared memory."""
         for lanes, place in zip(groups, places, strict=True):
             granules = np.unique((place[:, None] + np.arange(0, size, min(size, self.granule))) // self.granule)
             first = granules * self.granule
-            for lane in lanes[[0, WARP]]:                        # two warps stand for all
+            for lane in lanes[[0, WARP]]:                        # two warps represent all
                 self.note_shared(np.full(len(first), lane), first, self.granule)
             writer = self.proxy_writer[granules]
             missing = (writer >= 0) & (self.fences[writer] <= self.proxy_fence[granules])
@@ -239,7 +239,7 @@ class Batch:
         self.ordered[self.warp[lanes]] = self.time
 
     def check_ordered_registers(self, lanes: Indices, slots: frozenset[int]) -> None:
-        """Registers of a product that were written since the last wgmma.fence."""
+        """Find registers of a product that were written since the last wgmma.fence."""
         warps = np.unique(self.warp[lanes])
         for slot in slots & self.changed.keys():
             if (self.changed[slot][warps] > self.ordered[warps]).any():
@@ -250,7 +250,7 @@ class Batch:
     # -- running -----------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run all threads to their end.  Raises ExecutionError: an unknown opcode, a fault, threads that wait for ever."""
+        """Run all threads to their end.  Raises ExecutionError for an unknown opcode, a fault, or a deadlock."""
         try:
             with np.errstate(all="ignore"):
                 _Scheduler(self).run()
@@ -276,15 +276,15 @@ class Batch:
 
 
 class _Scheduler:
-    """Chooses which threads run next; follows branches, ends and barriers itself."""
+    """Chooses the threads to run next; executes branches, exits and barriers itself."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.counter = np.zeros(batch.count, np.int64)           # the next instruction of each thread
         self.alive = np.ones(batch.count, bool)
-        self.waits = np.full(batch.count, -1, np.int64)          # the barrier where a thread waits
-        self.uniform: int | None = 0 if batch.options.order == "lockstep" else None      # all threads are there
-        self.unit = batch.thread // (4 * WARP if batch.has_products else WARP)       # what runs alone: a warp, or a warp group
+        self.waits = np.full(batch.count, -1, np.int64)          # the barrier at which a thread waits
+        self.uniform: int | None = 0 if batch.options.order == "lockstep" else None      # all threads are at this instruction
+        self.unit = batch.thread // (4 * WARP if batch.has_products else WARP)       # a unit that runs alone: warp, or warp group
         units = int(self.unit.max()) + 1
         self.turns = None if batch.options.order == "lockstep" else list(range(units))[::-1] if batch.options.order == "reverse" \
             else batch.random.permutation(units).tolist()
@@ -316,12 +316,12 @@ class _Scheduler:
         raise ExecutionError(f"{batch.current}: more than {batch.options.steps} instructions; does a loop never end?")
 
     def next_threads(self) -> tuple[int, At]:
-        """The next instruction and the threads that are there; -1 when all have ended."""
+        """The next instruction and the threads at it; -1 when all have ended."""
         if self.uniform is not None:
             return self.uniform, None
         ready = self.alive & (self.waits < 0)
         if not ready.any():
-            return -1, None                                      # none waits: a barrier opens when the last thread comes or ends
+            return -1, None                                      # none waits: the last arrival opens a barrier
         if self.turns is not None:
             ready &= self.unit == next(turn for turn in self.turns if (ready & (self.unit == turn)).any())
         place = int(self.counter[ready].min())
@@ -329,7 +329,7 @@ class _Scheduler:
         return place, None if here.all() else np.flatnonzero(here)
 
     def active(self, instruction: Instruction, at: At) -> At:
-        """Those of the threads whose predicate holds."""
+        """The threads whose predicate holds."""
         if instruction.predicate is None:
             return at
         holds = self.batch.registers[instruction.predicate.slot]
@@ -345,7 +345,7 @@ class _Scheduler:
             self.meet()
 
     def meet(self) -> None:
-        """Go on as one where all threads are at one instruction."""
+        """Run in lockstep again if all threads are at one instruction."""
         if self.turns is None and (self.counter == self.counter[0]).all() and self.alive.all() and (self.waits < 0).all():
             self.uniform = int(self.counter[0])
 
@@ -371,11 +371,11 @@ class _Scheduler:
         self.release()
 
     def barrier(self, instruction: Instruction, place: int, at: At, active: At) -> None:
-        """bar.sync: every live thread of a program waits here for the others."""
+        """bar.sync: every live thread of a program waits for the others."""
         batch = self.batch
         if instruction.modifiers[:1] not in (("sync",), ("cta",)) or len(instruction.operands) != 1:
             raise ExecutionError(f"{instruction}: only bar.sync of all threads is known")
-        batch.whole_warps(active)                                # aligned: every lane of a warp is at the same barrier
+        batch.whole_warps(active)                                # aligned: all lanes of a warp are at the same barrier
         if self.uniform is not None and active is None:
             batch.epoch += 1
             self.uniform = place + 1
@@ -386,7 +386,7 @@ class _Scheduler:
         self.release()
 
     def release(self) -> None:
-        """Let programs go on whose live threads all wait."""
+        """Release programs whose live threads all wait."""
         batch = self.batch
         waiting = (self.waits >= 0).reshape(-1, batch.per_program)
         complete: Any = (waiting | ~self.alive.reshape(waiting.shape)).all(1) & waiting.any(1)

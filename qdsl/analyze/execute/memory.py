@@ -1,7 +1,7 @@
-"""Global memory as separate allocations, shared memory by program, and the checks of every access.
+"""Global memory as separate allocations, shared memory per program, and the checks of every access.
 
-An address is checked for bounds and alignment, which fault on hardware.  What else is wrong becomes a finding: bytes read
-before they were written, outputs stored twice or never, and accesses of two threads that nothing orders (races.py).
+Addresses are checked for bounds and alignment, which fault on hardware.  Other errors become findings: bytes read before they
+were written, outputs stored twice or never, and unordered accesses of two threads (races.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 FIRST = 0x7F00_0000_0000                                         # addresses need more than 32 bits, as on a GPU
-GUARD = 1 << 16                                                  # bytes between allocations that belong to nobody
-STEP = 512                                                       # torch's CUDA allocator hands out multiples of it
+GUARD = 1 << 16                                                  # unused bytes between allocations
+STEP = 512                                                       # alignment of torch's CUDA allocator
 
 
 class Fault(ExecutionError):
-    """An access that hardware refuses.  place: of the first thread, among those that access."""
+    """An access that hardware refuses.  place: of the first such thread, among those that access."""
 
     def __init__(self, message: str, place: int) -> None:
         super().__init__(message)
@@ -38,8 +38,8 @@ class Fault(ExecutionError):
 class Allocation:
     """A torch storage.  spans: first byte and end of the tensors in it.  names: of those tensors.
 
-    written: for bytes that begin as noise, 1 where they were stored.  stores: for outputs, how often each byte was.
-    before: first byte and end of what the launch before writes.
+    written: for bytes that start as noise, 1 once they are stored.  stores: for outputs, how often each byte was stored.  before:
+    first byte and end of the previous launch's output.
     """
 
     start: int
@@ -51,47 +51,47 @@ class Allocation:
     before: list[tuple[int, int]] = field(default_factory=list)
 
     def words(self, array: NDArray[np.uint8], offset: Indices, size: int) -> tuple[NDArray[Any], Indices]:
-        """An array with an entry per byte as words of at most 8, and which of them accesses [threads, words] are of."""
+        """A byte-wise array as words of at most 8 bytes, and the words of accesses [threads, words]."""
         word = min(size, 8)
-        skipped = -self.start % word                             # the storage may begin anywhere; addresses of words do not
+        skipped = -self.start % word                             # the storage may begin unaligned; addresses of words do not
         whole = array[skipped:skipped + (len(array) - skipped) // word * word].view(UNSIGNED[8 * word])
         return whole, (offset // word)[:, None] + np.arange(size // word)
 
     def byte(self, offset: Any) -> str:
-        """A byte as a message names it."""
+        """The name of a byte in messages."""
         inside = ((name, first) for name, (first, end) in zip(self.names, self.spans, strict=True) if first <= offset < end)
         name, first = next(inside, (self.names[0], 0))
         return f"byte {int(offset) - first} of '{name}'"
 
 
 class InFlight:
-    """Copies or products that threads have started, with the group of each; and the shared bytes that they use."""
+    """Copies or products in flight, with the group of each per thread; and the shared bytes that they use."""
 
     def __init__(self, threads: int, shared_bytes: int) -> None:
-        self.groups = np.zeros(threads, np.int64)                # that each thread has committed
+        self.groups = np.zeros(threads, np.int64)                # groups that each thread has committed
         self.pending: list[Any] = []
         self.bytes = np.zeros(shared_bytes, np.uint8)
 
     def touches(self, place: Indices, size: int) -> Flags:
-        """Whether accesses are of bytes in flight."""
+        """Whether accesses touch bytes in flight."""
         used: Flags = self.bytes[place[:, None] + np.arange(size)].any(1)
         return used
 
     def mark(self, spread: Indices, change: int) -> None:
-        """Adds to how many operations under way touch each of these bytes."""
+        """Adjust the number of operations in flight on each of these bytes."""
         np.add.at(self.bytes, spread.reshape(-1), np.uint8(change & 255))
 
     def due(self, lanes: Indices, group: Indices, waiting: Flags, late: int) -> Flags:
-        """Of operations of lanes in groups, those that a wait for all but the last `late` groups ends."""
+        """The operations of lanes that a wait for all but the last `late` groups completes."""
         return waiting[lanes] & (group < self.groups[lanes] - late)
 
 
 class GlobalMemory:
     """Tensors of a launch, in place: views of one storage are one allocation.
 
-    An address is that of the tensor in the CPU's memory modulo 512, because launches look at addresses to choose a kernel.
-    outputs: tensors whose every byte the launch must store once.  workspaces: tensors that begin as noise.  after: tensors
-    that the launch before writes, where this one may begin before that has ended.  Raises ExecutionError for others.
+    An address equals the CPU address modulo 512, because launches choose kernels by alignment.  outputs: tensors whose every byte
+    the launch must store once.  workspaces: tensors that start as noise.  after: tensors that the previous launch writes, if this
+    one may begin before it ends.  Raises ExecutionError for tensors that are no arguments.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], outputs: Sequence[Tensor] = (),
@@ -125,7 +125,7 @@ class GlobalMemory:
                 self.allocation(tensor).before.append(_span(tensor))
 
     def allocation(self, tensor: Tensor) -> Allocation:
-        """The allocation of a tensor.  Raises ExecutionError where no argument shares its storage."""
+        """The allocation of a tensor.  Raises ExecutionError if no argument shares its storage."""
         key = tensor.untyped_storage().data_ptr()
         if key not in self.by_storage:
             raise ExecutionError(f"a tensor {list(tensor.shape)} that is declared is no argument of the launch")
@@ -136,7 +136,7 @@ class GlobalMemory:
         return self.allocation(tensor).start + int(tensor.storage_offset()) * tensor.element_size()
 
     def locate(self, address: Indices, size: int, what: str) -> list[tuple[Allocation, Indices | None, Indices]]:
-        """Allocations that are accessed, by which of the threads (None: all), at which bytes.  Raises Fault."""
+        """The allocations that are accessed, by which threads (None: all), at which bytes.  Raises Fault."""
         misaligned = address % size != 0
         if misaligned.any():
             place = int(misaligned.argmax())
@@ -170,7 +170,7 @@ class GlobalMemory:
                         place if chosen is None else int(chosen[place]))
 
     def unwritten(self) -> list[tuple[str, int, str]]:
-        """Outputs with bytes that were not stored once: name, first such byte, what is wrong."""
+        """Outputs with bytes that were not stored exactly once: name, first such byte, error."""
         problems = []
         for tensor in self.outputs:
             allocation, (first, end) = self.allocation(tensor), _span(tensor)
@@ -190,7 +190,7 @@ class GlobalMemory:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and end of what a tensor may touch in its storage."""
+    """First byte and end of the bytes of a tensor's storage that it may access."""
     if not tensor.numel():
         return 0, 0
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,6 +1,6 @@
-"""Operands as functions: what reads a value of the threads that execute, and what writes one.
+"""Operands as functions that read values of the executing threads, and write them.
 
-An array in a register is never changed in place, so that registers may share one.
+Arrays in registers are never changed in place, so that registers may share one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAKERS: dict[str, Maker] = {}
 
 
 def opcode(*names: str) -> Callable[[Maker], Maker]:
-    """Registers what makes the steps of instructions by their name."""
+    """Registers the function that makes steps of instructions with these names."""
     def add(maker: Maker) -> Maker:
         MAKERS.update(dict.fromkeys(names, maker))
         return maker
@@ -34,7 +34,7 @@ def opcode(*names: str) -> Callable[[Maker], Maker]:
 
 @dataclass(frozen=True)
 class Context:
-    """An instruction on its way to a step, with the program around it."""
+    """An instruction that is being converted to a step, with its program."""
 
     instruction: ptx.Instruction
     program: ptx.Program
@@ -65,18 +65,18 @@ class Context:
         return operands[place]
 
     def only(self, *expected: str) -> None:
-        """Refuse modifiers that are neither types nor expected."""
+        """Raises ExecutionError for modifiers that are neither types nor expected."""
         if strange := self.modifiers - set(self.types) - set(expected):
             raise self.unknown(f"'.{min(strange)}' is not known")
 
     def unknown(self, why: str = "it is not known") -> ptx.ExecutionError:
-        """The error that names the instruction, and why it cannot be executed."""
+        """An error with the instruction and the reason why it cannot be executed."""
         return ptx.ExecutionError(f"{self.instruction}: {why}")
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     def source(self, place: int | ptx.Operand, bits: int) -> Source:
-        """Reads an operand as unsigned integers of so many bits, as booleans for 1; constants have one element."""
+        """Reads an operand as unsigned integers of `bits` bits, as booleans for 1; constants have one element."""
         operand = self.operand(place) if isinstance(place, int) else place
         if isinstance(operand, ptx.Negated):
             inner = self.source(operand.register, 1)
@@ -135,7 +135,7 @@ class Context:
     # -- writing -----------------------------------------------------------------------------------------------------------
 
     def target(self, place: int | ptx.Operand = 0) -> Target:
-        """Writes an operand; values have the register's width, or another that is cut or extended by zeros."""
+        """Writes an operand; values of another width are truncated or zero-extended."""
         operand = self.operand(place) if isinstance(place, int) else place
         if isinstance(operand, ptx.Symbol) and operand.name == "_":
             return lambda batch, at, value: None
@@ -162,7 +162,7 @@ class Context:
 
 
 def steps_of(program: ptx.Program) -> list[Step]:
-    """A step per instruction.  Raises ExecutionError, which names an instruction that is not known."""
+    """A step per instruction.  Raises ExecutionError for an unknown instruction."""
     return [_step(instruction, program) for instruction in program.instructions]
 
 
@@ -176,11 +176,11 @@ def _step(instruction: ptx.Instruction, program: ptx.Program) -> Step:
 
 
 def _scheduled(batch: Batch, at: At) -> None:
-    """What the scheduler does itself."""
+    """Does nothing: the scheduler executes these instructions."""
 
 
 def packed(value: Bits, kind: str) -> Bits:
-    """The parts of packed pairs as [threads, 2]; others as they are."""
+    """The parts of packed pairs as [threads, 2]; other values unchanged."""
     if not kind.endswith("x2"):
         return value
     return np.ascontiguousarray(value)[:, None].view(UNSIGNED[ptx.type_bits(kind[:-2]) if not kind.startswith("e") else 8])

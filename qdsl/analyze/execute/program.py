@@ -17,7 +17,7 @@ class ExecutionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A register by its place among all of the program.  bits: 1 for a predicate."""
+    """A register by its index among all registers of the program.  bits: 1 for a predicate."""
 
     slot: int
     bits: int
@@ -79,7 +79,7 @@ class Instruction:
 
     @property
     def modifiers(self) -> tuple[str, ...]:
-        """What follows the name in the opcode, split at dots."""
+        """The parts of the opcode after the name, split at dots."""
         return tuple(re.split(r"\.|::", self.opcode)[1:])
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Program:
         return [_slots(instruction.operands[:1]) for instruction in self.instructions]
 
     def counted(self, trips: int) -> int:
-        """Instructions that a thread executes if the loop with the most global loads goes round so often, and the rest once."""
+        """Instructions per thread if the loop with the most global loads iterates `trips` times, and all others once."""
         is_load = [part.name in ("ld", "cp") and "global" in part.modifiers for part in self.instructions]
         starts = {place: self.labels[part.operands[-1].name] for place, part in enumerate(self.instructions)  # type: ignore[union-attr]
                   if part.name == "bra"}
@@ -120,7 +120,7 @@ class Program:
 
     @cached_property
     def granules(self) -> dict[str, int]:
-        """Bytes, 16 at most, that divide every access of a state space."""
+        """Per state space, the number of bytes, at most 16, that divides every access."""
         return {space: min((size for instruction in self.instructions if (size := _access_size(instruction, space))), default=16)
                 for space in ("shared", "global")}
 

@@ -1,7 +1,7 @@
-"""Accesses that nothing orders, by happens-before: shadows of memory, one entry per granule of bytes.
+"""Finds unordered accesses by happens-before: shadows of memory, with one entry per granule of bytes.
 
-Threads of a program are ordered by its barriers, lanes of a warp also by bar.warp.sync, and programs by atomics: a release
-at an address, after a barrier, then an acquire there, then a barrier.  How threads happen to run changes nothing.
+Barriers order the threads of a program; bar.warp.sync orders lanes of a warp.  Atomics order programs: a release at an address
+after a barrier, then an acquire there, then a barrier.  The result does not depend on the order in which threads happen to run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Who accesses: number of the program in the grid, thread in it, its barriers and those of its warp until now."""
+    """Accessing threads: number of the program in the grid, thread in it, barriers passed by it and by its warp."""
 
     program: Indices
     thread: Indices
@@ -34,7 +34,7 @@ class Threads:
 class Shadow:
     """Last writer, and last readers, of each granule.
 
-    Of readers since the last write two are kept: the last one, and another of another warp, or else of another lane.
+    Two readers since the last write are kept: the last one, and one of another warp, or else of another lane.
     """
 
     def __init__(self, granules: int) -> None:
@@ -42,7 +42,7 @@ class Shadow:
         self.readers = (_Accesses(granules), _Accesses(granules))
 
     def read(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
-        """Marks a read; whether a write before it is unordered."""
+        """Record a read; returns whether an earlier write is unordered."""
         race = self.writer.unordered(place, who, ordered)
         last, other = self.readers
         before = last.at(place)
@@ -55,9 +55,9 @@ class Shadow:
         return race
 
     def write(self, place: Indices, who: Threads, ordered: Ordered, changes: Callable[[], Flags]) -> Flags:
-        """Marks a write; whether it changes the granule, and an access before it is unordered.
+        """Record a write; returns whether it changes the granule while an earlier access is unordered.
 
-        A write that changes nothing races with nothing: compilers let threads that hold the same value store it.
+        A write that changes nothing is no race: compilers let threads with equal values store them.
         """
         race = self.writer.unordered(place, who, ordered)
         for readers in self.readers:
@@ -89,7 +89,7 @@ class _Accesses:
         return _Entry(self.program[place], self.thread[place], self.epoch[place], self.warp_epoch[place])
 
     def unordered(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
-        """Whether the access of each granule does not come before one that threads make now."""
+        """Whether the access of each granule is not ordered before the threads' current one."""
         return np.zeros(len(place), bool) if (self.thread[place] < 0).all() else ~ordered(self.at(place), who)
 
     def mark(self, place: Indices, who: Threads) -> None:
@@ -109,10 +109,10 @@ def ordered_in_program(before: _Entry, who: Threads) -> Flags:
 
 
 class Clocks:
-    """What programs know of each other, by releases and acquires of atomics.
+    """The knowledge of programs about each other, by releases and acquires of atomics.
 
-    seen[p][q]: the barriers of q before a release that p has acquired; threads of q that had not met the last one by then
-    are not ordered, but the one that released.  What a thread acquires the others of its program know after a barrier.
+    seen[p][q]: barriers of q before a release that p has acquired.  Threads of q that had not reached the last one are unordered,
+    except the releasing one.  After a barrier all threads of a program know what one has acquired.
     """
 
     def __init__(self) -> None:
@@ -120,19 +120,19 @@ class Clocks:
         self.seen: dict[int, dict[int, tuple[int, int, int, int]]] = {}
 
     def release(self, address: int, program: int, thread: int, epoch: int) -> None:
-        """Publishes at an address what a program's thread has done and seen."""
+        """Publishes at an address the accesses that a program's thread has done and seen."""
         passed_on = {q: (e, t) for q, (e, t, since, by) in self.seen.get(program, {}).items() if since < epoch or by == thread}
         self.released.setdefault(address, {}).update(passed_on | {program: (epoch, thread)})
 
     def acquire(self, address: int, program: int, thread: int, epoch: int) -> None:
-        """Learns at an address what others published there."""
+        """Acquires the accesses that others published at an address."""
         mine = self.seen.setdefault(program, {})
         for q, (e, t) in self.released.get(address, {}).items():
             if q != program and mine.get(q, (-1, 0, 0, 0))[0] < e:
                 mine[q] = (e, t, epoch, thread)
 
     def ordered(self, before: _Entry, who: Threads) -> Flags:
-        """Whether an access came before, in whichever program."""
+        """Whether an access is ordered before the current one, from any program."""
         fine = (before.thread < 0) | (before.program == who.program) & ordered_in_program(before, who)
         for place in np.flatnonzero(~fine & (before.program != who.program)):
             acquired = self.seen.get(int(who.program[place]), {}).get(int(before.program[place]))

@@ -1,4 +1,4 @@
-"""A format's kernels executed on random weights: how exact they are, what the checkers find, what they really executed."""
+"""Executes a format's kernels on random weights: their errors, the checkers' findings, and the executed instructions."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.torch.linear import as_stored
 
 SHAPE = (256, 1024)
-ALIKE = 0.02                                                     # static and executed counts that differ less agree
+ALIKE = 0.02                                                     # static and executed counts agree up to this relative error
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of the launches of one call.
+    """The result of the launches of one call.
 
-    error: the largest, as a share of sum |x w|; for dequantize 0 where all bits are the reference's, else of the largest weight;
-    None where only some programs ran.  ideal: bytes of the weight, x and out.  memory: as in Execution.
+    error: the largest, relative to sum |x w|; for dequantize relative to the largest weight, 0 if all bits are the reference's.
+    None if only some programs ran.  ideal: bytes of the weight, x and out.  memory: as in Execution.
 
-    instructions: that threads executed, per weight.  issued: that warps issued, as instructions of 32 threads, per weight.
-    counted: the same as the static count of `qdsl analyze` has it, the hot loop by its trips and the rest once.  sass: that count
-    of SASS.  corrected: sass by issued and counted.  None where only some programs ran, or trips depend on weights.
+    instructions: executed by threads, per weight.  issued: issued by warps, as instructions of 32 threads, per weight.  counted:
+    the static count of `qdsl analyze`, with the hot loop's iterations and everything else once.  sass: the same count of SASS.
+    corrected: sass scaled by issued / counted.  None if only some programs ran, or if iterations depend on weights.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Trial:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing was found, and dequantize is exact; the error of linear is the reader's to judge."""
+        """Whether there are no findings and dequantize is exact; readers judge the error of linear themselves."""
         return not self.findings and (self.error is None or self.kind != "dequantize" or self.error == 0)
 
 
@@ -61,8 +61,8 @@ def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = Non
           options: Options | None = None) -> Trial:
     """Run the launches of `linear` or `dequantize` of a random weight for an architecture.
 
-    programs: the numbers of those of each grid that run; the weight is then zeros, and of any size, since memory that nobody
-    touches is none.  Raises AnalyzeError, FormatError, ExecutionError.
+    programs: numbers of programs of each grid to run.  The weight is then zeros of any size, because untouched memory takes no
+    space.  Raises AnalyzeError, FormatError, ExecutionError.
     """
     options = options or Options(counts=True)
     packed = _weight(module, storage, dict(params or {}), shape, zeros=programs is not None)
@@ -90,7 +90,7 @@ def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = Non
 
 def _counted(calls: Sequence[Call], executions: Sequence[Execution], arch: str, weights: int,
              ) -> tuple[float, float] | tuple[None, None]:
-    """Instructions per weight of PTX and of the machine, as the static count has them; none where it cannot be done."""
+    """Instructions per weight of PTX and SASS by the static count; none if it is not possible."""
     try:
         reports = [report(call, arch) for call in calls]
     except AnalyzeError:                                         # trips that depend on weights
@@ -125,7 +125,7 @@ def _error(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> float:
 
 
 def block(trial: Trial) -> Iterator[str]:
-    """What came of it, in lines for people."""
+    """The result as lines of text."""
     counts = Counter(trial.memory)
     yield f"{trial.title}, {trial.arch}: {', '.join(trial.kernels)}"
     if trial.error is not None:
@@ -147,7 +147,7 @@ def block(trial: Trial) -> Iterator[str]:
 
 
 def _static(trial: Trial) -> Iterator[str]:
-    """The static count beside what was issued."""
+    """The static count next to the issued instructions."""
     if trial.counted is None:
         yield f"  issued        {trial.issued:.2f} of PTX per weight; no static count, since trips depend on the weights"
         return

@@ -21,7 +21,7 @@ GROUP, MEMBER = np.arange(WARP) // 4, np.arange(WARP) % 4       # of a lane: the
 
 @opcode("bar")
 def warp_barrier(context: Context) -> Step:
-    """bar.warp.sync orders memory between the lanes that take part."""
+    """bar.warp.sync orders memory between the participating lanes."""
     if "warp" not in context.modifiers:
         raise context.unknown()
     mask = context.source(0, 32)
@@ -34,7 +34,7 @@ def warp_barrier(context: Context) -> Step:
 
 
 def check_members(batch: Batch, at: At, mask: Bits) -> None:
-    """Every lane that a mask names executes this.  Raises ExecutionError."""
+    """Raises ExecutionError unless every lane in a mask executes this instruction."""
     lanes = batch.lanes(at)
     named = np.zeros((batch.count // WARP, WARP), bool)
     rows = batch.warp[lanes]
@@ -106,7 +106,7 @@ REDUCE: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "add": np
 
 @opcode("redux")
 def reduce(context: Context) -> Step:
-    """A value of all lanes of a warp together."""
+    """A reduction over all lanes of a warp."""
     operation = next((part for part in REDUCE if part in context.modifiers), None)
     if operation is None or context.kind[0] not in "sub":
         raise context.unknown()
