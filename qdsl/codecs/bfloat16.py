@@ -1,9 +1,9 @@
-"""Whole bfloat16 weights as hlane and fix4: their exponents in a stream, signs and mantissas as they are.
+"""bfloat16 weights in hlane and fix4: exponents in an entropy-coded stream, signs and mantissas uncoded.
 
     sign_mantissa  u8 [N, 8 * ceil(K / 8)]  the sign above seven bits; of each four columns the bytes of 0, 2, 1, 3
     weight_shape   i64 [2]  N and K
 
-The order of columns lets a kernel make two bfloat16 of a pair of exponents at a time.  Columns after K are 0.
+The order of columns lets a kernel build two bfloat16 from a pair of exponents at a time.  Columns after K are 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Form:
-    """A format of one stream.  names: what its tensors are called, in the order of the stream's own."""
+    """A format with one stream.  names: the storage's names of the stream's tensors, in the order of the code."""
     names: tuple[str, ...]
     own: tuple[str, ...]
     of: Callable[[NDArray[np.uint8], NDArray[np.int64]], dict[str, NDArray[Any]]]
@@ -33,18 +33,18 @@ class Form:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """All tensors of a weight."""
+        """The names of all tensors of a weight."""
         return (*self.names, "sign_mantissa", "weight_shape")
 
     def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
-        """The tensors of any patterns u16 [N, K]."""
+        """The tensors of bit patterns u16 [N, K]."""
         symbols, sign_mantissa = exponents.split_rows(patterns)
         stream = self.of(symbols, exponents.count(symbols))
         named = {name: stream[own] for name, own in zip(self.names, self.own, strict=True)}
         return {**named, "sign_mantissa": sign_mantissa, "weight_shape": np.array(patterns.shape, np.int64)}
 
     def decode(self, tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
-        """The patterns u16 [N, K].  Raises StreamError for tensors that do not fit."""
+        """The bit patterns u16 [N, K].  Raises StreamError for tensors that do not fit."""
         n, k = shape
         sign_mantissa, weight_shape = tensors.get("sign_mantissa"), tensors.get("weight_shape")
         if weight_shape is None or weight_shape.dtype != np.int64 or weight_shape.shape != (2,) \

@@ -1,7 +1,7 @@
-"""Codes put one after the other, first bit first, and where the windows of the stream begin.
+"""Concatenates codes to a bit stream, first bit first, and finds where the windows of the stream begin.
 
-Codes of neighbours are joined two by two, while they fit 64 bits, before they are placed: few are left to place, and those that
-begin in one 64-bit word have no bit in common, so that their sum is that word.
+Adjacent codes are joined in pairs as long as they fit 64 bits, so that few are left to place.  Codes that begin in one 64-bit
+word have no bit in common, so that their sum is that word.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from qdsl.codecs import native
 from qdsl.codecs.huffman import Code, Words
 
-BLOCK = 1 << 16                                                  # symbols that are written together; their arrays stay in cache
+BLOCK = 1 << 16                                                  # symbols to write together; their arrays stay in cache
 WINDOW = 64                                                      # bits
 
 
 @dataclass(frozen=True)
 class Stream:
-    """data: u8, first bit highest, the last byte filled with zeros.  bits: how many are codes.
+    """data: u8, first bit highest, the last byte padded with zeros.  bits: the number of bits of codes.
 
-    starts: i64 [windows + 1], gaps: u8 [windows + 1]: the first code that begins at or after each multiple of 64 bits up to
-    `bits`, and how many bits after it; where there is none, as many as there are symbols, and 0.
+    starts: i64 [windows + 1], gaps: u8 [windows + 1]: for each multiple of 64 up to `bits`, the first code that begins at or
+    after it, and its distance in bits; the number of symbols, and 0, if there is none.
     """
     data: NDArray[np.uint8]
     bits: int
@@ -32,7 +32,7 @@ class Stream:
 
 
 def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> Stream:
-    """The codes of u8 symbols, of which each occurs counts[0..255] times.  Codes have at most 32 bits."""
+    """The stream of u8 symbols, of which symbol i occurs counts[i] times.  Codes have at most 32 bits."""
     bits = int(counts @ code.lengths)
     starts = np.full(bits // WINDOW + 2, len(symbols), np.int64)
     gaps = np.zeros(bits // WINDOW + 2, np.uint8)
@@ -62,7 +62,7 @@ def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> 
 
 
 class Pairs:
-    """Codes of two neighbours by the 16 bits of both: how long, and the bits at the upper end of 64."""
+    """Joined codes of two adjacent symbols, by their 16 bits: lengths, and bits at the upper end of 64."""
 
     def __init__(self, code: Code) -> None:
         self.code = code
@@ -71,7 +71,7 @@ class Pairs:
         self.values = code.values[first] | code.values[second] >> code.lengths[first].astype(np.uint64)
 
     def of(self, symbols: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Words]:
-        """For symbols two by two; a last one without a neighbour stands alone."""
+        """The joined codes of pairs of symbols; an odd last symbol is alone."""
         both = symbols[:len(symbols) & ~1].view("<u2")
         lengths, values = self.lengths[both], self.values[both]
         if len(symbols) % 2:
@@ -81,7 +81,7 @@ class Pairs:
 
 
 def _joined(lengths: NDArray[np.uint8], values: Words) -> tuple[list[NDArray[np.uint8]], Words]:
-    """Neighbours joined while all fit 64 bits: the lengths of every level, pairs first, and the codes of the last one."""
+    """Joins adjacent codes while all fit 64 bits: the lengths of every level, pairs first, and the last level's codes."""
     levels = [lengths]
     while len(lengths) > 1:
         if len(lengths) % 2:
@@ -98,10 +98,10 @@ def _joined(lengths: NDArray[np.uint8], values: Words) -> tuple[list[NDArray[np.
 
 
 def place(words: Words, begins: NDArray[np.int64], lengths: NDArray[np.uint8], values: Words) -> None:
-    """Set the bits of values, which begin where `begins` says, rising and without overlap."""
+    """Set the bits of values at offsets `begins`, which rise and do not overlap."""
     shift = (begins & 63).astype(np.uint8)
     word = begins >> 6
-    sums = np.cumsum(values >> shift)                            # modulo 2^64, which differences do not mind
+    sums = np.cumsum(values >> shift)                            # modulo 2^64, which cancels in differences
     last = np.append(np.flatnonzero(word[1:] != word[:-1]), len(word) - 1)
     words[word[last]] |= np.diff(sums[last], prepend=np.uint64(0))
     over = np.flatnonzero(shift + lengths > 64)
@@ -110,9 +110,9 @@ def place(words: Words, begins: NDArray[np.int64], lengths: NDArray[np.uint8], v
 
 def _first_from(bounds: NDArray[np.int64], levels: list[NDArray[np.uint8]], begins: NDArray[np.int64], ends: NDArray[np.int64],
                 lengths: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first symbol that begins at or after each bound, and how far after: down the levels to the one that ends beyond it.
+    """The first symbol that begins at or after each bound, and its distance, by descending the levels of joined codes.
 
-    bounds: as far apart as windows, the first of them in the first window.
+    bounds: spaced like windows, beginning in the first window.
     """
     if not bounds.size:
         return bounds, bounds
@@ -125,6 +125,6 @@ def _first_from(bounds: NDArray[np.int64], levels: list[NDArray[np.uint8]], begi
         later = begin + step <= bounds
         begin += step * later
         index += later
-    across = begin < bounds                                      # a code across the bound; the next one is meant
+    across = begin < bounds                                      # a code crosses the bound; take the next one
     begin += lengths.take(index) * across
     return index + across, begin - bounds

@@ -1,7 +1,7 @@
-"""DFloat11's tensors of a group of weights, byte for byte those of dfloat11 0.2 to 0.5, and back.
+"""Encodes groups of weights to DFloat11's tensors, byte for byte as dfloat11 0.2 to 0.5, and decodes them.
 
-A group is several bfloat16 tensors in a row.  Its exponents are a stream of qdsl/codecs/huffman_windows/reference.py: luts,
-encoded_exponent, output_positions and gaps.  Beside it lie
+A group is a concatenation of bfloat16 tensors.  Its exponents are a stream of qdsl/codecs/huffman_windows/reference.py: luts,
+encoded_exponent, output_positions and gaps.  Its other tensors are
 
     sign_mantissa    u8 [n]            the sign above seven bits
     split_positions  i64 [tensors - 1]  where the later tensors of the group begin
@@ -29,8 +29,8 @@ Tensors = Mapping[str, NDArray[Any]]
 def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[str, NDArray[Any]]:
     """The tensors of a group.
 
-    parts: of each of its weights the bits, u16 [n]; together there is at least one.  threads: windows of a block.
-    Raises StreamError for exponents from 240 on and codes of too many rows, which DF11 cannot hold.
+    parts: the bits of each weight, u16 [n], at least one.  threads: windows per block.  Raises StreamError for exponents from 240
+    on and codes with too many table rows, which DF11 cannot represent.
     """
     numels = [len(part) for part in parts]
     if not 0 < sum(numels) < 1 << 31:
@@ -43,7 +43,7 @@ def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[
 
 
 def stream_of(tensors: Tensors, threads: int | None = None) -> Windows:
-    """The stream of a file's group, checked; see huffman_windows.  Raises StreamError."""
+    """The validated stream of a file's group; see huffman_windows.  Raises StreamError."""
     sign_mantissa, splits = tensors.get("sign_mantissa"), tensors.get("split_positions")
     if sign_mantissa is None or sign_mantissa.dtype != np.uint8 or sign_mantissa.ndim != 1:
         raise StreamError("sign_mantissa is missing, or not [n] of u1")
@@ -56,7 +56,7 @@ def stream_of(tensors: Tensors, threads: int | None = None) -> Windows:
 
 
 def decode(tensors: Tensors, threads: int | None = None, *, every: bool = False) -> NDArray[np.uint16]:
-    """The patterns u16 [n] of a file's group.  every: each gap is looked at, which takes longer.  Raises StreamError."""
+    """The bit patterns u16 [n] of a file's group.  every: check every gap, which takes longer.  Raises StreamError."""
     symbols = stream_of(tensors, threads).decode(every=every)
     out = np.empty(len(symbols), np.uint16)
     exponents.join(symbols, tensors["sign_mantissa"], out)

@@ -1,4 +1,4 @@
-"""bfloat16 patterns as exponents, which a lossless format codes, and signs with mantissas, which it keeps as they are."""
+"""Splits bfloat16 patterns into exponents, which lossless formats code, and signs with mantissas, which they keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 1 << 16
 
 
 def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Of several u16 [n] in a row: their exponents u8 [sum of n], signs and mantissas u8 (the sign above seven bits)."""
+    """Exponents u8, and signs with mantissas u8 (the sign above seven bits), of concatenated u16 arrays."""
     total = sum(map(len, parts))
     exponents = np.empty(total, np.uint8)
     sign_mantissa = np.empty(total, np.uint8)
@@ -26,7 +26,7 @@ def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArr
 
 
 def split_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8]) -> None:
-    """Writes exponents, and signs with mantissas, of u16 [n]."""
+    """Write the exponents, and signs with mantissas, of u16 [n]."""
     compiled = native.functions()
     if compiled is not None:
         patterns = np.ascontiguousarray(patterns)
@@ -39,7 +39,7 @@ def split_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_
 
 
 def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """How often each of 256 symbols occurs, [256]."""
+    """The number of occurrences of each of 256 symbols."""
     flat = np.ascontiguousarray(symbols).reshape(-1)
     counts = np.zeros(256, np.int64)
     compiled = native.functions()
@@ -58,7 +58,7 @@ def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def join(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    """Writes the patterns to out, u16 [n]: the inverse of `split`."""
+    """Write the bit patterns to out, u16 [n]: the inverse of `split`."""
     compiled = native.functions()
     if compiled is not None:
         sign_mantissa = np.ascontiguousarray(sign_mantissa)
@@ -88,7 +88,7 @@ def split_rows(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray
 
 
 def join_rows(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    """Writes patterns to out [N, K]: the inverse of `split_rows`.  symbols and out are contiguous."""
+    """Write bit patterns to out [N, K]: the inverse of `split_rows`.  symbols and out are contiguous."""
     n, k = out.shape
     compiled = native.functions()
     sign_mantissa = np.ascontiguousarray(sign_mantissa)
@@ -101,7 +101,7 @@ def join_rows(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out:
 
 
 def _in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-    """[N, 8 * q] with the second and third of each four bytes exchanged, which undoes itself; `out` may be the rows."""
+    """Swap the second and third of each four bytes of [N, 8 * q], which is its own inverse; `out` may be `rows`."""
     words, target = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
     for start in range(0, len(words), BLOCK):
         part = words[start:start + BLOCK]

@@ -1,6 +1,6 @@
-"""Prefix codes: which bits stand for which symbol.
+"""Prefix codes: the bits of each symbol.
 
-A symbol is an exponent, 0 to 255.  END is a mark that DF11 gives a code too, so that the last byte of a stream can be filled.
+A symbol is an exponent, 0 to 255.  END is a marker that also has a code in DF11, to fill the last byte of a stream.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 END = -1
-Words = NDArray[np.integer[Any]]                                  # u64, which shifts keep and their types forget
-LONGEST = 32                                                     # bits of a DF11 code: its gaps of 5 bits reach no further
+Words = NDArray[np.integer[Any]]                                  # u64, which shifts keep but their types do not show
+LONGEST = 32                                                     # bits of a DF11 code: its 5-bit gaps reach no further
 
 
 @dataclass(frozen=True)
 class Code:
-    """words: symbol -> (bits, value), the first bit of a code highest in its value, in the order of the leaves of the tree."""
+    """words: symbol -> (bits, value), with a code's first bit highest in its value, in the order of the tree's leaves."""
     words: Mapping[int, tuple[int, int]]
 
     @cached_property
@@ -49,9 +49,9 @@ class Code:
 
 
 def df11_code(counts: NDArray[np.int64]) -> Code:
-    """The code that dfloat11 0.5 gives exponents that occur counts[0..255] times: Huffman's, at most 32 bits long.
+    """The code that dfloat11 0.5 gives exponents which occur counts[0..255] times: Huffman's, at most 32 bits long.
 
-    Where a code is longer the 2, 3, ... rarest counts become 1 until none is; which of equal counts those are is numpy's choice.
+    While a code is longer, the 2, 3, ... rarest counts are set to 1; numpy's order decides among equal counts.
     """
     present = np.flatnonzero(counts)
     used = {int(symbol): int(counts[symbol]) for symbol in present}
@@ -81,9 +81,9 @@ def _huffman(counts: Mapping[int, int]) -> Code:
 
 
 def canonical_code(counts: NDArray[np.int64], longest: int) -> Code:
-    """The shortest code of at most `longest` bits for symbols that occur counts[0..255] times: canonical, ties by symbol.
+    """The shortest canonical code of at most `longest` bits for symbols that occur counts[0..255] times; ties by symbol.
 
-    A single symbol takes one bit.  Raises ValueError where there are more symbols than codes of that length.
+    A single symbol takes one bit.  Raises ValueError if there are more symbols than codes of that length.
     """
     symbols = [int(symbol) for symbol in np.flatnonzero(counts)]
     if len(symbols) > 1 << longest:
@@ -92,7 +92,7 @@ def canonical_code(counts: NDArray[np.int64], longest: int) -> Code:
 
 
 def canonical(lengths: Mapping[int, int]) -> Code:
-    """The code of these lengths in bits whose words rise with length, and with the symbol among those of one length."""
+    """The canonical code with these lengths: its words rise with length, then with the symbol."""
     words, value, before = {}, 0, 0
     for bits, symbol in sorted((bits, symbol) for symbol, bits in lengths.items()):
         value <<= bits - before
@@ -104,7 +104,7 @@ def canonical(lengths: Mapping[int, int]) -> Code:
 def _package_merge(counts: list[int], longest: int) -> list[int]:
     """Lengths of the best code of at most `longest` bits, by Larmore and Hirschberg's package-merge.
 
-    A leaf is in as many of the lightest packages as its code has bits; of equal weights leaves go before packages.
+    The length of a symbol's code is the number of lightest packages that contain its leaf; among equals leaves precede packages.
     """
     if len(counts) < 2:
         return [1] * len(counts)
@@ -113,7 +113,7 @@ def _package_merge(counts: list[int], longest: int) -> list[int]:
     level = leaves
     for _ in range(longest - 1):
         packages = [(a + b, (*inside, *others)) for (a, inside), (b, others) in zip(level[0::2], level[1::2], strict=False)]
-        level = sorted([*leaves, *packages], key=lambda item: item[0])   # stable: leaves stand first among equals
+        level = sorted([*leaves, *packages], key=lambda item: item[0])   # stable: leaves precede equal packages
     lengths = [0] * len(counts)
     for _, places in level[:2 * len(counts) - 2]:
         for place in places:

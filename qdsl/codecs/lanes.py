@@ -1,4 +1,4 @@
-"""Many stretches of a bit stream decoded side by side: each lane begins at a known bit and ends where the next one begins.
+"""Decodes many parts of a bit stream in parallel: each lane begins at a known bit and ends where the next one begins.
 
 A lookup of 16 bits gives up to eight symbols at once.  The stream is not trusted: a lane advances with every lookup, reads no
 word outside the stream, and must end exactly where the next one begins.
@@ -16,14 +16,14 @@ from qdsl.codecs import native
 from qdsl.codecs.huffman import END, Code, Words
 from qdsl.codecs.lookup import StreamError
 
-LANES = 4096                                                     # decoded together: their state stays in cache
+LANES = 4096                                                     # lanes to decode together: their state stays in cache
 LONG = 32                                                        # bits of the longest code
-_BITS = 16                                                       # of a lookup
+_BITS = 16                                                       # bits of a lookup
 _MOST = 8                                                        # symbols of a lookup
 
 
 class Lookup:
-    """What 16 bits of a stream hold: symbols as bytes of a u64, how many, and their bits.  No symbol: a longer code, or END."""
+    """The contents of 16 bits of a stream: symbols as bytes of a u64, their number and bits.  No symbol: longer code or END."""
 
     def __init__(self, code: Code) -> None:
         self.lengths = code.lengths.astype(np.int64)
@@ -41,12 +41,12 @@ class Lookup:
             self.bits[more] += bits[following[more]]
 
     def find(self, window: Words) -> NDArray[np.int64]:
-        """The symbol whose code the upper of 32 bits begin with: codes, filled with zeros, divide all windows between them."""
+        """The symbol whose code begins the upper of 32 bits; zero-padded codes partition all windows."""
         return self.order[np.searchsorted(self.first, window, side="right") - 1]
 
 
 def _in_order(code: Code) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Symbols by their codes, which divide all windows of 32 bits between them, and the first window of each."""
+    """Symbols ordered by their codes, which partition all windows of 32 bits, and the first window of each."""
     first = {symbol: value << LONG - bits for symbol, (bits, value) in code.words.items()}
     order = sorted(first, key=lambda symbol: first[symbol])
     return np.array(order), np.array([first[symbol] for symbol in order], np.uint64)
@@ -54,11 +54,11 @@ def _in_order(code: Code) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
 
 def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], code: Code, room: int,
            ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-    """The symbols of the lanes, in order, and how many each lane has, some lanes at a time.
+    """Yields the symbols of the lanes, in order, and the number per lane, for some lanes at a time.
 
-    data: u8, the stream.  starts: i64, rising: the bit at which each lane begins.  The last lane ends with the data.  What
-    lanes make of bits after the last code is for the caller to cut off; no more than `room` symbols are needed.  Raises
-    StreamError where codes of one lane do not end at the start of the next, unless the data end there.
+    data: u8, the stream.  starts: i64, rising: the bit at which each lane begins.  The last lane ends with the data; the caller
+    drops symbols decoded from bits after the last code.  room: the most symbols that are needed.  Raises StreamError if the codes
+    of a lane do not end at the start of the next, unless the data end there.
     """
     ends = np.append(starts[1:], 8 * len(data))
     compiled = native.functions()
@@ -78,7 +78,7 @@ def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], code: Code, room:
 
 
 def _check_closed(closed: NDArray[np.int64], ends: NDArray[np.int64], data: NDArray[np.uint8]) -> None:
-    """Raises StreamError where the last code of a lane ends elsewhere than the lane, and not in the data's last byte."""
+    """Raises StreamError if the last code of a lane does not end with the lane, or in the data's last byte."""
     wrong = np.flatnonzero((closed != ends) & (closed <= 8 * len(data) - 8))
     if wrong.size:
         raise StreamError(f"the code before bit {int(ends[wrong[0]])} ends at {int(closed[wrong[0]])}")
@@ -86,7 +86,7 @@ def _check_closed(closed: NDArray[np.int64], ends: NDArray[np.int64], data: NDAr
 
 def _decode_natively(compiled: CDLL, data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64], code: Code,
                      room: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
-    """Symbols of all lanes, as many as there is room for, how many each lane has, and the bits at which their last codes end."""
+    """Symbols of all lanes, up to the room, the number per lane, and the bits at which their last codes end; in C."""
     order, first = _in_order(code)
     symbols, counts, closed = np.empty(room, np.uint8), np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
     table = (first.astype(np.uint32), order.astype(np.int16))
@@ -102,7 +102,7 @@ def _decode_natively(compiled: CDLL, data: NDArray[np.uint8], starts: NDArray[np
 def counted(words: Words, at: NDArray[np.int64], count: int, lookup: Lookup) -> NDArray[np.uint8]:
     """The first `count` symbols [lanes, count] of lanes that begin at bits `at`; codes have at most 16 bits.
 
-    words: 64 bits from every multiple of 32 on.  Where codes pass the end, the last word goes on for ever.
+    words: 64 bits from every multiple of 32 on.  If codes pass the end, the last word repeats.
     """
     lanes, left, steps = np.arange(len(at)), np.full(len(at), count), []
     total = len(at)
@@ -129,7 +129,7 @@ def _words(data: NDArray[np.uint8], start: int, stop: int) -> Words:
 
 def _together(words: Words, at: NDArray[np.int64], ends: NDArray[np.int64], lookup: Lookup,
               ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
-    """Symbols of lanes that begin at bits `at` of the words, how many each has, and the bits at which their last codes end."""
+    """Symbols of lanes that begin at bits `at` of the words, the number per lane, and the bits at which their last codes end."""
     lanes, closed, steps = np.arange(len(at)), np.zeros(len(at), np.int64), []
     while len(at):
         window = words[at >> 5] << (at & 31).astype(np.uint64) >> LONG
@@ -164,7 +164,7 @@ def _before(symbols: Words, count: NDArray[np.uint8], at: NDArray[np.int64], end
 
 def _compact(steps: list[tuple[NDArray[np.int64], Words, NDArray[np.uint8]]], lanes: int,
              ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The symbols of lane after lane, and how many each has."""
+    """The symbols of all lanes in order, and the number per lane."""
     symbols = np.zeros((lanes, len(steps)), np.uint64)
     counts = np.zeros((lanes, len(steps)), np.uint8)
     for step, (index, some, count) in enumerate(steps):

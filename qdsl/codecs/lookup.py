@@ -1,7 +1,7 @@
-"""DF11's lookup tables: a code eight bits at a time.  Row 0 is for the first byte of a code; an entry is a symbol, or 256 - i
-for 'go on in row i with the next byte'.  The last row is not looked up: it holds the bits of every symbol's code.
+"""DF11's lookup tables, which decode a code eight bits at a time.
 
-A file holds no other table, so the code is read out of these rows, and a file is not trusted: see `code_of`.
+Row 0 is for the first byte of a code; an entry is a symbol, or 256 - i for 'continue in row i with the next byte'.  The last row
+holds the length of every symbol's code.  A file has no other table, so `code_of` validates these rows and derives the code.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from qdsl.codecs.huffman import END, LONGEST, Code
 
-FIRST_POINTER = 240                                              # entries from here on name rows 16 to 1
-ROWS = 256 - FIRST_POINTER + 2                                   # the first one, those that pointers reach, the lengths
+FIRST_POINTER = 240                                              # entries from here on point to rows 16 to 1
+ROWS = 256 - FIRST_POINTER + 2                                   # the first row, rows of pointers, the row of lengths
 
 
 class StreamError(ValueError):
@@ -20,10 +20,10 @@ class StreamError(ValueError):
 
 
 def tables_of(code: Code) -> NDArray[np.uint8]:
-    """[rows, 256], the bytes that dfloat11 0.5 writes, where it writes any.
+    """[rows, 256], the bytes that dfloat11 0.5 writes.
 
-    It fills entries that no code reaches, those of END, with the entry before, across rows; where there is none before, and it
-    fails, the first symbol of the code stands there.  Raises StreamError where entries would be symbols and pointers at once.
+    It fills entries without a code, those of END, with the previous entry, across rows.  Without a previous entry dfloat11 fails;
+    here it is the first symbol of the code.  Raises StreamError if entries would be both symbols and pointers.
     """
     leaves = {symbol: word for symbol, word in code.words.items() if symbol != END}
     worst = max(leaves)
@@ -47,12 +47,12 @@ def tables_of(code: Code) -> NDArray[np.uint8]:
 
 
 def _prefix(bits: int, value: int, whole: int) -> tuple[int, int]:
-    """How many whole bytes, and their value: the start of a code."""
+    """The number of whole bytes at the start of a code, and their value."""
     return whole, value >> bits - 8 * whole
 
 
 def _entries(leaves: dict[int, tuple[int, int]], prefixes: list[tuple[int, int]], prefix: tuple[int, int]) -> dict[int, int]:
-    """The first entries of codes with this prefix, and pointers to longer ones."""
+    """The first entries of codes with this prefix, and pointers to longer codes."""
     whole = prefix[0]
     placed = {}
     for symbol, (bits, value) in leaves.items():
@@ -68,16 +68,16 @@ def _entries(leaves: dict[int, tuple[int, int]], prefixes: list[tuple[int, int]]
 
 
 def code_of(tables: NDArray[np.uint8]) -> Code:
-    """The code that tables of a file hold, END in its place.
+    """The code in the tables of a file, with END in its place.
 
-    Raises StreamError unless they hold a whole code: every row reached once, each symbol with a length at one place of that
-    size, and what is left one place that END can have.  A decoder that follows such rows ends after 32 bits.
+    Raises StreamError unless they are a complete code: every row reached once, every symbol's length equal to its place's, and
+    one place left for END.  A decoder that follows such rows ends after 32 bits.
     """
     if tables.ndim != 2 or tables.shape[1] != 256 or not 2 <= len(tables) <= ROWS:
         raise StreamError(f"luts are [2 to {ROWS}, 256], not {list(tables.shape)}")
     lengths = tables[-1]
     words: dict[int, tuple[int, int]] = {}
-    unused: list[tuple[int, int]] = []                             # END's places: how many whole bytes, and their value
+    unused: list[tuple[int, int]] = []                             # END's places: number of whole bytes, and their value
     prefixes = {0: (0, 0)}                                       # of each row
     for row, entries in enumerate(tables[:-1]):
         if row not in prefixes:
@@ -109,7 +109,7 @@ def code_of(tables: NDArray[np.uint8]) -> Code:
 
 
 def _end_at_zero(tables: NDArray[np.uint8]) -> int:
-    """How many entries END has where its code is all zeros: they repeat the one after, of the same length (see `tables_of`)."""
+    """How many entries END has if its code is all zeros: they repeat the next entry, of the same length (see `tables_of`)."""
     bits = int(tables[-1, tables[0, 0]])
     if not 0 < bits <= 8:
         return 0
@@ -119,7 +119,7 @@ def _end_at_zero(tables: NDArray[np.uint8]) -> int:
 
 
 def _end(unused: list[tuple[int, int]]) -> tuple[int, int]:
-    """The code of END: the place that the symbols leave."""
+    """The code of END: the place that no symbol uses."""
     values = [value for _, value in unused]
     count = len(values)
     if not unused or len({whole for whole, _ in unused}) > 1 or count & count - 1 or values[0] % count \

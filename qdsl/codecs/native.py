@@ -1,6 +1,6 @@
-"""The inner loops of codecs in C (native.c), compiled once by this machine's compiler; without one numpy does the same.
+"""Compiles the inner loops of codecs (native.c) with this machine's C compiler; without one numpy computes the same.
 
-`QDSL_CPU_COMPILE=never` leaves them out.  Arrays are contiguous, and callers check their sizes.
+`QDSL_CPU_COMPILE=never` disables them.  Arrays are contiguous, and callers check their sizes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from qdsl.host import library
 from qdsl.host.system import processor_flags
 
 SOURCE = Path(__file__).with_name("native.c")
-OPTIONS = ("-O3",)                                               # behind library.OPTIONS: loops become vector instructions
+OPTIONS = ("-O3",)                                               # after library.OPTIONS: vectorizes loops
 
 
 def functions() -> ctypes.CDLL | None:
-    """The functions of native.c; None without a compiler, and where QDSL_CPU_COMPILE forbids to use it."""
+    """The functions of native.c; None without a compiler, or if QDSL_CPU_COMPILE forbids it."""
     return None if library.setting() == "never" else _compiled()
 
 
 @cache
 def _compiled() -> ctypes.CDLL | None:
-    source = SOURCE.read_text(encoding="ascii")                  # a package without it is broken: no reason for numpy
-    for options in ((*OPTIONS, *_machine_options()), OPTIONS):   # an old compiler does not know these processors
+    source = SOURCE.read_text(encoding="ascii")                  # fails for an incomplete package: numpy must not hide that
+    for options in ((*OPTIONS, *_machine_options()), OPTIONS):   # an old compiler may not know the processor
         try:
             return library.load(source, options)
         except (library.NoCompiler, library.UnsafeCache, OSError):

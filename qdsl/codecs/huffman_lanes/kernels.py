@@ -11,16 +11,16 @@ turn 0 | 32   | 32   |   | 32   |    n  |lane 0| 1    | 2    | 3    | 0  row | 8
 turn 1 |      |      |   |      |  n+1  |lane 4| 5    | 6    | 7    | 4 g+8 | 4g + c    |    | of c    |  g+8  |         |
        +------+------+- -+------+       +------+------+------+------+- -     +-----------+    +---------+       +---------+
 
-Lane 4g + c keeps up to 64 bits of two streams, one of row g and one of row g + 8, each in a register pair.  What it decodes is
-what the matrix instruction takes from it, so that weights stay where they are made, and x is loaded as w lies.
+Lane 4g + c keeps up to 64 bits of two streams, one of row g and one of row g + 8, each in a register pair.  It decodes exactly
+its part of the MMA's operand, so that weights stay in its registers, and x is loaded in the same order.
 
 - A code has at most 8 bits: one load from a table of 512 bytes, in the L1 cache, gives symbol and length.  Table and address
   are joined by OR, since the table begins at a multiple of 512.
-- Four codes fit the 32 bits that are there at least, so a stream is looked after once per four symbols, by selects, not
-  branches: lanes that need a word load one side by side, as the words take turns.
+- A lane has at least 32 bits, enough for four codes, so a stream is refilled once per four symbols, by selects instead of
+  branches.  Lanes that need a word load adjacent words, because the words of lanes are interleaved.
 - A symbol goes to its bit of a pair by mask and shift.  `to_weights` then adds the uncoded bits: two weights an instruction.
 - mma.sync rather than wgmma, for its 8 columns; the matrix unit is idle most of the time.
-- Four symbols follow from one another: shift, mask, load, subtraction.  Two streams of a lane and other warps fill the waits.
+- Four symbols depend on each other: shift, mask, load, subtraction.  Two streams per lane and other warps hide the latency.
 
 Cost, counted on sm_90, in instructions of a thread per weight: `skinny` 13.8, most of them for codes, `dequantize` 12.8.
 """
@@ -33,9 +33,9 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def turn(at, inside, bits, left):
-    """32 bits more for the lanes that have fewer, inside of the words.
+    """Load 32 more bits for lanes with fewer, if they are inside the words.
 
-    at: where a lane reads next.  left: its bits less 8, so that the next code begins at bit `left` of eight.
+    at: a lane's read position.  left: its number of bits minus 8, so that the next code is in the eight bits from bit `left` on.
     """
     need = left < 24
     word = tl.load(at, need & inside, 0).to(tl.uint32, bitcast=True)
@@ -45,7 +45,7 @@ def turn(at, inside, bits, left):
 
 @triton.jit
 def symbol(table, bits, left):
-    """The next entry of the table, 128 * symbol + bits of its code; table: its address, of which the last 9 bits are 0."""
+    """The next table entry, 128 * symbol + bits of its code; table: its address, with 9 zero bits at the end."""
     place = table | ((bits << 1 >> left.to(tl.uint64)).to(tl.uint32) & 510).to(tl.uint64)
     entry = tl.load(place.to(tl.pointer_type(tl.uint16))).to(tl.uint32)
     return entry, left - (entry & 127).to(tl.int32)
@@ -53,7 +53,7 @@ def symbol(table, bits, left):
 
 @triton.jit
 def four(table, at, inside, bits, left, AT: tl.constexpr):
-    """The next four symbols as pairs, at bit AT of each half: at most 32 bits."""
+    """The next four symbols as pairs, at bit AT of each half; they take at most 32 bits."""
     at, bits, left = turn(at, inside, bits, left)
     e0, left = symbol(table, bits, left)
     e1, left = symbol(table, bits, left)
@@ -65,7 +65,7 @@ def four(table, at, inside, bits, left, AT: tl.constexpr):
 
 @triton.jit
 def eight(table, at, last, bits, left, AT: tl.constexpr):
-    """The next eight symbols as pairs.  last: where the last turn of words begins; two more end before that."""
+    """The next eight symbols as pairs.  last: where the last turn of words begins; two more turns end before that."""
     inside = at.to(tl.uint64) < last
     p0, p1, at, bits, left = four(table, at, inside, bits, left, AT)
     p2, p3, at, bits, left = four(table, at, inside, bits, left, AT)
@@ -74,7 +74,7 @@ def eight(table, at, last, bits, left, AT: tl.constexpr):
 
 @triton.jit
 def begun(words, starts, total, group, groups, lane):
-    """A lane before its first code: where it reads, and its first 32 bits."""
+    """The start of a lane: its read position, and its first 32 bits."""
     start = tl.load(starts + lanes.within(group, groups))
     return turn(words + (start.to(tl.int64) * 32 + lane), start + tl.zeros_like(lane) < total,
                 tl.zeros_like(lane + group).to(tl.uint64), tl.zeros_like(lane + group) - 8)
@@ -82,9 +82,9 @@ def begun(words, starts, total, group, groups, lane):
 
 @triton.jit
 def symbols(words, starts, table, out, total, N, K, groups, runs, size, blocks, R: tl.constexpr, BN: tl.constexpr):
-    """out[n, k]: the symbols of BN rows in a chunk of `size` of the `runs` that a lane has.
+    """out[n, k]: the symbols of BN rows in a chunk, `size` of a lane's `runs`.
 
-    blocks: which BN rows, of those of the weight, these are; None for all in order.
+    blocks: the numbers of blocks of BN rows to decode; None for all in order.
     """
     block = tl.program_id(0)
     if blocks is not None:
@@ -136,9 +136,9 @@ def skinny(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups,
         to_weights: tl.constexpr, AT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, F: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32; a warp has two groups of lanes.
 
-    Lane 4 * g + c of a group is lane i of row r.  It holds the columns of x, of row r there too, that its weights meet, which
-    is an operand of the matrix unit where R is 4; where R is 8 rows of both operands are halves of rows, and the products of
-    unlike halves are left out.
+    Lane 4 * g + c of a group is lane i of row r.  It holds the columns of row r of x that its weights meet.  If R is 4 these are
+    an operand of the matrix unit.  If R is 8 rows of both operands are halves of rows, and products of different halves are
+    dropped.
     """
     HALVES: tl.constexpr = R // 4
     ROWS: tl.constexpr = 32 // R
@@ -159,7 +159,7 @@ def skinny(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups,
     for chunk in range(chunks):
         at0, bits0, left0 = begun(words, starts + chunk * groups, total, group, groups, lane % 32)
         at1, bits1, left1 = begun(words, starts + chunk * groups, total, group + 1, groups, lane % 32)
-        for t in range(chunk * size * R, tl.minimum(chunk * size + size, runs) * R, R):   # in eights of a row
+        for t in range(chunk * size * R, tl.minimum(chunk * size + size, runs) * R, R):   # by eight columns of a row
             more0, more1 = tl.load(upper + t), tl.load(lower + t)
             xs = ()
             for b in tl.static_range(BLOCKS):
@@ -179,14 +179,14 @@ def skinny(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups,
 
 @triton.jit
 def tiled(p):
-    """Words of lanes, as a tile [8 * W, 4]."""
+    """Words of lanes as a tile [8 * W, 4]."""
     W: tl.constexpr = p[0].shape[0] // 32
     return (p[0].reshape(8 * W, 4), p[1].reshape(8 * W, 4), p[2].reshape(8 * W, 4), p[3].reshape(8 * W, 4))
 
 
 @triton.jit
 def like(sums, HALVES: tl.constexpr):
-    """The sums of products of like halves of rows: [rows of w, rows of x], from [W, 16, 8]."""
+    """The sums of products of equal halves of rows: [rows of w, rows of x], from [W, 16, 8]."""
     W: tl.constexpr = sums.shape[0]
     if HALVES == 1:
         return sums.reshape(W * 16, 8)

@@ -18,18 +18,18 @@ from qdsl.runtime.weight.arrays import cdiv
 WARPS = 4
 
 Tensors = Mapping[str, Tensor]
-BULK = ("words",)                                                # of which a check looks at nothing but the shape
+BULK = ("words",)                                                # tensors whose shape alone is checked
 ASSUMED = {"longest": entropy.LONGEST}
 
 
 def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
-    """Of tensors, checked: the bits of the longest code.  Raises StreamError."""
+    """Validates tensors; returns the bits of the longest code.  Raises StreamError."""
     entropy.check(tensors, shape)
     return {"longest": int((tensors["table"] & 127).max(initial=0))}
 
 
 def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what depends on the weights, for exponents of normal ones: 2.78 bits, padding counted in."""
+    """Shapes of tensors that depend on the weights, for exponents of normal weights: 2.78 bits, padding included."""
     n, k = shape
     per_row, chunks = entropy.lanes_of(k)
     turns = cdiv(278 * n * k, 100 * 32 * entropy.GROUP) + entropy.AHEAD
@@ -42,19 +42,19 @@ def block_rows(shape: tuple[int, int]) -> int:
 
 
 def group_rows(shape: tuple[int, int]) -> int:
-    """Rows that have words of their own."""
+    """Rows that share a group of words."""
     return entropy.GROUP // entropy.lanes_of(shape[1])[0]
 
 
 def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) -> dict[str, Tensor]:
-    """The tensors of rows [start, stop) in the same code: the words of their groups are copied, not decoded.
+    """The tensors of rows [start, stop) in the same code; words of their groups are copied, not decoded.
 
-    start: a multiple of group_rows; stop: one, too, or N.
+    start: a multiple of group_rows; stop: a multiple too, or N.
     """
     words, starts, table = (tensors[name] for name in entropy.NAMES)
     first, last = start // group_rows(shape), cdiv(stop, group_rows(shape))
     end = starts.new_tensor([words.numel() // entropy.GROUP - entropy.AHEAD])
-    bounds = torch.cat([starts, torch.cat([starts[1:, 0], end])[:, None]], 1)    # of every chunk where its last group ends, too
+    bounds = torch.cat([starts, torch.cat([starts[1:, 0], end])[:, None]], 1)    # with the end of the last group of every chunk
     begins, ends = bounds[:, first], bounds[:, last]
     moved = starts[:, first:last] + ((ends - begins).cumsum(0) - ends)[:, None]
     parts = [words[entropy.GROUP * begin:entropy.GROUP * end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
@@ -79,10 +79,10 @@ def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: 
 
 def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], out: Tensor,
                      ) -> Iterator[Call]:
-    """The launch that makes weights [N, K] of 16 bits; K is a multiple of 128.
+    """The launch that makes 16-bit weights [N, K]; K is a multiple of 128.
 
-    to_weights: the function that makes pairs of weights, from pairs of symbols at bit `at` and the bits that are not coded.
-    uncoded: the tensor of those bits.
+    to_weights: the function that makes pairs of weights from pairs of symbols at bit `at` and the uncoded bits.  uncoded: the
+    tensor of those bits.
     """
     n, k = out.shape
     per_row, rows, walk, grid = _walk(n, k)
@@ -95,7 +95,7 @@ def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor
 
 
 def has_skinny(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
-    """Whether lanes of a row lie as a matrix unit takes them."""
+    """Whether the lanes of a row match the layout of a matrix unit."""
     return entropy.lanes_of(shape[1])[0] in (4, 8)
 
 
@@ -104,7 +104,7 @@ def skinny_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, in
     """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
     (m, k), n = x.shape, out.shape[1]
     per_row, _, walk, (_, chunks) = _walk(n, k)
-    rows = entropy.GROUP // per_row                              # of w in a group, and of x in a block
+    rows = entropy.GROUP // per_row                              # of w per group, and of x per block
     blocks = 1 if m <= rows else 2 if m <= 2 * rows else 4
     warps = 1 if cdiv(n, 2 * rows) < 8 * configure.target(x.device).multiprocessors else WARPS
     arguments = _arguments(tensors)
@@ -116,7 +116,7 @@ def skinny_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, in
 
 
 def _walk(n: int, k: int) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
-    """Lanes of a row, rows of a program, (groups of a chunk, runs of a lane, those of a chunk), and the grid."""
+    """Lanes per row, rows per program, (groups per chunk, runs per lane, runs per chunk), and the grid."""
     per_row, chunks = entropy.lanes_of(k)
     runs = cdiv(k, entropy.RUN * per_row)
     rows = WARPS * entropy.GROUP // per_row
@@ -129,12 +129,12 @@ def _arguments(tensors: Tensors) -> tuple[Tensor, ...]:
 
 
 def _alignment(arguments: tuple[Tensor, ...]) -> tuple[tuple[Tensor, int], ...]:
-    """What Call.aligned says of the table, the last of the arguments."""
+    """The alignment of the table, the last argument, for Call.aligned."""
     return ((arguments[-1], arguments[-1].nbytes),)
 
 
 def aligned(table: Tensor) -> Tensor:
-    """A table that begins where an address is a multiple of its size, so that no sum has to carry."""
+    """The table, copied if its address is not a multiple of its size: kernels join both by OR."""
     size = table.numel() * table.element_size()
     if table.is_meta or table.data_ptr() % size == 0:
         return table

@@ -1,15 +1,15 @@
-"""Symbols in a Huffman code of at most eight bits, in lanes that are decoded side by side.
+"""Codes symbols in a Huffman code of at most eight bits, in lanes that are decoded in parallel.
 
-Of symbols u8 [N, K]: a row has R lanes, and lane i the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are cut
-into C chunks, each with streams of its own.  32 lanes, of 32 / R rows, are a group; their words of 32 bits take turns, each group
-as many as its longest lane has, so that lanes read side by side.
+A row of symbols u8 [N, K] has R lanes; lane i has the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are divided
+into C chunks with separate streams.  32 lanes, of 32 / R rows, are a group.  Their 32-bit words are interleaved, as many turns as
+the group's longest lane needs, so that lanes read adjacent words.
 
     words   i32 [words]  word w of lane l of a group is at 32 * (its start + w) + l; the first bit of a code is highest
     starts  i32 [C, ceil(N / (32 / R))]  of groups, in units of 32 words
     table   i16 [256]    by eight bits: 128 * symbol + bits of its code
 
-The code is canonical, ties by symbol, so that table is a function of its lengths.  Where K is no multiple of 8 * R the symbol of
-the shortest code follows.  Two turns of 32 words follow the last, so that a lane may read ahead.
+The code is canonical, ties by symbol, so that its lengths determine the table.  If K is not a multiple of 8 * R, rows are padded
+with the symbol of the shortest code.  Two turns of 32 words follow the last, so that a lane may read ahead.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 def lanes_of(k: int) -> tuple[int, int]:
-    """How many lanes a row of K columns has, and how many chunks: of 512 columns or more, since groups pad every lane."""
+    """The lanes of a row of K columns, and the chunks, of 512 columns or more because groups pad every lane."""
     return 8 if k >= 4096 else 4 if k >= 2048 else 1, max(1, k // 4096)
 
 
 def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """The tensors of u8 [N, K], of which each symbol occurs counts[0..255] times."""
+    """The tensors of symbols u8 [N, K], of which symbol i occurs counts[i] times."""
     code = canonical_code(counts, LONGEST)
     compiled = native.functions()
     words, turns = _streams(symbols, code) if compiled is None else _encode_natively(compiled, symbols, code)
@@ -51,19 +51,19 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
 
 
 def _filler(code: Code) -> int:
-    """The symbol that stands behind the columns: that of the shortest code."""
+    """The padding symbol: that of the shortest code."""
     return min(code.words, key=lambda symbol: code.words[symbol], default=0)
 
 
 def _streams(symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """All words, and how many turns each group of each chunk has: [C, groups]."""
+    """All words, and the number of turns of each group in each chunk: [C, groups]."""
     n, k = symbols.shape
     per_row, chunks = lanes_of(k)
     runs = -(-k // (RUN * per_row))                              # of each lane
     bounds = _bounds(runs, chunks)
     pad = [(0, 0), (0, RUN * per_row * runs - k)]
     rows = GROUP // per_row
-    step = rows * max(1, bits.BLOCK // max(1, rows * k))         # rows that are worked on together
+    step = rows * max(1, bits.BLOCK // max(1, rows * k))         # rows that are encoded together
     pairs = bits.Pairs(code)
     streams: list[list[NDArray[np.uint32]]] = [[] for _ in bounds]
     sizes: list[list[NDArray[np.int64]]] = [[] for _ in bounds]
@@ -81,7 +81,7 @@ def _streams(symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32]
 
 
 def _encode_natively(compiled: CDLL, symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """What `_streams` returns."""
+    """As `_streams`, in C."""
     n, k = symbols.shape
     per_row, chunks = lanes_of(k)
     codes = np.zeros(256, np.uint16)                             # 256 * the code + its bits
@@ -101,13 +101,13 @@ def _encode_natively(compiled: CDLL, symbols: NDArray[np.uint8], code: Code) -> 
 
 
 def _bounds(runs: int, chunks: int) -> list[tuple[int, int]]:
-    """The runs of each chunk, all of one size but the last ones, which may have fewer or none."""
+    """The runs of each chunk; all chunks are equal except the last ones, which may be smaller or empty."""
     size = -(-runs // chunks)
     return [(min(runs, chunk * size), min(runs, chunk * size + size)) for chunk in range(chunks)]
 
 
 def _runs(symbols: NDArray[np.uint8], pairs: bits.Pairs) -> tuple[NDArray[np.uint8], Words]:
-    """Codes of each eight symbols in a row, joined: how many bits, and the bits at the upper end of 64."""
+    """Joined codes of each eight adjacent symbols of a row: lengths, and bits at the upper end of 64."""
     lengths, values = pairs.of(symbols.reshape(-1))
     for _ in range(2):
         values = values[0::2] | values[1::2] >> lengths[0::2]
@@ -121,7 +121,7 @@ def _lanes(runs: NDArray[Any]) -> NDArray[Any]:
 
 
 def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Words of lanes in groups that take turns, and how many turns each group has."""
+    """The interleaved words of lanes in groups, and the number of turns of each group."""
     ends = np.cumsum(lengths, axis=1, dtype=np.int64)
     total = ends[:, -1] if lengths.shape[1] else np.zeros(len(lengths), np.int64)
     groups = -(-len(lengths) // GROUP)
@@ -136,7 +136,7 @@ def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint
 
 
 def _table(code: Code) -> NDArray[np.int16]:
-    """By eight bits; those that begin no code, which happens for a single exponent, say its exponent and a bit."""
+    """The table by eight bits; unused entries, which exist for a single exponent, have that exponent and one bit."""
     table = np.zeros(256, np.int16)
     for symbol, (size, value) in code.words.items():
         table[value << 8 - size:] = symbol << 7 | size
@@ -144,7 +144,7 @@ def _table(code: Code) -> NDArray[np.int16]:
 
 
 def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
-    """The code of tensors for [N, K], which no decoder that follows them leaves.  Raises StreamError where they do not fit."""
+    """Validates tensors for [N, K], so that decoders stay inside them, and returns their code.  Raises StreamError."""
     n, k = shape
     per_row, chunks = lanes_of(k)
     wanted = {"words": ("<i4", None), "starts": ("<i4", (chunks, -(-n // (GROUP // per_row)))), "table": ("<i2", (256,))}
@@ -177,7 +177,7 @@ def _code(table: NDArray[np.int16]) -> Code:
 
 
 def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
-    """The symbols u8 [N, K].  Raises StreamError where `check` does, and for codes that pass the end of a group."""
+    """The symbols u8 [N, K].  Raises StreamError if `check` does, and for codes that pass the end of a group."""
     n, k = shape
     check(tensors, shape)
     if not n * k:
@@ -186,7 +186,7 @@ def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The symbols u8 [len(rows), K] of some rows, for which only their groups are decoded.  Raises StreamError as `decode`."""
+    """The symbols u8 [len(rows), K] of some rows; decodes only their groups.  Raises StreamError as `decode`."""
     check(tensors, shape)
     if not len(rows) * shape[1]:
         return np.empty((len(rows), shape[1]), np.uint8)
@@ -197,7 +197,7 @@ def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64
 
 @lru_cache(maxsize=4)
 def _lookup(table: bytes) -> lanes.Lookup:
-    """The lookup of a table's code, which takes longer to make than a few rows take to decode."""
+    """The lookup of a table's code, cached because building it takes longer than decoding a few rows."""
     return lanes.Lookup(_code(np.frombuffer(table, np.int16)))
 
 
@@ -235,7 +235,7 @@ def _check_used(used: NDArray[np.int64], turns: NDArray[np.int64]) -> None:
 
 def _decode_natively(compiled: CDLL, words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64],
                      table: NDArray[np.int16], out: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Writes symbols [rows, runs, R, 8] of groups, a part of longer rows, and returns the bits of their longest lanes."""
+    """Decode symbols [rows, runs, R, 8] of groups, a part of longer rows, in C; returns the bits of their longest lanes."""
     used = np.zeros(len(starts), np.int64)
     words, table = np.ascontiguousarray(words), np.ascontiguousarray(table)
     source, code = native.addresses(words, table)
@@ -247,7 +247,7 @@ def _decode_natively(compiled: CDLL, words: NDArray[np.uint32], starts: NDArray[
 
 def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64], count: int,
                lookup: lanes.Lookup) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Symbols [lanes, count] of groups with turns from starts to stops, and the bits that the longest lane of a group takes."""
+    """Symbols [lanes, count] of groups with turns from starts to stops, and the bits of the longest lane of each group."""
     turns = stops - starts
     stride = int(turns.max(initial=0)) + 2
     lane_words = np.zeros((len(turns) * GROUP, stride), np.uint64)

@@ -10,16 +10,16 @@ A program has a block of T windows, of 64 bits each.  A thread's codes are those
             thread 0           thread 1          thread 2
             count 9            count 7           count 9      -> running sum plus the block's position
 
-First a thread counts its symbols.  The running sum of the counts, over the threads of the program, says where the symbols of
-every window go; then it decodes again and writes them.
+First a thread counts its symbols.  The prefix sum of the counts over the program's threads gives the position of each window's
+symbols; then the thread decodes again and writes them.
 
-- A thread holds 96 bits, its window and what its last code may reach into.  Two shifts give the 32 bits at any place.
+- A thread holds 96 bits: its window, and the following bits that its last code may reach.  Two shifts give 32 bits at any place.
 - A code has up to 32 bits, 8 in each row of the tables: LEVELS loads, of which later ones are masked in most threads.  The length
   is one more load.  All tables are a few KB and stay in the L1 cache.
 - Loops have as many steps as a window can have codes.  Threads that are done go on without effect, so that no warp diverges.
-- Decoding twice costs arithmetic alone, while storing symbols between would need a place whose size nobody knows.
+- Decoding twice costs only arithmetic; keeping the symbols instead would need memory of unknown size.
 
-Cost: two chains of dependent loads per symbol.  Loops depend on the weights, so that `qdsl analyze` counts nothing per weight.
+Cost: two chains of dependent loads per symbol.  Loop counts depend on the weights, so `qdsl analyze` counts nothing per weight.
 """
 
 
@@ -38,7 +38,7 @@ def word(data, at, size):
 
 @triton.jit
 def entry(tables, last, bits, LEVELS: tl.constexpr):
-    """The symbol whose code the upper of 32 bits begin with, and its length, by LEVELS rows of the tables and the last one."""
+    """The symbol whose code begins the upper of 32 bits, and its length, by LEVELS rows of the tables and the row of lengths."""
     symbol = tl.load(tables + (bits >> 24)).to(tl.int32)
     for level in tl.static_range(1, LEVELS):
         further = symbol >= 240
@@ -57,7 +57,7 @@ def ahead(first, second, third, at):
 
 @triton.jit
 def position(positions, place):
-    """Entry `place` of u32 in bytes that may lie anywhere."""
+    """Entry `place` of unaligned u32 in bytes."""
     p = positions + place * 4
     return tl.load(p).to(tl.int32) | (tl.load(p + 1).to(tl.int32) << 8) | (tl.load(p + 2).to(tl.int32) << 16) | (
         tl.load(p + 3).to(tl.int32) << 24)
@@ -67,17 +67,18 @@ def position(positions, place):
 def symbols(tables, data, positions, gaps, out, size, blocks, five, rows, steps, T: tl.constexpr, LEVELS: tl.constexpr):
     """out[e]: the symbols of a block of T windows of the `size` bytes of data.
 
-    blocks: positions less the last; five: bytes of gaps.  A window has `steps` codes at most.  Writes what positions allow.
+    blocks: the number of positions minus one; five: bytes of gaps.  A window has at most `steps` codes.  Writes only inside
+    positions.
     """
     block = tl.program_id(0)
-    window = lanes.within(block * T + tl.arange(0, T), tl.cdiv(size, 8))     # the last one again, where nothing is left to write
+    window = lanes.within(block * T + tl.arange(0, T), tl.cdiv(size, 8))     # past the end the last window again; writes nothing
     at = window * 8
     first, second, third = word(data, at, size), word(data, at + 4, size), word(data, at + 8, size)
     bit = window.to(tl.int64) * 5
     byte = (bit // 8).to(tl.int32)
     pair = (tl.load(gaps + byte, byte < five, 0).to(tl.int32) << 8) | tl.load(gaps + byte + 1, byte + 1 < five, 0).to(tl.int32)
     gap = (pair >> (11 - (bit % 8).to(tl.int32))) & 31
-    stop = tl.minimum(8, size - at) * 8                          # no code begins behind the data
+    stop = tl.minimum(8, size - at) * 8                          # no code begins after the data
     last = tables + (rows - 1) * 256
     p = gap
     count = tl.zeros_like(gap)

@@ -17,12 +17,12 @@ from qdsl.runtime.weight.arrays import cdiv
 WINDOW = 8                                                       # bytes
 
 Tensors = Mapping[str, Tensor]
-BULK = ("data", "gaps")                                          # of which a check looks at nothing but the size
+BULK = ("data", "gaps")                                          # tensors whose size alone is checked
 ASSUMED = {"threads": entropy.THREADS, "levels": 2, "steps": 32}
 
 
 def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
-    """Of tensors, checked: windows of a block, rows that a code is looked up in, and codes that can begin in a window.
+    """Validates tensors; returns windows per block, table rows per lookup, and the most codes that begin in a window.
 
     Raises StreamError.
     """
@@ -37,7 +37,7 @@ def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> 
 
 
 def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what depends on the weights, for exponents of normal ones: 2.591 bits, in three rows."""
+    """Shapes of tensors that depend on the weights, for exponents of normal weights: 2.591 bits, in three rows."""
     size = cdiv(2591 * shape[0] * shape[1], 8000)
     blocks = cdiv(size, WINDOW * entropy.THREADS)
     return {"tables": (4, 256), "data": (size,), "positions": (4 * (blocks + 1),),
@@ -45,12 +45,12 @@ def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
 
 
 def block_rows(shape: tuple[int, int]) -> int:
-    """Rows that a program decodes: 0, for it decodes a part of the data, wherever rows begin."""
+    """0 rows: a program decodes a part of the data, which may begin anywhere in a row."""
     return 0
 
 
 def group_rows(shape: tuple[int, int]) -> int:
-    """Rows that have data of their own: 0, for a code may begin anywhere."""
+    """0 rows: a row's codes may begin anywhere in the data."""
     return 0
 
 
@@ -62,4 +62,4 @@ def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: 
     programs = cdiv(size, WINDOW * threads)
     yield Call(kernels.symbols, (tables, data, positions, gaps, out, size, positions.numel() // 4 - 1, gaps.numel(),
                                  tables.shape[0], info["steps"]), {"T": threads, "LEVELS": info["levels"]}, (programs,),
-               {"num_warps": max(1, threads // 32)})             # how many weights a program takes is up to them
+               {"num_warps": max(1, threads // 32)})             # the data decide how many weights a program has

@@ -1,7 +1,7 @@
-"""Symbols in a Huffman code of at most 32 bits, one stream cut into windows that are decoded side by side, as DFloat11 does.
+"""Codes symbols in DFloat11's Huffman code of at most 32 bits: one stream, whose windows are decoded in parallel.
 
 A window has 64 bits, a block as many windows as a GPU's block has threads; gaps and positions say where codes and symbols begin.
-Of symbols u8 [n]:
+The tensors of symbols u8 [n]:
 
     tables     u8 [rows, 256]         see qdsl/codecs/lookup.py
     data       u8 [bytes]             the stream, the first bit of a byte highest; END's code fills the last byte
@@ -27,15 +27,15 @@ from qdsl.core.codecs import CODECS
 
 THREADS = 512
 NAMES = tuple(CODECS["huffman_windows"].tensors)
-_LANE = 8                                                        # windows that are decoded in one go
+_LANE = 8                                                        # windows to decode in one go
 
 Tensors = Mapping[str, NDArray[Any]]
 
 
 def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64], threads: int = THREADS) -> dict[str, NDArray[Any]]:
-    """The tensors of symbols, of which each occurs counts[0..255] times; without symbols no row of tables but the lengths.
+    """The tensors of symbols, of which symbol i occurs counts[i] times; without symbols the tables have only the row of lengths.
 
-    Raises StreamError for symbols from 240 on and codes of too many rows, which the tables cannot hold.
+    Raises StreamError for symbols from 240 on and codes with too many table rows, which the tables cannot represent.
     """
     symbols = np.ascontiguousarray(symbols).reshape(-1)
     if not len(symbols):
@@ -52,9 +52,9 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64], threads: int =
 
 
 def _entries(stream: bits.Stream, count: int, last: int, threads: int) -> tuple[int, NDArray[np.uint8], NDArray[np.int64]]:
-    """Windows in which a code begins, their gaps, and the first symbol of every block in which one does.
+    """The number of windows in which a code begins, their gaps, and the first symbol of every such block.
 
-    last: bits of the last code.  END, where it fills the last byte, counts as a code: it begins where the others end.
+    last: bits of the last code.  END counts as a code if it fills the last byte: it begins at the end of the others.
     """
     final = stream.bits if stream.bits % 8 else stream.bits - last
     windows = final // bits.WINDOW + 1
@@ -65,7 +65,7 @@ def _entries(stream: bits.Stream, count: int, last: int, threads: int) -> tuple[
 
 
 def _fill(stream: bits.Stream, code: Code) -> None:
-    """The last byte goes on with the first bits of END's code."""
+    """Fill the last byte with the first bits of END's code."""
     room = -stream.bits % 8
     if room:
         size, value = code.words[END]
@@ -84,13 +84,13 @@ class Windows:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that dfloat11's CUDA kernel asks for."""
+        """Bytes of shared memory that dfloat11's CUDA kernel needs."""
         return shared_memory(self.threads, int(np.diff(self.positions).max(initial=0)))
 
     def decode(self, *, every: bool = False) -> NDArray[np.uint8]:
-        """The symbols u8 [n].  every: all windows are begun at, in place of each eighth.
+        """The symbols u8 [n].  every: start at every window, instead of each eighth.
 
-        Raises StreamError where codes miss gaps of windows that are begun at, positions, or the stream's end.
+        Raises StreamError if codes contradict the gaps of these windows, positions, or the stream's end.
         """
         step = 1 if every else math.gcd(_LANE, self.threads)     # so that blocks begin with a lane
         windows = -(-8 * len(self.data) // bits.WINDOW)
@@ -108,9 +108,9 @@ class Windows:
 
     def _check(self, symbols: NDArray[np.uint8], first: NDArray[np.int64], starts: NDArray[np.int64], count: int, lanes: int,
                ) -> None:
-        """Positions are those of the codes, and the codes fill the stream but for less than a byte.
+        """Raises StreamError unless positions match the codes, and the codes fill the stream except for less than a byte.
 
-        first: the first symbol of each lane, which begins at starts; count: how many symbols the stream has; lanes: of a block.
+        first: the first symbol of each lane, which begins at starts; count: symbols of the stream; lanes: per block.
         """
         blocks = first[::lanes]
         recorded = self.positions[:len(blocks)]
@@ -131,9 +131,9 @@ def shared_memory(threads: int, fullest: int) -> int:
 
 
 def threads_within(limit: int, threads: int, fullest: int, shortest: int) -> int | None:
-    """The most threads, of half as many and so on, with which any stream of such codes stays within so many bytes.
+    """The most threads, halved repeatedly, with which a stream of such codes stays within `limit` bytes; None if 8 fail.
 
-    fullest: symbols of the fullest block of `threads`; shortest: bits of the shortest code.  None where even 8 are too many.
+    fullest: symbols of the fullest block of `threads`; shortest: bits of the shortest code.
     """
     most = threads
     while most >= 8 and shared_memory(most, min(fullest, -(-bits.WINDOW * most // shortest))) > limit:
@@ -142,10 +142,10 @@ def threads_within(limit: int, threads: int, fullest: int, shortest: int) -> int
 
 
 def windows(tensors: Tensors, count: int, threads: int | None = None) -> Windows:
-    """Tensors of a file for `count` symbols, checked: no decoder that follows them leaves them.
+    """The validated stream for `count` symbols from a file's tensors, so that decoders stay inside them.
 
-    threads: as many as gaps and positions allow, if not given.
-    Raises StreamError for tensors of other types or sizes, positions that fall or leave the stream, and tables that are no code.
+    threads: by default as many as gaps and positions allow.  Raises StreamError for other types or sizes, positions that fall or
+    leave the stream, and tables that are no code.
     """
     for name in NAMES:
         if name not in tensors or tensors[name].dtype != np.uint8 or tensors[name].ndim != 1 + (name == "tables"):
@@ -173,5 +173,5 @@ def _sizes_fit(tensors: Tensors, threads: int) -> bool:
 
 
 def decode(tensors: Tensors, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The symbols u8 [n] of a weight of that shape.  Raises StreamError where `windows` and `Windows.decode` do."""
+    """The symbols u8 [n] of a weight of that shape.  Raises StreamError as `windows` and `Windows.decode`."""
     return windows(tensors, math.prod(shape)).decode() if math.prod(shape) else np.zeros(0, np.uint8)

@@ -1,1 +1,1 @@
-"""The code `window`: four bits a symbol, and a list of the symbols that lie outside of its sixteen."""
+"""The code `window`: four bits per symbol, and a list of symbols outside of the window of sixteen."""

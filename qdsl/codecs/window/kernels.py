@@ -1,4 +1,4 @@
-"""Kernels of `window` (qdsl/codecs/window/reference.py): every symbol lies where its number says, and patches come after.
+"""Kernels of `window` (qdsl/codecs/window/reference.py): every symbol has a fixed place, and patches are applied afterwards.
 
 A program of `skinny` multiplies 16 rows of w with 8 * BLOCKS rows of x.  W warps share K: a warp takes 128 columns in turn.
 
@@ -12,13 +12,13 @@ A program of `skinny` multiplies 16 rows of w with 8 * BLOCKS rows of x.  W warp
             +-------+-------+-------+-------+    +-------+-------+-------+-------+    +---------+        +---------+
               lane 4g + c: loads of 16 bytes
 
-What a lane loads is what its matrix instruction takes from it.  The operand's columns are in the order in which words hold
-them, and x is loaded in the same order.
+A lane loads exactly its part of the MMA's operand.  The operand's columns are in the order of the words, and x is loaded in the
+same order.
 
-- A mask and a shift bring two codes to their bits of a pair, one addition adds the base to both: no table.
-- `to_weights` adds the uncoded bits by mask and shift: whole weights, two an instruction, which the matrix unit takes at once.
-- Patches would be branches in the loop.  So the loop multiplies what codes say, and what patched columns add to that is
-  corrected after it, in float32, product by product.  `dequantize` and `symbols` store the patches over what they stored.
+- A mask and a shift move two codes to their bits of a pair, and one addition adds the base to both: no table.
+- `to_weights` inserts the uncoded bits by mask and shift: two weights per instruction, in the form of an MMA operand.
+- Patches would be branches in the loop.  So the loop multiplies the unpatched codes, and the error of patched columns is
+  corrected afterwards, in float32, product by product.  `dequantize` and `symbols` overwrite patched elements at the end.
 
 Cost, counted on sm_90, in instructions of a thread per weight: `skinny` 3.8 in its loop, and at K = 8192 another 1.4
 outside of it, for the sum over warps and a round of patches; `dequantize` 4.2.
@@ -38,7 +38,7 @@ def lowest(base, AT: tl.constexpr):
 
 @triton.jit
 def eight(word, low, AT: tl.constexpr):
-    """The symbols of a word of codes as pairs, at bit AT of each half; low: that of code 0, there."""
+    """The symbols of a word of codes as pairs, at bit AT of each half; low: the symbol of code 0."""
     word = word.to(tl.uint32, bitcast=True)
     upper = word >> 8
     return (pairs.moved(word & 0x000F000F, AT) + low, pairs.moved(word & 0x00F000F0, AT - 4) + low,
@@ -47,7 +47,7 @@ def eight(word, low, AT: tl.constexpr):
 
 @triton.jit
 def patched(p, stop, index, value, K):
-    """Of patches p, of which those before `stop` are some: whether it is one, its row of the block, its column, its symbol."""
+    """For patch numbers p: whether it is below `stop`, its row in the block, its column, its symbol."""
     live = p < stop
     at = tl.load(index + p, live, 0)
     return live, at // K, at % K, tl.load(value + p, live, 0).to(tl.uint32)
@@ -55,7 +55,7 @@ def patched(p, stop, index, value, K):
 
 @triton.jit
 def other_bits(to_weights: tl.constexpr, uncoded, row, k, K8, live):
-    """The bits of columns k of rows that are not those of the symbol."""
+    """The uncoded bits of columns k of rows."""
     at = row * (2 * K8) + k // 8 * 2
     zero = tl.zeros_like(k).to(tl.uint32)
     return pairs.one(to_weights((zero, zero, zero, zero), tl.load(uncoded + at, live, 0).to(tl.uint32, bitcast=True),
@@ -67,7 +67,7 @@ def symbols(codes, base, start, index, value, out, N, K, blocks, ROWS: tl.conste
             PATCHES: tl.constexpr):
     """out[n, k]: the symbols of ROWS rows, which share a list of patches.
 
-    blocks: which ROWS rows, of those of the weight, these are; None for all in order.
+    blocks: the numbers of blocks of ROWS rows to decode; None for all in order.
     """
     block = tl.program_id(0)
     if blocks is not None:
@@ -84,7 +84,7 @@ def symbols(codes, base, start, index, value, out, N, K, blocks, ROWS: tl.conste
         k = (i * 8)[:, :, None] + tl.arange(0, 8)
         tl.store(out + (inside * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
                  live[:, :, None] & (k < K))
-    tl.debug_barrier()                                           # another thread may have stored what a patch replaces
+    tl.debug_barrier()                                           # other threads may have stored the unpatched symbol
     stop = tl.load(start + block + 1)
     for first in range(tl.load(start + block), stop, PATCHES):
         live, row, k, symbol = patched(first + tl.arange(0, PATCHES), stop, index, value, K)
@@ -106,14 +106,14 @@ def dequantize(codes, base, start, index, value, uncoded, uncoded64, out, out16,
     place = out + begin * 4 + tl.arange(0, 4 * STEP)[None, :]
     low = lowest(base, AT)
     for first in range(0, K8, STEP * TIMES):
-        for i in tl.static_range(TIMES):                         # a thread has one word, so that it stores what it has
+        for i in tl.static_range(TIMES):                         # one word per thread, so that it stores what it loaded
             more = tl.load(uncoded64 + i * STEP)
             p = to_weights(eight(tl.load(codes + i * STEP), low, AT), more.to(tl.uint32), (more >> 32).to(tl.uint32))
             tl.store(place + i * STEP * 4, pairs.words(p[0], p[1], p[2], p[3]), n < N)
         codes += STEP * TIMES
         uncoded64 += STEP * TIMES
         place += STEP * TIMES * 4
-    tl.debug_barrier()                                           # another thread may have stored what a patch replaces
+    tl.debug_barrier()                                           # other threads may have stored the unpatched weight
     above = tl.program_id(0).to(tl.int64) * ROWS
     stop = tl.load(start + tl.program_id(0) + 1)
     for first in range(tl.load(start + tl.program_id(0)), stop, PATCHES):
@@ -127,8 +127,8 @@ def skinny(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K
         ROWS: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, PATCHES: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, for ROWS rows of w and 8 * BLOCKS of x.
 
-    W warps share K.  Patched columns are multiplied as their code says, and that is taken off again, product by product.
-    x, uncoded: as words of 32 bits.
+    W warps share K.  Patched columns are first multiplied by their code's weight; the correction subtracts that, product by
+    product.  x, uncoded: as words of 32 bits.
     """
     warp, g, c = lanes.warps(W)
     a = tl.arange(0, 16)[None, :]
@@ -173,7 +173,7 @@ def skinny(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K
             xk = tl.load(x16 + lanes.within(token, M).to(tl.int64)[:, None] * K + k[None, :]).to(tl.float32)
             mine = (live[None, :] & (r[None, :] == row))[:, None, :]
             wrong = xk * pairs.number(bits | (low & 0xFFFF), F)[None, :]
-            if AT < 8:                                           # the sign is not in the symbol: what is infinite stays so
+            if AT < 8:                                           # the sign is not in the symbol: infinity stays infinite
                 wrong = tl.where(tl.abs(xk) < float("inf"), wrong, 0.0)
             right = xk * pairs.number(bits | (symbol << AT), F)[None, :]
             total -= tl.sum(tl.where(mine, wrong[None, :, :], 0.0), 2)

@@ -16,20 +16,20 @@ from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 
-STEP, PATCHES = 8, 128                                           # words of a row, one for each thread, and patches at a time
-TAIL = 32                                                        # patches at a time in `skinny`, of each 16 x 8 sums
+STEP, PATCHES = 8, 128                                           # words of a row, one per thread, and patches at a time
+TAIL = 32                                                        # patches at a time in `skinny`, for each 16 x 8 sums
 WARPS = 4
-CHUNK = 128                                                      # columns that a warp of `skinny` takes in a trip
+CHUNK = 128                                                      # columns per warp and iteration of `skinny`
 
 Tensors = Mapping[str, Tensor]
-BULK = ("codes",)                                                # of which a check looks at nothing but the shape
+BULK = ("codes",)                                                # tensors whose shape alone is checked
 ASSUMED = {"patches": 0}
 
 
 def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
-    """Of tensors, checked: the most patches that a row has.  Raises StreamError.
+    """Validates tensors; returns the most patches of a row.  Raises StreamError.
 
-    All of them may be, where a patch's code could mean the number 0: what an infinite x makes of that is lost.
+    That is all patches if a patched code could mean 0: infinite x times 0 could not be corrected.
     """
     entropy.check(tensors, shape)
     if len(tensors["index"]) and not tensors["base"][0]:
@@ -40,7 +40,7 @@ def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> 
 
 
 def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what depends on the weights, for exponents of normal ones: 5 patches in 100 000."""
+    """Shapes of tensors that depend on the weights, for exponents of normal weights: 5 patches in 100 000."""
     n, k = shape
     patches = cdiv(n * k, 20000)
     return {"start": (cdiv(n, entropy.ROWS) + 1,), "index": (patches,), "value": (patches,)}
@@ -52,19 +52,19 @@ def block_rows(shape: tuple[int, int]) -> int:
 
 
 def group_rows(shape: tuple[int, int]) -> int:
-    """Rows that have patches of their own."""
+    """Rows that share a list of patches."""
     return entropy.ROWS
 
 
 def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) -> dict[str, Tensor]:
-    """The tensors of rows [start, stop), from the same base: codes are not copied, patches of their groups are.
+    """The tensors of rows [start, stop), with the same base: codes are views, patches are copied.
 
-    start: a multiple of group_rows; stop: one, too, or N.
+    start: a multiple of group_rows; stop: a multiple too, or N.
     """
     starts = tensors["start"][start // entropy.ROWS:cdiv(stop, entropy.ROWS) + 1]
     patches = slice(*starts[[0, -1]].tolist())
     return {"codes": tensors["codes"][start:stop], "base": tensors["base"], "start": starts - starts[0],
-            "index": tensors["index"][patches].clone(), "value": tensors["value"][patches].clone()}   # begin where kernels load
+            "index": tensors["index"][patches].clone(), "value": tensors["value"][patches].clone()}   # aligned for kernels' loads
 
 
 def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
@@ -82,10 +82,10 @@ def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: 
 
 def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], out: Tensor,
                      ) -> Iterator[Call]:
-    """The launch that makes weights [N, K] of 16 bits; K is a multiple of 128.
+    """The launch that makes 16-bit weights [N, K]; K is a multiple of 128.
 
-    to_weights: the function that makes pairs of weights, from pairs of symbols at bit `at` and the bits that are not coded.
-    uncoded: the tensor of those bits.
+    to_weights: the function that makes pairs of weights from pairs of symbols at bit `at` and the uncoded bits.  uncoded: the
+    tensor of those bits.
     """
     n, k = out.shape
     times = 4 if k % (8 * 4 * STEP) == 0 else 2
@@ -96,7 +96,7 @@ def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor
 
 
 def has_skinny(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
-    """Whether most columns of every row are as their codes say: the others add an error of float32 that the code decides."""
+    """Whether most columns of every row are unpatched: each correction adds a float32 error."""
     return 4 * info["patches"] <= shape[1]
 
 

@@ -1,6 +1,6 @@
-"""Symbols as four bits, their distance from a base, and a list of the few that are elsewhere.
+"""Codes symbols as four bits, the distance from a base, and a list of patches for the few symbols outside of that window.
 
-Of symbols u8 [N, K]:
+The tensors of symbols u8 [N, K]:
 
     codes   i32 [N, ceil(K / 8)]  eight codes; bits 4m of the lower half are column 2m, of the upper half column 2m + 1
     base    u8 [1]                a code is the symbol base + code
@@ -8,8 +8,8 @@ Of symbols u8 [N, K]:
     index   i32 [patches]         which symbol of those rows: row * K + column, rising; its code is 0
     value   u8 [patches]          what it is
 
-Where K is no multiple of 8 the codes of columns after K are 0.  In halves of a word lie two neighbours, so that a kernel can
-work on both at a time.
+If K is not a multiple of 8, the codes of columns after K are 0.  Adjacent columns are in the halves of a word, so that a kernel
+can process both at once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from qdsl.codecs.huffman import Words
 from qdsl.codecs.lookup import StreamError
 from qdsl.core.codecs import CODECS
 
-ROWS = 16                                                        # whose patches are listed together
+ROWS = 16                                                        # rows that share a list of patches
 WINDOW = 16                                                      # symbols that have a code
 NAMES = tuple(CODECS["window"].tensors)
-_TILE = 1 << 16                                                  # symbols that are worked on together, in cache
+_TILE = 1 << 16                                                  # symbols to process together, in cache
 
 Tensors = Mapping[str, NDArray[Any]]
 
 
 def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """The tensors of u8 [N, K], of which each symbol occurs counts[0..255] times."""
+    """The tensors of symbols u8 [N, K], of which symbol i occurs counts[i] times."""
     n, k = symbols.shape
     base = int(np.convolve(counts, np.ones(WINDOW, np.int64), "valid").argmax())
     codes, places, values = _encode_codes(symbols, base, int(counts.sum() - counts[base:base + WINDOW].sum()))
@@ -46,7 +46,7 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
 
 def _encode_codes(symbols: NDArray[np.uint8], base: int, patches: int,
                   ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint8]]:
-    """The codes [N, ceil(K / 8)], and the flat places and values of the symbols that have none, so many `patches`."""
+    """The codes [N, ceil(K / 8)], and the flat places and values of the `patches` symbols without a code."""
     n, k = symbols.shape
     eights = -(-k // 8)
     codes = np.empty((n, eights), np.uint32)
@@ -60,7 +60,7 @@ def _encode_codes(symbols: NDArray[np.uint8], base: int, patches: int,
     step = max(1, _TILE // max(1, k))
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        code = symbols[rows] - np.uint8(base)                    # below the base it wraps round, to 240 and more
+        code = symbols[rows] - np.uint8(base)                    # below the base it wraps to 240 and more
         far = np.flatnonzero(code >= WINDOW)
         code.reshape(-1)[far] = 0
         index.append(far + start * k)
@@ -77,19 +77,19 @@ def _nibbles(code: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def _together(spread: Words) -> Words:
-    """Four codes, 16 bits apart, in 16 bits."""
+    """Packs four codes, 16 bits apart, into 16 bits."""
     two = (spread | spread >> 12) & 0x000000FF000000FF
     return (two | two >> 24) & 0xFFFF
 
 
 def _apart(words: Words) -> Words:
-    """Of the lower 16 bits four codes, 16 bits apart."""
+    """Spreads the four codes of the lower 16 bits, 16 bits apart."""
     two = (words | words << 24) & 0x000000FF000000FF
     return (two | two << 12) & 0x000F000F000F000F
 
 
 def check(tensors: Tensors, shape: tuple[int, int]) -> None:
-    """Tensors of a file, for [N, K]: no decoder that follows them leaves them.  Raises StreamError where they do not fit."""
+    """Validates tensors of a file for [N, K], so that decoders stay inside them.  Raises StreamError."""
     n, k = shape
     blocks, patches = -(-n // ROWS), len(tensors.get("value", ()))
     wanted = {"codes": ("<i4", (n, -(-k // 8))), "base": ("u1", (1,)), "start": ("<i4", (blocks + 1,)),
@@ -110,7 +110,7 @@ def check(tensors: Tensors, shape: tuple[int, int]) -> None:
 
 
 def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
-    """The symbols u8 [N, K].  Raises StreamError where `check` does."""
+    """The symbols u8 [N, K].  Raises StreamError if `check` does."""
     check(tensors, shape)
     k = shape[1]
     out = np.empty(shape, np.uint8)
@@ -122,7 +122,7 @@ def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The symbols u8 [len(rows), K] of some rows, each decoded by itself.  Raises StreamError where `check` does."""
+    """The symbols u8 [len(rows), K] of some rows; decodes only these.  Raises StreamError if `check` does."""
     check(tensors, shape)
     k = shape[1]
     out = np.empty((len(rows), k), np.uint8)
@@ -136,7 +136,7 @@ def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64
 
 
 def _decode_codes(codes: NDArray[np.int32], base: int, out: NDArray[np.uint8]) -> None:
-    """The symbols that codes [rows, words] stand for into out [rows, K], without patches."""
+    """Decode codes [rows, words] into out [rows, K], without patches."""
     rows, k = out.shape
     compiled = native.functions()
     if compiled is not None:
