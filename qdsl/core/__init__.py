@@ -1,1 +1,1 @@
-"""What everything stands on: number types, layouts, shapes and the description of a format.  No torch."""
+"""The base of all other packages: number types, layouts, shapes and the description of a format.  No torch."""

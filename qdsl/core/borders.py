@@ -1,7 +1,7 @@
-"""Where a weight can be cut into weights of the same numbers: borders of blocks and words, and smaller blocks.  No torch.
+"""Legal borders for slicing a weight: ends of blocks and words, and formats with smaller blocks.  No torch.
 
-Rows and columns of a format can be cut at multiples of a step.  A piece with other borders is held up to the next ones: along N
-its other rows are left out of the product, along K x is padded with zeros.
+Rows and columns of a format can be sliced at multiples of a step.  A slice with other borders is extended to the next multiples:
+along N the product skips the additional rows, along K x is padded with zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Params = Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows (dim 'N') or columns ('K') [start, stop) that are needed of a weight, and [first, last) that are held of it."""
+    """The needed rows (dim 'N') or columns ('K') [start, stop) of a weight, and the stored ones, [first, last)."""
 
     dim: str
     start: int
@@ -34,19 +34,19 @@ class Span:
 
     @property
     def padding(self) -> tuple[int, int]:
-        """How many of those held come before and after those needed."""
+        """The numbers of stored rows or columns before and after the needed ones."""
         return self.start - self.first, self.last - self.stop
 
 
 def span(dim: str, start: int, stop: int, whole: int, step: int) -> Span:
-    """Rows or columns [start, stop) of `whole`, held up to multiples of `step`."""
+    """Rows or columns [start, stop) of `whole`, extended to multiples of `step`."""
     return Span(dim, start, stop, start // step * step, min(whole, -(-stop // step) * step)) if start < stop else \
         Span(dim, start, stop, start, stop)
 
 
 def targets(format: Description, storage: str, params: Params, shape: tuple[int, int],
             ) -> Iterator[tuple[str, dict[str, int | str]]]:
-    """The storages and parameters that a piece may have: the weight's own, then smaller blocks, then the storage `planar`."""
+    """The storages and parameters to try for a slice: the weight's own, then smaller blocks, then storage `planar`."""
     names = [name for name in format.sizes if name not in format.by]
     sizes = format.numbers(params, shape)
     values = [[params[name], *_smaller(format, params, sizes, name)] for name in names]
@@ -66,21 +66,21 @@ def _products(values: Sequence[Sequence[int | str]]) -> list[tuple[int | str, ..
 
 
 def _smaller(format: Description, params: Params, sizes: Mapping[str, int], name: str) -> list[int]:
-    """The values of a size parameter that make blocks smaller, or as long as a whole axis that is one block; largest first."""
+    """Smaller values of a size parameter, or the length of a whole axis that is one block; largest first."""
     most = sizes[name] - (params[name] != -1)
     return sorted((int(value) for value in format.params[name] if 0 < int(value) <= most), reverse=True)
 
 
 def shard_step(format: Description, storage: str, params: Params, shape: tuple[int, int], dim: str) -> int:
-    """The least number of rows or columns at whose multiples a weight can be cut, packed again if need be; all where never."""
+    """The smallest step at whose multiples a weight can be sliced, packed again if necessary; the whole axis if it never can."""
     return min(piece_step(format, params, shape, dim, *target) for target in targets(format, storage, params, shape))
 
 
 def piece_step(format: Description, params: Params, shape: tuple[int, int], dim: str, storage: str, new: Params) -> int:
-    """The same for pieces of one storage, with parameters `new`; `params` are the weight's."""
+    """The same for slices in one storage, with parameters `new`; `params` are the weight's."""
     fields = format.fields.get(format.key(params))
     whole = max(1, shape[dim == "K"])
-    if fields is None or dim in format.fixed:                    # blocks lie all over the matrix, or no extent is less
+    if fields is None or dim in format.fixed:                    # scattered blocks, or a fixed extent
         return whole
     old, sizes = format.numbers(params, shape), format.numbers(new, shape)
     stored = format.variants[format.key(new)].get(storage, {})
@@ -88,7 +88,7 @@ def piece_step(format: Description, params: Params, shape: tuple[int, int], dim:
     exact = [term for tensor in stored.values() for axis in tensor.axes for term in axis.terms
              if term.exact and not spans_all(term, new)]
     if any(axis.by(old) % axis.by(sizes) and (axis.extent(*shape, old) or 0) > 1 for axis in blocks):
-        return whole                                             # smaller blocks that are not parts of the larger ones
+        return whole                                             # smaller blocks that do not divide the larger ones
     if any(dim == "K" and axis.dim == "N*K" and shape[1] % axis.by(sizes) for axis in blocks):
         return whole                                             # rows do not end with a block
     return min(whole, lcm(*(border_step(axis, sizes, dim, shape) for axis in blocks),
@@ -96,7 +96,7 @@ def piece_step(format: Description, params: Params, shape: tuple[int, int], dim:
 
 
 def border_step(axis: Axis, sizes: Mapping[str, int], dim: str, shape: tuple[int, int], ends_rows: bool = True) -> int:
-    """At which multiples of rows or columns blocks end.  ends_rows: along K, those of a flat axis must end with every row."""
+    """The step of rows or columns at which blocks end.  ends_rows: along K, blocks of a flat axis must end with each row."""
     by = axis.by(sizes)
     if axis.dim != "N*K":
         return by if axis.dim == dim else 1
@@ -104,5 +104,5 @@ def border_step(axis: Axis, sizes: Mapping[str, int], dim: str, shape: tuple[int
 
 
 def spans_all(axis: Axis, params: Params) -> bool:
-    """Whether the axis has one block, however long the weight is."""
+    """Whether the axis is one block, however long the weight is."""
     return any(params.get(size) == -1 for size in axis.step if isinstance(size, str))

@@ -1,6 +1,6 @@
-"""The kinds of side branches that a weight may have beside its decoded numbers, each registered here once.
+"""The kinds of side branches, terms added to a weight's decoded numbers; each is registered here once.
 
-The compiler reads this table.  `runtime/weight/branches.py` decodes, multiplies, cuts and joins the kinds.
+The compiler reads this table.  `runtime/weight/branches.py` decodes, multiplies, slices and joins the kinds.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-RANK, ENTRIES = "R", "E"                                         # extents that a tensor's shape alone says
-COLUMN = "column"                                                # the field that says columns, which may be places of an order
-OPTIONAL = "plus"                                                # in place of the field of an optional tensor: it is of a branch
+RANK, ENTRIES = "R", "E"                                         # extents that only a tensor's shape determines
+COLUMN = "column"                                                # the field of column numbers, or of places in a column order
+OPTIONAL = "plus"                                                # marks optional tensors of branches
 
 
 @dataclass(frozen=True, slots=True)

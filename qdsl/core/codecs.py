@@ -13,10 +13,10 @@ UNKNOWN = "?"                                                    # an extent tha
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """tensors: what holds the elements, each an element type and axes of N and K.  flat: elements are [N * K], else [N, K].
+    """tensors: those of the code, each with element type and axes of N and K.  flat: elements are [N * K], else [N, K].
 
-    bits: of an element, where all weights take the same; 0 where that depends on them.  normal: what an element of normally
-    distributed weights takes then, their exponents being the elements (`python -m bench --only lossless` measures it).
+    bits: per element, if constant; 0 if it depends on the weights.  normal: bits per element for exponents of normally
+    distributed weights (measured by `python -m bench --only lossless`).
     """
 
     summary: str

@@ -1,4 +1,4 @@
-"""Where a bit lies.
+"""Layouts: maps from elements to bit positions.
 
 A `Layout` sends a mixed-radix index to a bit position: `(32,2,4):(8,4,256)@128` puts element i at bit
 128 + 8*(i % 32) + 4*(i // 32 % 2) + 256*(i // 64).  Extents and strides are written fastest first, positions count bits
@@ -104,7 +104,7 @@ def _repeats(positions: Sequence[int], extent: int, stride: int) -> bool:
 
 
 def refine(layout: Layout, cuts: Iterable[int]) -> Layout | None:
-    """The same map with a mode boundary at every index weight in `cuts`; None where a mode cannot be cut there.
+    """The same map with a mode boundary at every index weight in `cuts`; None if a mode cannot be split there.
 
     @post refine(L, C)(i) == L(i) for all i @post every c in C with c < size is the product of the extents of the first modes
     """
@@ -180,7 +180,7 @@ class Slice:
 
 
 def _text(dims: Sequence[Layout], offset: int | None) -> str:
-    """The layouts that have more than one element; an offset None is that of the layouts, 0 not told."""
+    """Text of the layouts with more than one element; an offset None means the layouts' own, and 0 is not shown."""
     shown = [layout for layout in dims if layout.size > 1] or [Layout()]
     texts = [str(Layout(layout.modes)).removesuffix("@0") for layout in shown]
     start = sum(layout.offset for layout in dims) if offset is None else offset
@@ -201,7 +201,7 @@ class Affine:
         return total
 
     def coefficient(self, name: str) -> int:
-        """The coefficient of a variable; 0 where it is in no term."""
+        """The coefficient of a variable; 0 if it occurs in no term."""
         return dict(self.terms).get(name, 0)
 
 
@@ -209,8 +209,8 @@ class Affine:
 class RecordItem:
     """One item of a record line: `width` bits of an element from its bit `lo`; `field` None is padding.
 
-    place: the element is the base-3 digit at this place of a byte.  Digits of a byte are items one after the other, from
-    place 0 on; `last` is the one behind which the next item begins.  again: bits that another item stores, too.
+    place: the element is the base-3 digit at this place of a byte.  Digits of a byte are consecutive items from place 0 on; after
+    the one marked `last` the next byte begins.  again: a copy of bits that another item stores.
     """
 
     field: str | None
@@ -253,7 +253,7 @@ class Piece:
     again: str | None = None
 
 
-@lru_cache(maxsize=256)                                          # every pass walks the records of a program anew
+@lru_cache(maxsize=256)                                          # every pass walks the records of a program again
 def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
     """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
 
@@ -294,7 +294,7 @@ def coverage(pieces: Iterable[Piece], extents: Sequence[int], bits: Iterable[int
         for bit in range(piece.lo, piece.lo + piece.width):
             stored_by.setdefault((piece.index, bit), []).append(piece)
     wanted = sorted(bits)
-    # A box has as many elements as pieces or one is missing, so the search ends before it visits more of them.
+    # A complete box has as many elements as pieces, so the search ends early.
     for index in product(*(range(min(extent, len(stored_by) + 1)) for extent in extents)):
         for bit in wanted:
             owners = stored_by.pop((index, bit), [])
@@ -343,7 +343,7 @@ def gather(pieces: Sequence[Piece]) -> tuple[Slice, ...] | None:
 
 
 def _ranges(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """The last coordinates at which other lines begin to store the elements."""
+    """The last coordinates at which other lines begin to store elements."""
     lines: dict[int, set[int]] = {}
     for piece in pieces:
         lines.setdefault(piece.index[-1] if piece.index else 0, set()).add(piece.line)
@@ -373,7 +373,7 @@ def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tu
 
 @dataclass(frozen=True, slots=True)
 class RecordBit:
-    """What lies at a bit of a record: a bit of an element, or of the byte that is made of the base-3 `digits` `elements`."""
+    """The content of a record's bit: a bit of an element, or of a byte with the base-3 `digits` `elements`."""
 
     field: str
     elements: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""What a bit pattern means: every scalar type a field may have, as facts and exact formulas.
+"""Number types: every scalar type of a field, with its properties and exact decoders.
 
 Floats of 8 bits and less are sign, exponent and mantissa of the stated widths; `specials` says which patterns are not
 finite: 'ieee' (top exponent: infinities and NaN), 'nan' (all ones: NaN), 'fnuz' (only the pattern of -0: NaN) or 'none'.
@@ -158,7 +158,7 @@ _INTEGER = re.compile(r"([ui])([1-9][0-9]?)\Z")
 
 
 def number(name: str) -> Number | None:
-    """The type of this name: a float of FLOATS, u1 to u16, i2 to i32, or u32 of stored words; None where there is none."""
+    """The type with this name: a float of FLOATS, u1 to u16, i2 to i32, or u32 for stored words; None if unknown."""
     match = _INTEGER.match(name)
     if not match:
         return FLOATS.get(name)

@@ -1,7 +1,7 @@
-"""Detects zero points that overflowed when they were packed: a producer wrote -1 over all fields above it in its word.
+"""Detects zero points that overflowed during packing: the producer wrote -1 over all higher fields of the word.
 
-auto-gptq stores zero points less one, and packs a 0 as uint32(-1), shifted.  The fields above it cannot be recovered.
-Nothing here needs torch.
+auto-gptq stores zero points minus one, and packs a 0 as uint32(-1), shifted.  The fields above it cannot be recovered.  Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from math import lcm
 
 WORD = 32
-MIN_BITS = 16                                                    # bits that are ones by chance once in 2**16 times
+MIN_BITS = 16                                                    # bits that are all ones by chance once in 2**16 cases
 
 OVERFLOWED_ZEROS = "a -1 was written over the fields above it in a word, as auto-gptq does with a zero point of 0; these are lost"
 
 
 def has_overflowed_zeros(words: bytes, width: int) -> bool:
-    """Whether a -1 was written over the fields above it, in fields of `width` bits packed in words of 32 bits.
+    """Whether a -1 was written over higher fields, for fields of `width` bits packed in words of 32 bits.
 
-    True where every field above one of ones is ones too, and such fields have MIN_BITS bits or more.  Not checked: fields that
-    straddle words, and a last run of words whose fields do not end with a word.
+    True if every field above an all-ones field is all ones too, and such fields have at least MIN_BITS bits.  Not checked: fields
+    that straddle words, and a last run of words whose fields do not end with a word.
     """
     run = lcm(width, WORD)
     count = 8 * len(words) // run
@@ -32,7 +32,7 @@ def has_overflowed_zeros(words: bytes, width: int) -> bool:
 
 
 def _places(width: int, run: int, fields: int) -> int:
-    """The lowest bits of fields at which so many of them lie in one word."""
+    """The lowest bits of fields for which `run` fields lie in one word."""
     return sum(1 << at for at in range(0, run, width) if at % WORD + fields * width <= WORD)
 
 

@@ -1,4 +1,4 @@
-"""Where specs and generated modules lie: in a checkout beside the package, in a wheel inside it."""
+"""The folders of specs and generated modules: next to the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
-FOLDER_VARIABLE = "QDSL_SPECS"                                   # the environment variable of a folder of further specs
+FOLDER_VARIABLE = "QDSL_SPECS"                                   # the environment variable with a folder of further specs
 
 
 def specs() -> Path:
@@ -29,13 +29,13 @@ def shipped() -> list[Path]:
 
 
 class UnknownSpec(ValueError):
-    """A name that is neither a file nor the name of a format, or a folder of specs that qdsl cannot take."""
+    """A name that is neither a file nor a format, or an unsuitable folder of specs."""
 
 
 def further() -> list[Path]:
-    """The specs of the folder that QDSL_SPECS names, in the order of their names; none where it is not set.
+    """The specs of the folder in QDSL_SPECS, by name; none if it is not set.
 
-    Raises UnknownSpec where it is no folder with specs, and for the name of a format that ships with qdsl.
+    Raises UnknownSpec if it is not a folder with specs, and for a name of a shipped format.
     """
     folder = os.environ.get(FOLDER_VARIABLE, "")
     paths = sorted(Path(folder).glob("*.yaml")) if folder else []
@@ -48,7 +48,7 @@ def further() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """A spec by its path, or by the name of one that ships with qdsl or lies in the folder of QDSL_SPECS.  Raises UnknownSpec."""
+    """A spec by its path, or by the name of a shipped one or one in the folder of QDSL_SPECS.  Raises UnknownSpec."""
     own = further()
     for path in (Path(name), specs() / f"{name}.yaml", *(path for path in own if path.stem == name)):
         if path.is_file():

@@ -1,6 +1,6 @@
-"""A producer of quantized checkpoints as data: one file of specs/producers, which docs/language/detection.md describes.
+"""A producer of quantized checkpoints as data: one file of specs/producers; docs/language/detection.md describes the keys.
 
-A file says what the producer's configs look like.  It picks from the matchers and readers below and has no language of its own.
+A file describes the producer's configs.  It selects among the matchers and readers below and has no language of its own.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 
 from qdsl.core.stored import Description
 
-# How a list's entries name modules: checkpoint/detect/ignored.py says what a name means in each of them.
+# How a list's entries name modules; see checkpoint/detect/ignored.py.
 DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix")
-# What a producer calls the scales of experts in one tensor: 'down_proj_scale', 'down_proj_weight_scale', or it has no names.
+# A producer's names for scales of stacked experts: 'down_proj_scale', 'down_proj_weight_scale', or none.
 EXPERT_NAMES = ("short", "full", "none")
 NULL = "null"                                                    # in a rule: the setting is absent
-# Keys of a rule that are no settings.
+# Keys of a rule that are not settings.
 ABOUT_RULE = ("storage", "where", "with", "preferred", "quantize", "experts", "producer")
-INLINE = "*"                                                     # in `layers`: settings lie under the layers' own names
+INLINE = "*"                                                     # in `layers`: settings are stored under the layers' own names
 CONFIG_FILE = "config.json"
 
 Rule = dict[str, Any]
 
 
 class ProducerError(ValueError):
-    """A producer's file that is wrong.  The message names the file and the key."""
+    """An invalid file of a producer.  The message names the file and the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where settings lie that need not name their producer: a file, and the keys on the way to them.
+    """A place of settings that need not name their producer: a file, and the keys that lead to them.
 
-    first: whether it is read before the `quantization_config` of config.json.  repeat: whether settings that are written to
-    `quantization_config` are written there too, without quant_method.
+    first: it is read before the `quantization_config` of config.json.  repeat: settings written to `quantization_config` are
+    written there too, without quant_method.
     """
 
     file: str
@@ -45,9 +45,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """How a map from layers to settings of their own is read.
+    """How to read a map from layers to their settings.
 
-    complete: whether layers that it does not name are left alone.  plain: settings, and values with which a layer is left alone.
+    complete: layers that it does not name are unquantized.  plain: settings whose values mark a layer as unquantized.
     """
 
     complete: bool = False
@@ -56,7 +56,7 @@ class LayerSettings:
 
 @dataclass(frozen=True, slots=True)
 class PatternSettings:
-    """How a map from patterns to settings is read.  under: the setting whose place they take, '' where they are several."""
+    """How to read a map from patterns to settings.  under: the setting that they replace, '' if they are several."""
 
     dialect: str
     under: str = ""
@@ -64,11 +64,11 @@ class PatternSettings:
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """How settings of groups of layers are read and written.
+    """How to read and write settings of groups of layers.
 
-    key: the setting that has the groups.  weights: the settings of a group's weights.  targets: the dialect of a group's list of
-    layers.  every: the class of modules that means all layers.  name: that of the one group that is written.  defaults: what a
-    written group has besides, where no rule says it.  repeated: settings of the whole that a written group has too.
+    key: the setting with the groups.  weights: the settings of a group's weights.  targets: the dialect of a group's list of
+    layers.  every: the module class that means all layers.  name: of the single group that is written.  defaults: further
+    settings of a written group, unless a rule sets them.  repeated: global settings that a written group repeats.
     """
 
     key: str
@@ -82,9 +82,9 @@ class GroupSettings:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Settings that a program does not load.  when: settings and the values; why: the reason, '' to name the first of them.
+    """Settings that a program does not load.  when: settings and values; why: the reason, '' to name the first of them.
 
-    removes: the readers that drop out, by their names in `readers`.
+    removes: the readers that it excludes, by their names in `readers`.
     """
 
     program: str
@@ -95,7 +95,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The programs that load a producer's settings.  diffusers: those of models of diffusers.  notes: why others do not."""
+    """The programs that load a producer's settings.  diffusers: those for diffusers models.  notes: why other programs do not."""
 
     programs: tuple[str, ...] = ()
     diffusers: tuple[str, ...] = ()
@@ -105,11 +105,11 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the metadata of safetensors headers say of weights, '' for what a producer does not write.
+    """A producer's metadata about weights in safetensors headers; '' for what it does not write.
 
-    weights: the key that lists all weights, each of which has JSON under its name.  plain: the JSON of one that is not quantized.
-    layers: the key with JSON of all layers.  tensor: the tensor of a module that holds its JSON.  prefixes: what names under
-    `layers` may lack at their beginning.  marker: a tensor that says that 8-bit floats have scales.
+    weights: the key that lists all weights, each with JSON under its name.  plain: the JSON of an unquantized weight.  layers:
+    the key with JSON of all layers.  tensor: the module's tensor with its JSON.  prefixes: starts of names that `layers` may
+    omit.  marker: a tensor whose presence means that 8-bit floats have scales.
     """
 
     weights: str = ""
@@ -122,16 +122,16 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """What one producer's checkpoints look like.
+    """The description of one producer's checkpoints.
 
     name: the quant_method of its settings.  methods: other quant_methods whose lists are read the same way.  unnamed: sets of
-    settings that tell its configs without a quant_method.  settings: its names -> those of the rules.  skipped: lists of layers
-    left alone, and their dialects, of several where readers differ; the first list is written.  skipped_patterns: the map of
-    patterns in which it names them instead.  plain_by_default: ends of names that need not be listed there.  only: lists of the
-    sole layers that are quantized.  written: settings that are written besides.  dropped: settings of other things than weights.
-    follows_tensors: whether its readers want just the tensors that settings speak of.  experts: one of EXPERT_NAMES.
-    formats: rules for settings by format.  headers: rules for a header's JSON by format.  tensors: by format and storage,
-    the storage's tensors -> the ends of their names in checkpoints.
+    settings that identify its configs without quant_method.  settings: its names -> names in rules.  skipped: lists of
+    unquantized layers, and their dialects, several if readers differ; the first list is written.  skipped_patterns: the map of
+    patterns that it uses instead.  plain_by_default: ends of names that need not be listed there.  only: lists of the only
+    quantized layers.  written: further settings to write.  dropped: settings about other things than weights.  follows_tensors:
+    readers require exactly the tensors that settings mention.  experts: one of EXPERT_NAMES.  formats: rules for settings by
+    format.  headers: rules for a header's JSON by format.  tensors: by format and storage, the storage's tensors -> the ends of
+    their names in checkpoints.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Producer:
 
     @property
     def skip_list(self) -> str:
-        """The list of layers left alone that is written, '' for none."""
+        """The list of unquantized layers that is written, '' for none."""
         return next(iter(self.skipped), "")
 
 
@@ -217,7 +217,7 @@ def _record(kind: Callable[..., Any], keys: Mapping[str, Callable[[Any, str], An
 
 
 def _rule(value: Any, key: str) -> Rule:
-    """A rule whose YAML nulls are the word 'null', as rules have it."""
+    """A rule with YAML nulls replaced by the word 'null'."""
     rule: Rule = _with_null_words(_mapping_of(_any)(value, key))
     for name in ("where", "with", "quantize"):
         if not isinstance(rule.get(name, {}), Mapping):
@@ -274,7 +274,7 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def producer_of(data: Any, source: str) -> Producer:
-    """A producer from what its file says.  Raises ProducerError, which names the source and the key."""
+    """A producer from its file's data.  Raises ProducerError, which names the source and the key."""
     try:
         producer: Producer = _record(Producer, {"name": _word, **KEYS}, ["name"])(
             {("name" if key == "producer" else key): value for key, value in _mapping_of(_any)(data, "the file").items()}, "")
@@ -284,7 +284,7 @@ def producer_of(data: Any, source: str) -> Producer:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a producer's YAML file says, as JSON has it.  Raises ProducerError for YAML that is none, and for a key twice."""
+    """The data of a producer's YAML file.  Raises ProducerError for invalid YAML and duplicate keys."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # a class that the machine decides
@@ -303,7 +303,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def check(producer: Producer, formats: Sequence[Description]) -> None:
-    """Raise ProducerError where a producer speaks of formats, storages, parameters or tensors that there are not."""
+    """Raises ProducerError if a producer names unknown formats, storages, parameters or tensors."""
     shipped = {format.name: format for format in formats}
     for key, by_format in {"formats": producer.formats, "headers": producer.headers}.items():
         for name, rule in [(name, rule) for name, rules in by_format.items() for rule in rules]:
@@ -317,7 +317,7 @@ def check(producer: Producer, formats: Sequence[Description]) -> None:
 
 
 def _problem(format: Description | None, rule: Rule) -> str:
-    """What a rule says of a format that is not so, '' for nothing."""
+    """The error of a rule about a format; '' if there is none."""
     if format is None:
         return "there is no such format"
     storages = {name for storages in format.variants.values() for name in storages}

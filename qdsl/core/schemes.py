@@ -1,4 +1,4 @@
-"""The encode schemes that a spec may name, each registered here once: roles, options, and the decode that it inverts.
+"""The encode schemes that a spec may name, each registered here once: roles, options, and the decode formula that it inverts.
 
 The compiler reads this table.  qdsl/encode implements a scheme as the function of its name; `encode.scheme` checks its arguments.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from qdsl.core.numbers import Number
 
-# Arguments of every scheme's function: which weights share a value, and how many axes a scale has.
+# Arguments of every scheme's function: the blocks that share a value, and the axes of a scale.
 BLOCK_SIZES = ("rows", "columns", "super_columns", "super_axes", "shift_columns", "sums_columns", "axes")
-# What a field must be to play a role: words for it, and the test.
+# Requirements on the field of a role: a description, and the test.
 KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "scale": ("a scale is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
     "power": ("a scale is f32, f16, bf16 or e8m0",
@@ -37,16 +37,15 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """roles: the fields that it chooses, as it returns them, and of which of KINDS each is.
+    """roles: the fields that it chooses, in the order of its results, and the kind (of KINDS) of each.
 
     options: argument -> allowed words, None: a number.  required: roles and options that a spec must give.  A field of `sums` is
-    computed from the codes.
-    inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
-    `level[code]` is a number, `levels[code]` one of rising integers, or of a stored table where that is a role, `grid[code, k]`
-    one of a row; `steps(scale)`, `values(sign, code)` are whatever depends on those fields alone.  importance: it takes one.
-    own: options that belong to the format, which no caller chooses; overridable: numbers that a caller may choose too.
-    which: the argument that says which of `inverts` it is, counted from 0.  of_integers: the options that codes that are integers
-    need too.  across: a block that shares a scale may lie in several rows of the weight.  of_rows: its super-scale may be of
+    computed from the codes.  inverts: the decode expressions that it inverts, over roles, optional constants, and tables.
+    `level[code]` is a number; `levels[code]` is one of rising integers, or an entry of a stored table if that is a role;
+    `grid[code, k]` is an entry of a row; `steps(scale)`, `values(sign, code)` stand for any value that depends only on those
+    fields.  importance: it uses one.  own: options of the format, which callers cannot choose; overridable: numbers that callers
+    may also choose.  which: the argument with the index of the matching expression in `inverts`.  of_integers: options that
+    integer codes also need.  across: a block that shares a scale may span rows of the weight.  of_rows: its super-scale may be of
     whole rows.  kernel: the function of its name in runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
     """
 
@@ -71,30 +70,30 @@ class Scheme:
 
     @property
     def arguments(self) -> tuple[set[str], set[str]]:
-        """The arguments that its function must have besides the weight, and those that it may have."""
+        """The required arguments of its function besides the weight, and the optional ones."""
         read = {word for pattern in self.patterns for word in re.findall("[a-z_]+", pattern)}
         offered = {*self.roles, *self.options, *(("importance",) if self.importance else ())}
         return offered, {*offered, *read, *BLOCK_SIZES, *((self.which,) if self.which else ())}
 
     def words(self, option: str, code: Number) -> tuple[str, ...]:
-        """The words that an option may be for codes of a type; none for numbers, and where it is for other codes."""
+        """The allowed words of an option for codes of a type; none for numbers, and for options of other code types."""
         words = self.options[option] or ()
         allowed = _OF_FLOATS if code.is_float else _OF_INTEGERS
         return tuple(word for word in words if word in allowed.get(option, words))
 
     def takes_importance(self, code: Number) -> bool:
-        """Among 256 codes there is nothing to search for; of a grid's rows there are that many."""
+        """Whether it uses an importance for codes of a type: with 256 codes there is nothing to search, except rows of a grid."""
         return self.importance and not code.is_float and (code.bits < 8 or self.roles["code"] == "row")
 
     def open(self, code: Number) -> tuple[str, ...]:
-        """Options that a caller of quantize may give too."""
+        """Options that callers of quantize may set."""
         return tuple(option for option in self.options
                      if option in self.overridable or (option not in self.own and len(self.words(option, code)) > 1))
 
 
 _TIES = ("even", "away", "up")
 _POWERS = ("up", "floor", "ceil", "even", "half")
-# Words of options that differ for codes that are floats and for integers.
+# Words of options that differ between float and integer codes.
 _OF_FLOATS = {"ties": ("even", "zero")}
 _OF_INTEGERS = {"ties": _TIES, "power": (), "zeros": ()}
 _BY = ("stored", "exact", "inverse")

@@ -1,4 +1,4 @@
-"""Shapes of stored tensors and fields: what they are for given N and K, and which N and K a given shape allows."""
+"""Shapes of stored tensors and fields: computed from N and K, and N and K computed from shapes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from math import gcd, lcm, prod
 _AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\((?:(?P<some>\d+)\*)?)?(?P<dim>N\*K|N|K|1|\?|[a-z][a-z0-9_]*)"
                    r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\)(?:/(?P<over>[a-z0-9_*]+))?)\Z")
 
-NEVER = 1 << 60                                                  # a step at whose multiples no weight can be cut
+NEVER = 1 << 60                                                  # a step without legal slices
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """words * dim / step elements, where `exact` says that step must divide dim and otherwise the quotient is rounded up.
+    """words * dim / step elements.  exact: step must divide dim; else the quotient is rounded up.
 
-    `dim` is 'N', 'K', 'N*K', '1' or a size parameter, or '?' for an extent that these do not decide; `step` is a product of
-    integers and size parameters.  short: not the quotient but the whole is rounded up, as 'ceil(3*K/32)': the last step has no
-    more words than it needs.  over: what these elements are divided by, exactly, as '1024*ceil(K/1024)/group', where a step is
-    longer than what an element stands for.  sections: of an axis along which sections follow one another, as 'K + 8', the axes
-    whose product each has; its `dim` is '+'.
+    dim: 'N', 'K', 'N*K', '1' or a size parameter, or '?' for an extent that these do not determine; step: a product of integers
+    and size parameters.  short: the total is rounded up and not the quotient, as in 'ceil(3*K/32)', so that the last step has
+    only the words it needs.  over: an exact divisor of these elements, as in '1024*ceil(K/1024)/group', if a step covers several
+    elements.  sections: for an axis of consecutive sections, as in 'K + 8', the axes whose product each has; its `dim` is '+'.
     """
 
     dim: str
@@ -42,7 +41,7 @@ class Axis:
 
     @property
     def solved_dim(self) -> str:
-        """The dim that an extent decides, if any: of sections the only one that they have."""
+        """The dim that an extent determines, if any: for sections the only one that they have."""
         return "".join({term.dim for term in self.terms} - {"1"}) if self.sections else self.dim
 
     def by(self, sizes: Mapping[str, int]) -> int:
@@ -50,7 +49,7 @@ class Axis:
         return _product(self.step, sizes)
 
     def extent(self, n: int, k: int, sizes: Mapping[str, int]) -> int | None:
-        """How many elements the axis has; None where an exact step does not divide, and where N and K do not decide it."""
+        """The number of elements; None if an exact step does not divide, or if N and K do not determine it."""
         if self.dim == "?":
             return None
         if self.sections:
@@ -62,7 +61,7 @@ class Axis:
         return None if left else self.elements(whole, sizes)
 
     def wrong(self, n: int, k: int, sizes: Mapping[str, int]) -> str:
-        """Why there is no such number of elements."""
+        """Why the number of elements does not exist."""
         if self.sections:
             return next(term for term in self.terms if term.extent(n, k, sizes) is None).wrong(n, k, sizes)
         if self.exact:
@@ -72,13 +71,13 @@ class Axis:
             f"{name} = {value}" for name, value in {self.dim: self.whole(n, k, sizes), **divisors}.items())
 
     def rounded(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
-        """How many elements the axis has where the last step may be short."""
+        """The number of elements if the last step may be partial."""
         if self.sections:
             return sum(prod(term.rounded(n, k, sizes) for term in section) for section in self.sections)
         return self.elements(self.whole(n, k, sizes), sizes)
 
     def elements(self, whole: int, sizes: Mapping[str, int]) -> int:
-        """How many elements so much of the dim takes, rounded up."""
+        """The number of elements for `whole` of the dim, rounded up."""
         by = self.by(sizes)
         return -(-whole * self.words // by) if self.short else -(-whole // by) * self.words // _product(self.over, sizes)
 
@@ -87,7 +86,7 @@ class Axis:
         return {**sizes, "N": n, "K": k, "N*K": n * k, "1": 1}[self.dim]
 
     def solve(self, extent: int, sizes: Mapping[str, int] | None = None) -> int | None:
-        """The dim that an extent means, where it can mean only one.  sizes: the block lengths that are fixed."""
+        """The dim that an extent determines uniquely, or None.  sizes: the known block lengths."""
         if self.sections:
             return self._solve_sections(extent, sizes or {})
         if not self.exact or self.dim not in ("N", "K", "N*K", "1") or extent % self.words or any(
@@ -96,7 +95,7 @@ class Axis:
         return extent // self.words * self.by(sizes or {})
 
     def _solve_sections(self, extent: int, sizes: Mapping[str, int]) -> int | None:
-        """The only dim of sections that all have one axis and divide, from their length."""
+        """The dim from the length of sections that all have one exact axis."""
         if any(len(section) > 1 or section[0].solve(section[0].words, sizes) is None for section in self.sections):
             return None
         per_dim = sum(Fraction(term.words, term.by(sizes)) for term in self.terms if term.dim != "1")
@@ -137,14 +136,14 @@ def is_axis(text: str) -> bool:
 
 
 def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], actual: Sequence[int] = ()) -> tuple[int, ...] | None:
-    """The shape, or None where N or K does not divide as it must.  actual: a tensor's own shape, which decides '?', else 0."""
+    """The shape; None if N or K does not divide as required.  actual: a tensor's own shape, which gives '?', else 0."""
     own = actual if len(actual) == len(axes) else [0] * len(axes)
     shape = [extent if axis.dim == "?" else axis.extent(n, k, sizes) for axis, extent in zip(axes, own, strict=True)]
     return None if None in shape else tuple(extent for extent in shape if extent is not None)
 
 
 def seen_shape(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], count: int) -> tuple[int, ...] | None:
-    """The shape in which files show `count` elements: '?' is what the other axes leave.  None where there is no such shape."""
+    """The shape of `count` elements in files: '?' is inferred from the other axes.  None if there is none."""
     fixed = extents([axis for axis in axes if axis.dim != "?"], n, k, sizes)
     if fixed is None or count % max(1, prod(fixed)) or (len(fixed) == len(axes) and count != prod(fixed)):
         return None
@@ -153,9 +152,9 @@ def seen_shape(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], c
 
 
 def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int) -> int:
-    """The number of rows (dim 'N') or columns ('K') at whose multiples all these axes can be cut.
+    """The step of rows (dim 'N') or columns ('K') at whose multiples all these axes can be sliced.
 
-    A flat axis (N*K) can be cut between rows only; `other` is K.  Sections that have the dim cannot be cut at all.
+    A flat axis (N*K) can only be sliced between rows; `other` is K.  Sections that contain the dim cannot be sliced at all.
     """
     step = 1
     for axis in axes:
@@ -169,5 +168,5 @@ def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int
 
 
 def shared_blocks(step: int) -> str:
-    """What experts do whose rows are no multiple of a granule, for messages."""
+    """The text for experts whose rows are not a multiple of a granule."""
     return "all lie in the same regions" if step == NEVER else f"share blocks, which begin every {step} rows"

@@ -1,7 +1,7 @@
-"""Which storage, parameters and shape given tensors are, from their dtypes and shapes alone; and why they are none.
+"""Finds the storages, parameters and shapes that fit given tensors, from their dtypes and shapes; or why none fits.
 
-`wrap` asks of tensors in memory, a reader of checkpoints of those that headers list: nothing here needs torch.  Dtypes are
-called as in torch: 'float8_e4m3fn'.
+`wrap` asks for tensors in memory, a reader of checkpoints for those in headers, so this module does not import torch.  Dtypes
+have torch's names: 'float8_e4m3fn'.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from qdsl.core.numbers import TORCH_FLOATS, number
 from qdsl.core.shapes import Axis, axis, extents, seen_shape
 
 PLANAR = "planar"                                                # the storage that the compiler derives
-NO_SHAPE = "; give shape=(N, K)"                                 # how messages end where tensors do not say N and K
+NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "i64": "int64",
             "index": "int32", "shape": "int64"}
-# Tensors of a layer without which its weight is another one: x is multiplied by them first.
+# Tensors that x is multiplied by before the weight, so that the weight alone is not equivalent.
 OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale", "prequant_scaling_factor")
 
 
 def field_dtype(kind: str) -> str:
-    """The dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
+    """The dtype of a field: uint8 for codes up to 8 bits and floats that torch lacks, int32 for wider codes and indices."""
     number_type = number(kind)
     if kind in TORCH_FLOATS or number_type is None or number_type.bits > 8:
         return TORCH_FLOATS.get(kind, "int32")
@@ -38,7 +38,7 @@ def element_dtype(kind: str) -> str:
 
 
 def resolve_default(values: Sequence[int | str], default: int | str) -> int | str:
-    """The value of a parameter among those that fit: the default, else -1, the whole axis, which covers the others."""
+    """The value of a parameter among those that fit: the default, else -1, the whole axis, which includes the others."""
     return values[0] if len(values) == 1 else -1 if -1 in values and default not in values else default
 
 
@@ -46,12 +46,11 @@ def resolve_default(values: Sequence[int | str], default: int | str) -> int | st
 class Stored:
     """A stored tensor: element type and axes.
 
-    The type is 'u8', 'i32', 'e4m3', a parameter, 'index' for a field of that type, or 'shape' for N and K themselves.
-    optional: the field that has its default where the tensor is missing; '' for a tensor that must be there.
-    bits: where all its fields lie, as runtime/weight/bits.py reads it; nothing where they do not lie at digits.
-    adds: what an element that the file holds has more than the one whose bits these are.
-    padding: the bits of an element that hold nothing, for readers of checkpoints.  seen: the axes that files give the tensor,
-    where they are others.  within: the type of integers in which files hold the elements, several in each, low ones first.
+    The type is 'u8', 'i32', 'e4m3', a parameter, 'index' for a field of that type, or 'shape' for N and K.  optional: the field
+    that has its default if the tensor is missing; '' for a required tensor.  bits: the places of all its fields, as
+    runtime/weight/bits.py reads them; empty if they are not at digits.  adds: the difference between a file's element and the
+    element with these bits.  padding: unused bits of an element, for readers of checkpoints.  seen: the axes in files, if
+    different.  within: the integer type in files that holds several elements, low ones first.
     """
 
     dtype: str
@@ -77,14 +76,14 @@ class Stored:
         object.__setattr__(self, "within", within)
 
     def elements_of(self, tensor: TensorInfo) -> TensorInfo:
-        """A tensor of a file as one of elements, where it is one of integers that hold several."""
+        """A tensor of a file with its elements unpacked from integers that hold several."""
         if not self.within or not tensor.shape or tensor.dtype != INTEGERS[self.within]:
             return tensor
         several = int(self.within[1:]) // int(self.dtype[1:])
         return TensorInfo(element_dtype(self.dtype), (*tensor.shape[:-1], tensor.shape[-1] * several))
 
     def of_file(self, dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        """The dtype and shape in files of a tensor of elements: where integers hold several, their list."""
+        """The dtype and shape in files: a list of integers, if they hold several elements."""
         several = int(self.within[1:]) // int(self.dtype[1:]) if self.within else 1
         return (dtype, shape) if several == 1 or prod(shape) % several else (INTEGERS[self.within], (prod(shape) // several,))
 
@@ -102,12 +101,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A format as readers of tensors need it: values of parameters, the default first, and the tensors of its storages.
+    """A format for readers of tensors: values of parameters, the default first, and the tensors of its storages.
 
-    sizes: parameters that are block lengths, and the axis each divides.  variants: the tensors by storage, for each choice of
-    the parameters named in `by`.  detect: the rules of the spec and of producers for checkpoints.  tables: the numbers that
-    small tensors of a weight repeat, as those rules say.  fields: their axes by the same choices, of variants whose blocks are
-    runs of weights.  planar: the choices that have the storage `planar`.  fixed: N or K where all weights have the same.
+    sizes: parameters that are block lengths, and the axis that each divides.  variants: the tensors by storage, for each choice
+    of the parameters in `by`.  detect: the rules of the spec and of producers for checkpoints.  tables: numbers that small
+    tensors repeat, according to these rules.  fields: axes by the same choices, for variants whose blocks are runs of weights.
+    planar: the choices with a storage `planar`.  fixed: N or K, if all weights have the same.
     """
 
     name: str
@@ -129,25 +128,25 @@ class Description:
 
     @property
     def spared(self) -> set[str]:
-        """The fields that have a value where no tensor says one."""
+        """The fields that have a default if no tensor stores them."""
         return {stored.optional for storages in self.variants.values() for layout in storages.values()
                 for stored in layout.values()} - {""}
 
     @property
     def indices(self) -> set[str]:
-        """The fields of them that say where columns belong."""
+        """The optional fields that assign columns to groups or places."""
         return {stored.optional for storages in self.variants.values() for layout in storages.values()
                 for stored in layout.values() if stored.dtype == "index"}
 
     @property
     def in_bytes(self) -> set[str]:
-        """The names of tensors of bytes, and their aliases."""
+        """The names and aliases of tensors of bytes."""
         layouts = [layout for storages in self.variants.values() for layout in storages.values()]
         tensors = [tensor for layout in layouts for tensor in layout.items()]
         return {key for name, stored in tensors if stored.dtype == "u8" for key in (name, *stored.aliases)}
 
     def layout(self, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Stored]:
-        """The tensors of a storage, by all parameters."""
+        """The tensors of a storage for these parameters."""
         return self.variants[self.key(params)][storage]
 
     def key(self, params: Mapping[str, int | str]) -> tuple[int | str, ...]:
@@ -155,7 +154,7 @@ class Description:
         return tuple(params[name] for name in self.by)
 
     def numbers(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
-        """Size parameters as numbers: -1 is the axis that the parameter divides."""
+        """Size parameters as numbers; -1 becomes the length of the axis that the parameter divides."""
         whole = {"N": shape[0], "K": shape[1]}
         values = {name: int(params.get(name, self.params[name][0])) for name in self.sizes}
         return {name: value if value > 0 else max(1, whole[self.sizes[name]]) for name, value in values.items()}
@@ -163,7 +162,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The dtype and shape of a tensor whose data need not be loaded.  values: N and K, of the tensor that says them."""
+    """The dtype and shape of a tensor that need not be loaded.  values: N and K, for a tensor that states them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -172,7 +171,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a given tensor is in a storage: its name there, and the dtype and the shape to view it in."""
+    """The role of a given tensor in a storage: its name there, and the dtype and shape to view it in."""
 
     name: str
     dtype: str
@@ -181,10 +180,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One way to read the tensors: what each of the storage's is among those given.
+    """One interpretation of the tensors: the given tensor for each of the storage's.
 
-    as_stored: no tensor has all its axes run together, as some packages do.  exact: all have their very shapes; else axes of
-    one element are more or less than the storage's, experts have an axis for themselves, or records are seen in other shapes.
+    as_stored: no tensor has all axes flattened, as some packages do.  exact: all shapes are equal; else axes of length 1 differ,
+    experts have their own axis, or records have other shapes.
     """
 
     storage: str
@@ -205,9 +204,9 @@ class LayoutMismatch(ValueError):
 
 def fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[int, int] | None = None, storage: str | None = None,
          params: Mapping[str, int | str] | None = None) -> list[Fit]:
-    """Every way to read the tensors, those with given (N, K), storage and parameters alone.
+    """All interpretations of the tensors that agree with the given (N, K), storage and parameters.
 
-    Raises LayoutMismatch with the reason of the nearest miss, the closest reading, where there is none.
+    Raises LayoutMismatch with the reason of the nearest miss if there is none.
     """
     matches: list[Fit] = []
     nearest = LayoutMismatch(-1, f"{format.name} has no storage '{storage}' here")
@@ -225,7 +224,7 @@ def fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[in
 
 
 def _leaves_out(fit: Fit, other: Fit) -> bool:
-    """Whether another storage of the same weight takes all tensors that this one takes, and more, such as zero points."""
+    """Whether another storage of the same weight uses all tensors of this one and more, such as zero points."""
     taken, more = ({use.name for use in one.tensors.values()} for one in (fit, other))
     return taken < more and (fit.params, fit.shape) == (other.params, other.shape)
 
@@ -273,14 +272,14 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
 
 
 def _lengths(format: Description, params: Mapping[str, int | str]) -> dict[str, int]:
-    """The block lengths that are given, or that have one value alone."""
+    """The block lengths that are given, or that have only one value."""
     values = {name: params.get(name, format.params[name][0]) for name in format.sizes
               if name in params or len(format.params[name]) == 1}
     return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
 
 
 def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[str, str]:
-    """What a storage's tensors are called among those given, by their own names or by aliases."""
+    """The given names of a storage's tensors, by their own names or by aliases."""
     keys: dict[str, str] = {}
     for name, stored in layout.items():
         key = next((key for key in (name, *stored.aliases) if key in tensors), None)
@@ -290,7 +289,7 @@ def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[s
 
 
 def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Tensors of experts [E, N, ...] as those of one weight of E * N rows, where all of them have that axis in front."""
+    """Tensors of experts [E, N, ...] as those of one weight of E * N rows, if all have that first axis."""
     more = {tensor.shape[0] if len(tensor.shape) == 1 + len(layout[name].axes) > 1 and layout[name].axes[0].dim == "N" else 0
             for name, tensor in tensors.items()}
     if len(more) > 1 or 0 in more:
@@ -301,7 +300,7 @@ def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, TensorI
 
 def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo],
            params: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
-    """Parameters that dtypes decide, and the dtypes of the storage: 8-bit floats may come as raw bytes."""
+    """Parameters from dtypes, and the storage's dtypes; 8-bit floats may be given as raw bytes."""
     chosen = dict(params)
     dtypes: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -320,7 +319,7 @@ def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensor
 
 def _declared_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
           ) -> tuple[int, int] | None:
-    """N and K from the tensor that says them."""
+    """N and K from the tensor that states them."""
     for name, tensor in tensors.items():
         if layout[name].dtype == "shape" and tensor.values:
             if len(tensor.values) != 2 or min(tensor.values) < 0 or shape not in (None, tensor.values):
@@ -331,9 +330,9 @@ def _declared_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[s
 
 def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int],
             fixed: Mapping[str, int]) -> tuple[int, int]:
-    """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: block lengths that are known.
+    """N and K from the axes that determine them, else from a tensor's number of elements.  sizes: known block lengths.
 
-    fixed: what N or K is where no axis decides it.
+    fixed: N or K if no axis determines it.
     """
     dims: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
@@ -357,7 +356,7 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
 
 
 def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The one of N and K that is not in `dims`, from a tensor's number of elements; nothing where that does not decide it."""
+    """The one of N and K that is missing in `dims`, from a tensor's number of elements; empty if that does not determine it."""
     missing = "K" if "N" in dims else "N"
     elements, step, missing_axes = 1, 1, 0
     for own in axes:
@@ -378,9 +377,9 @@ def _open(format: Description, chosen: Mapping[str, int | str]) -> Iterator[dict
 
 def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], shape: tuple[int, int],
             sizes: Mapping[str, int], is_declared: bool) -> dict[str, tuple[int, ...]]:
-    """Exactly the storage's shapes.  Records that have the last axis for themselves may be seen in any shape.
+    """The storage's exact shapes.  Records with the last axis to themselves may have any shape.
 
-    is_declared: N and K come from the caller or a tensor, not from these shapes; then axes may be flattened into one.
+    is_declared: N and K come from the caller or a tensor, not from these shapes; then axes may be flattened.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for reached, (name, tensor) in enumerate(tensors.items()):
@@ -404,5 +403,5 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
 
 
 def _squeezed(shape: Sequence[int]) -> list[int]:
-    """Without axes of one element, which packages drop and add; some run all axes together."""
+    """The shape without axes of length 1, which packages drop and add; some flatten all axes."""
     return [extent for extent in shape if extent != 1]

@@ -22,18 +22,16 @@ from qdsl.runtime.weight.match import torch_dtype
 def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float | None = None,
            offset: int = 0, by: str = "stored", ties: str = "even", lost: str = "least", least: float = 0, power: str = "",
            zeros: str = "signed", sums: str = "", sums_columns: int = 0) -> tuple[Tensor, ...]:
-    """(codes, scales) of w = scale * (code - offset), with scale = largest magnitude / divisor, and not less than `least`.
+    """(codes, scales) of w = scale * (code - offset), with scale = largest magnitude / divisor, at least `least`.
 
-    divisor: of codes that are floats the largest, where it is not given.
-    rows, columns: the block that shares a scale; axes: how many axes the scale field has.
-    by 'stored': codes are w / the stored scale (compressed-tensors); 'exact': w * (1 / the exact scale), in float32 (ggml);
-    'inverse': divisor * (1 / largest) comes first, codes are w times it, and its reciprocal is stored (transformers); 'ratio':
-    divisor / largest, rounded once, does, and where it overflows codes are of zero (ggml's Q8_K).
-    A block of zeros has codes of zero; its scale is the dtype's epsilon ('stored'), 0 ('exact', 'ratio') or 1.
-    lost: the codes of weights so small that 1 / the exact scale overflows, 'least' or 'zero'.
-    power: the scale is a power of two, found as `powers` says; of E8M0, by default, one that nothing overflows by.
-    ties, zeros: as `codes` says.
-    sums: the type of a third result, sums of code - offset over `sums_columns` columns; floats are times the scale of `by`.
+    divisor: by default the largest number of float codes.  rows, columns: the block that shares a scale; axes: of the scale
+    field.  by: how codes are computed.  'stored': w / the stored scale (compressed-tensors).  'exact': w * (1 / the exact scale),
+    in float32 (ggml).  'inverse': divisor * (1 / largest) is computed first, multiplies w, and its reciprocal is stored
+    (transformers).  'ratio': as 'inverse' with divisor / largest, rounded once; if it overflows, codes are those of zero (ggml's
+    Q8_K).  A block of zeros has codes of zero; its scale is the dtype's epsilon ('stored'), 0 ('exact', 'ratio') or 1.  lost: the
+    codes of weights so small that 1 / the exact scale overflows, 'least' or 'zero'.  power: the scale is a power of two by a rule
+    of `powers`; for E8M0 by default one that prevents overflow.  ties, zeros: as in `codes`.  sums: the type of a third result,
+    sums of code - offset over `sums_columns` columns; float sums are times the scale of `by`.
     """
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
@@ -50,11 +48,10 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
 def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
             by: str = "stored", ties: str = "even", sums: str = "", sums_columns: int = 0, importance: Tensor | None = None,
             ) -> tuple[Tensor, ...]:
-    """As absmax, with scale = the value of largest magnitude, sign and all, / divisor; of equals, the first counts (ggml).
+    """As absmax, with scale = the signed value of largest magnitude / divisor; the first one among equals (ggml).
 
-    A block of -0.0 has the extreme value +0.0, as one that nothing was larger than.
-    importance [K], for integer codes: the scale is searched for, as `searched` says, and divisor, by and ties have no part.
-    sums: as of absmax.
+    For a block of -0.0 that value is +0.0.  importance [K], for integer codes: the scale is searched as in `searched`; divisor,
+    by and ties are then unused.  sums: as in absmax.
     """
     if importance is not None:
         least, most = ends(code, offset)
@@ -80,7 +77,7 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
 
 
 def _sums(codes: Tensor, scales: Tensor, offset: int, kind: str, columns: int) -> Tensor:
-    """Sums of codes [N, K] over runs of columns, less an offset each; floats are times scales [N, 1, K / columns, 1]."""
+    """Sums of codes [N, K] minus an offset each, over runs of columns; float sums are times scales [N, 1, K / columns, 1]."""
     sums = cut_blocks(codes.to(torch.int32) - offset, 1, columns).sum((1, 3), dtype=torch.int32)
     number_type = number(kind)
     assert number_type is not None
@@ -95,13 +92,13 @@ def _largest(code: str) -> float:
 
 def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset: int, by: str, lost: str = "least",
             least: float = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks in units of their scales, the scales that they are computed with, and as they are stored."""
+    """The blocks in units of their scales, the scales for these units, and the scales to store."""
     most = min(1 / least, torch.finfo(largest.dtype).max) if least else math.inf
     if by == "inverse":
         factor = torch.where(largest == 0, torch.ones_like(largest), divisor / largest).clamp(max=most)
         return blocks * factor, 1 / factor, stored_scale(1 / factor, scale)
     if by == "ratio":
-        factor = torch.full_like(largest, divisor) / largest     # a number / a tensor would be rounded twice
+        factor = torch.full_like(largest, divisor) / largest     # number / tensor would be rounded twice
         factor = factor.clamp(-most, most)
         scales = torch.where(largest == 0, torch.zeros_like(factor), 1 / factor)
         scaled = (blocks * factor).masked_fill_(torch.isinf(factor).expand_as(blocks), 0)
@@ -111,7 +108,7 @@ def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset:
     if by == "exact":
         stored = stored_scale(exact, scale)
         factor = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
-        # A scale whose reciprocal overflows is stored as 0; of most of ggml's types the codes are then 0, offset and all.
+        # If the reciprocal of a scale overflows, the stored scale is 0; most ggml types then have code 0, ignoring the offset.
         infinite = torch.isinf(factor)
         scaled = blocks * factor
         if bool(infinite.any()):
@@ -124,7 +121,7 @@ def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset:
 
 def _scaled_by_power(blocks: Tensor, largest: Tensor, code: str, scale: str, divisor: float, by: str, least: float, power: str,
                      ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with scales that are powers of two."""
+    """The same with power-of-two scales."""
     exact = 1 / (divisor / largest) if by == "inverse" else largest / divisor
     exponents = powers(largest.float(), exact.float(), divisor, code, power)
     exponents = exponents.clamp(min=math.ceil(math.log2(least))) if least else exponents

@@ -1,4 +1,4 @@
-"""Weights cut into blocks that share a scale, and values turned into codes."""
+"""Splits weights into blocks that share a scale, and rounds values to codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qdsl.runtime.weight.packed import UnrepresentableValue
 def cut_blocks(weight: Tensor, rows: int, columns: int, filled: str = "zeros") -> Tensor:
     """[N, K] as [N / rows, rows, K / columns, columns].
 
-    Where the last blocks are short, they are filled with zeros, or with the last row and column ('edge').
+    Partial last blocks are padded with zeros, or with the last row and column ('edge').
     """
     n, k = weight.shape
     padded = weight
@@ -29,17 +29,17 @@ def cut_blocks(weight: Tensor, rows: int, columns: int, filled: str = "zeros") -
 
 
 def join_blocks(blocks: Tensor, n: int, k: int) -> Tensor:
-    """The way back, without the padding."""
+    """The inverse of cut_blocks, without padding."""
     return blocks.flatten(2).flatten(0, 1)[:n, :k].contiguous()
 
 
 def arithmetic(weight: Tensor, scale: str) -> Tensor:
-    """The weight in the dtype that scales are computed in: its own where scales are stored in it, else float32."""
+    """The weight in the dtype for computing scales: its own if scales are stored in it, else float32."""
     return weight if weight.dtype == FLOATS.get(scale) else weight.float()
 
 
 def stored_scale(exact: Tensor, scale: str) -> Tensor:
-    """A scale as it is stored.  Raises UnrepresentableValue where it becomes infinite."""
+    """A scale in its stored type.  Raises UnrepresentableValue if it becomes infinite."""
     stored = exact.to(FLOATS[scale])
     if scale == "e8m0":
         return stored                                            # exact is one of its powers of two
@@ -52,11 +52,11 @@ def stored_scale(exact: Tensor, scale: str) -> Tensor:
 
 
 def powers(largest: Tensor, exact: Tensor, divisor: float, code: str, rule: str) -> Tensor:
-    """Exponents, -127 to 127, of scales that are powers of two; -127 for blocks of zeros.  All in float32.
+    """Exponents, -127 to 127, of power-of-two scales; -127 for blocks of zeros.  All in float32.
 
-    'up': 2^ceil(log2(exact)), by which nothing overflows (transformers' ue8m0, ModelOpt's, RCEIL of torchao's MX types).  The
-    others scale the power of two at the largest magnitude to that at the divisor: at or below it ('floor', OCP's rule); at
-    or above it ('ceil'); or at it when it is rounded to the mantissa of a code ('even'), or to one bit of it ('half').
+    'up': 2^ceil(log2(exact)), which prevents overflow (transformers' ue8m0, ModelOpt's, RCEIL of torchao's MX types).  The other
+    rules map the power of two of the largest magnitude to that of the divisor.  'floor' rounds it down (OCP's rule), 'ceil' up;
+    'even' rounds the magnitude to the mantissa of a code first, 'half' to one bit of it.
     """
     fraction, exponent = torch.frexp(largest)                    # largest = fraction * 2^exponent, 0.5 <= fraction < 1
     if rule == "up":
@@ -71,7 +71,7 @@ def powers(largest: Tensor, exact: Tensor, divisor: float, code: str, rule: str)
 
 
 def quotients(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The blocks in units of their scales, 0 where a scale is."""
+    """The blocks in units of their scales; 0 for a scale of 0."""
     scaled = blocks / scales
     if bool((scales == 0).any()):
         scaled.masked_fill_((scales == 0).expand_as(blocks), 0)
@@ -79,18 +79,17 @@ def quotients(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def shaped(values: Tensor, axes: int) -> Tensor:
-    """Per-block values [R, 1, C, 1] as the field has them: with both axes, rows alone, or none."""
+    """Per-block values [R, 1, C, 1] in the shape of the field: both axes, only rows, or none."""
     both = values[:, 0, :, 0]
     return both if axes == 2 else both[:, 0] if axes == 1 else both[0, 0]
 
 
 def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "signed") -> Tensor:
-    """The codes nearest to values + offset, cut to the type's range; the values are used up.
+    """The codes nearest to values + offset, clamped to the type's range; overwrites the values.
 
-    ties: 'even'; of integers 'away' (from zero) or 'up', of floats 'zero' (towards it).  'up' is floor(value + (offset + 0.5))
-    with the sum rounded, as ggml writes it, so a value just below a half may go up too.
-    zeros, of floats: 'signed', a value that is or rounds to 0 keeps its sign; 'negative', the code of 0 itself is -0;
-    'positive', it is +0.
+    ties: 'even'; for integers 'away' (from zero) or 'up', for floats 'zero' (towards it).  'up' is floor(value + (offset + 0.5))
+    with the sum rounded, as in ggml, so that a value just below a half may go up too.  zeros, for floats: 'signed': a value that
+    is or rounds to 0 keeps its sign; 'negative': an exact 0 becomes -0; 'positive': +0.
     """
     kind = number(code)
     assert kind is not None
@@ -110,7 +109,7 @@ def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "s
 
 
 def _cast(whole: Tensor, code: str) -> Tensor:
-    """Integers as codes; by way of int8 where these are bytes, to which torch casts floats five times as fast as to uint8."""
+    """Integers as codes; through int8 for bytes, because torch casts floats to int8 five times as fast as to uint8."""
     kind = number(code)
     if kind is None or torch_dtype(code) != torch.uint8:
         return whole.to(torch_dtype(code))
@@ -122,8 +121,8 @@ def _cast(whole: Tensor, code: str) -> Tensor:
 def _away(values: Tensor) -> Tensor:
     """Integers nearest to the values, ties away from zero.
 
-    Adding the largest number below a half crosses an integer exactly from a half on; a value smaller than that is doubled
-    and stays below 1.  The cast to int32 then cuts the fraction off, far faster than torch's trunc.
+    Adding the largest number below a half reaches the next integer exactly from a half on; smaller values at most double and stay
+    below 1.  The cast to int32 then truncates, far faster than torch's trunc.
     """
     below = 0.5 - torch.finfo(values.dtype).eps / 4
     return values.add_(values.clamp(-below, below)).to(torch.int32)

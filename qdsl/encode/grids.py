@@ -1,10 +1,10 @@
 """Rows of a grid for groups of columns, with scales in two levels: what ggml's IQ1, IQ2 and IQ3 types store.
 
-Errors count by importance * sqrt(mean square of the super-block + w^2), ggml's own measure.  For a group of weights x that count
-by c, a row g of the grid at scale s lessens the error by s * (2 <c x, g> - s <c, g^2>).  Both products, of all groups and all
-rows, are matrix products that are made once; every scale that is tried then looks at every row.  Their factors are rounded to
-integers so small that the products are exact in float32, whatever order a machine adds in, and other sums have an order of their
-own: the fields depend on nothing but the weights of their super-block.
+Errors are weighted by importance * sqrt(mean square of the super-block + w^2), ggml's own measure.  For a group of weights x with
+error weights c, a row g of the grid at scale s reduces the error by s * (2 <c x, g> - s <c, g^2>).  Both products, of all groups
+and all rows, are matrix products that are computed once; every trial scale then compares all rows.  Their factors are rounded to
+small integers, so that the products are exact in float32 in any order of addition.  Other sums have a fixed order.  So the fields
+depend only on the weights of their super-block.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from qdsl.runtime.weight.tables import Table
 
 Integers = NDArray[np.int64]
 
-RATIOS = tuple(0.65 * 2.9 ** (i / 6) for i in range(7))         # scales to try, of what the mean square says: to 1.9 times that
-FACTORS = (1.06, 1.0, 0.93)                                      # super-scales to try, of what puts the largest scale last
-GAINS = 1 << 20                                                  # groups times rows of a grid at a time: more leave the caches
-PRODUCTS = 1 << 18                                               # in a matrix product: more would be shared out among threads
+RATIOS = tuple(0.65 * 2.9 ** (i / 6) for i in range(7))         # scales to try, relative to that of the mean square
+FACTORS = (1.06, 1.0, 0.93)                                      # super-scales to try, relative to the one for the largest scale
+GAINS = 1 << 20                                                  # groups times rows of a grid at a time, to fit caches
+PRODUCTS = 1 << 18                                               # per matrix product, to keep it on one thread
 
 
 @scheme
@@ -43,9 +43,9 @@ def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale:
     """(codes, signs, scales, super-scales) of w = super_scale * steps[scale] * grid[code, k] * signs[sign, k].
 
     columns, super_columns: the weights of a sub-block and of a super-block; steps: rising from above 0; grid: rows of positive
-    integers; signs: rows of 1 and -1, of which each run of weights has the one that suits what counts most; None: bits, 1 for
-    negative weights.  importance [K]: what the square of an error counts.  Works on the CPU, wherever the weight is.
-    Raises FormatError for a super-scale that does not fit.
+    integers; signs: rows of 1 and -1, of which each run of weights gets the best by error weight; None: bits, 1 for negative
+    weights.  importance [K]: the weight of squared errors.  Runs on the CPU, wherever the weight is.  Raises FormatError for a
+    super-scale that does not fit.
     """
     kind = _Kind((grid.values.float().numpy(),), columns, super_columns, steps, super_scale)
     blocks = _Blocks(weight, kind, importance)
@@ -61,7 +61,7 @@ def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scal
                 importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, shifts, scales, super-scales) of w = super_scale * steps[scale] * (grid[code, k] + shifts[shift]).
 
-    grid: rows of integers of both signs; shift_columns: the weights of a sub-block that share a shift.  The rest is as for
+    grid: rows of integers of both signs; shift_columns: the weights of a sub-block that share a shift.  Everything else is as in
     `grid_signs`.
     """
     table = grid.values.float().numpy()
@@ -74,7 +74,7 @@ def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scal
 
 @dataclass(frozen=True)
 class _Kind:
-    """w = super_scale * steps[scale] * a row of one of the tables, the same table for `shared` rows in a run."""
+    """w = super_scale * steps[scale] * a row of one of the tables; runs of `shared` rows use the same table."""
 
     tables: tuple[Floats, ...]
     columns: int
@@ -85,7 +85,7 @@ class _Kind:
 
     @cached_property
     def unit(self) -> float:
-        """The power of two of which all numbers of the tables are whole multiples."""
+        """The power of two that divides all numbers of the tables."""
         unit = 1.0
         while any((table % unit).any() for table in self.tables):
             unit /= 2
@@ -93,7 +93,7 @@ class _Kind:
 
     @cached_property
     def whole(self) -> tuple[tuple[Floats, float], ...]:
-        """The tables in that unit and their squares, and the largest number of each."""
+        """The tables in that unit and their squares, with the largest number of each."""
         rows = np.stack(self.tables) / np.float32(self.unit)
         return tuple((values, float(np.abs(values).max())) for values in (rows, rows * rows))
 
@@ -106,7 +106,7 @@ class _Kind:
 class _Blocks:
     """The super-blocks of a weight: x [B, super_columns], divided by powers of two so that the largest is from 0.5 to 1.
 
-    counts [B, super_columns]: importance * sqrt(mean square + x^2); where no column is of importance, all are.
+    counts [B, super_columns]: error weights, importance * sqrt(mean square + x^2); equal if no column has importance.
     """
 
     def __init__(self, weight: Tensor, kind: _Kind, importance: Tensor | None) -> None:
@@ -125,13 +125,13 @@ class _Blocks:
         return rows.field(values, kind, self.weight, self.x.size // values.size)
 
     def signed(self, signs: Floats) -> tuple[Integers, Floats]:
-        """For every run of columns the row of signs under which most of what counts is positive, and x by those signs."""
+        """For every run of columns the best row of signs by error weight, and x with these signs."""
         runs = self.x.reshape(-1, signs.shape[1])
         chosen: Integers = _products(_whole(self.counts.reshape(runs.shape) * runs, 1)[0], signs).argmax(axis=1)
         return chosen, (runs * signs[chosen]).reshape(self.x.shape)
 
     def fitted(self, x: Floats) -> tuple[Integers, Integers, Integers, Tensor]:
-        """(rows, tables, scales, super-scales [N, super-blocks]) for x, which has signs of its own."""
+        """(rows, tables, scales, super-scales [N, super-blocks]) for signed x."""
         fits = [search.search_scales() for search in self.searches(x)]
         codes, tables, scales, exact = (np.concatenate(parts) for parts in zip(*fits, strict=True))
         supers = stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), self.kind.stored)
@@ -145,13 +145,13 @@ class _Blocks:
 
 
 class _Search:
-    """Scales and rows for some super-blocks x [B, super_columns], whose errors count by `counts`."""
+    """Scales and rows for some super-blocks x [B, super_columns] with error weights `counts`."""
 
     def __init__(self, x: Floats, counts: Floats, power: Integers, kind: _Kind) -> None:
         self.x, self.counts, self.power, self.kind = x, counts, power, kind
         self.steps = np.array(kind.steps, np.float32)
         columns = kind.tables[0].shape[1]
-        self.groups = kind.columns // columns                    # of a sub-block
+        self.groups = kind.columns // columns                    # per sub-block
         (tables, largest), (squares, most) = kind.whole
         linear, self.worth = _whole((counts * x).reshape(-1, columns), largest)
         square, worth = _whole(counts.reshape(-1, columns), most)
@@ -161,7 +161,7 @@ class _Search:
         self.room = np.empty_like(self.linear[0])
 
     def search_scales(self) -> tuple[Integers, Integers, Integers, Floats]:
-        """(rows, tables, scales, super-scales) of least error among the scales tried; all flat."""
+        """(rows, tables, scales, super-scales) of least error among the trial scales; all flat."""
         wanted = self.free_scales()
         exact = np.ldexp(wanted.max(axis=1, keepdims=True) / self.steps[-1], self.power)
         d, scales, best = exact, np.zeros(wanted.shape, np.int64), np.full_like(exact, -np.inf)
@@ -176,7 +176,7 @@ class _Search:
         return chosen, tables, scales.ravel(), fitted.ravel()
 
     def stored(self, exact: Floats) -> Floats:
-        """Super-scales as they are read back, for x."""
+        """Super-scales for x in their stored type."""
         supers: Floats = np.ldexp(torch.from_numpy(exact).to(FLOATS[self.kind.stored]).float().numpy(), -self.power)
         return supers
 
@@ -189,14 +189,14 @@ class _Search:
         return scales
 
     def nearest_scales(self, wanted: Floats, d: Floats) -> tuple[Integers, Floats]:
-        """(scale of each sub-block, its gain): the best of the nearest step to the wanted scale and its two neighbours."""
+        """(scale of each sub-block, error reduction): the best of the step nearest to the wanted scale and its two neighbours."""
         middle = np.searchsorted((self.steps[:-1] + self.steps[1:]) / 2, np.where(d > 0, wanted / d, 0))
         tried = np.stack([np.clip(middle + by, 0, len(self.steps) - 1) for by in (-1, 0, 1)])
         gains = np.stack([self.best(self.steps[scales] * d)[2] for scales in tried])
         return np.take_along_axis(tried, gains.argmax(axis=0)[None], axis=0)[0], gains.max(axis=0)
 
     def best(self, scale: Floats) -> tuple[Integers, Integers, Floats]:
-        """The best rows at a scale [B, sub-blocks], the tables they are of, and by how much they lessen errors of sub-blocks."""
+        """The best rows at a scale [B, sub-blocks], their tables, and the error reduction of each sub-block."""
         factor = scale.ravel().repeat(self.groups)[:, None] * self.ratio
         chosen, gains = [], []
         for linear, square in zip(self.linear, self.square, strict=True):
@@ -214,24 +214,24 @@ class _Search:
         return columns, np.take_along_axis(self.room, columns[:, None], axis=1)[:, 0]
 
     def refitted(self, chosen: Integers, tables: Integers, steps: Floats) -> Floats:
-        """The super-scale [B, 1] of least error for what is chosen."""
+        """The super-scale [B, 1] of least error for the chosen rows and steps."""
         values = np.stack(self.kind.tables)[tables.repeat(self.kind.shared), chosen] * steps.ravel().repeat(self.groups)[:, None]
         weighted = self.counts * values.reshape(self.x.shape)
         linear, square = (_sums(weighted * by, self.kind.super_columns) for by in (self.x, values.reshape(self.x.shape)))
         return np.ldexp(np.where(square > 0, linear / square, np.float32(0)), self.power)
 
 
-# -- arithmetic in which order does not count ------------------------------------------------------------------------------
+# -- arithmetic that does not depend on order ----------------------------------------------------------------------------
 
 
 def _exponents(values: Floats) -> Integers:
-    """Of the least powers of two above all of a row [rows, 1]; 0 for zeros."""
+    """For each row [rows, 1] the least exponent of a power of two above all values; 0 for zeros."""
     exponents: Integers = np.frexp(np.abs(values).max(axis=1, keepdims=True))[1]
     return exponents
 
 
 def _whole(values: Floats, largest: float) -> tuple[Floats, Floats]:
-    """Rows as integers whose products with integers up to `largest` add up exactly, and what one is worth in each [rows, 1]."""
+    """Rows as integers whose products with integers up to `largest` sum exactly, and the unit of each row [rows, 1]."""
     bits = 24 - math.ceil(math.log2(largest * values.shape[1] + 1))
     exponent = np.maximum(_exponents(values), -60)
     return np.rint(np.ldexp(values, bits - exponent)), np.ldexp(np.float32(1), exponent - bits)
@@ -247,7 +247,7 @@ def _products(groups: Floats, table: Floats) -> Floats:
 
 
 def _sums(values: Floats, count: int, axis: int = 1) -> Floats:
-    """Sums of every `count` values along one of two axes: a power of two, halved until one is left."""
+    """Sums of every `count` values, a power of two, along one of two axes, by repeated halving."""
     values = values if axis else values.T
     values = values.reshape(len(values), -1, count)
     while values.shape[-1] > 1:

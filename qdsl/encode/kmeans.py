@@ -1,4 +1,4 @@
-"""Levels that a block's weights choose themselves, by k-means in one dimension."""
+"""Levels fitted to a block's weights by one-dimensional k-means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import UnrepresentableValue
 
-ROUNDS = 100                                                     # 16 levels of a row of normal weights take some 30
+ROUNDS = 100                                                     # 16 levels of a row of normal weights take about 30
 
 
 @scheme
@@ -20,10 +20,10 @@ def kmeans(weight: Tensor, *, code: str, levels: str, rows: int, columns: int, a
            ) -> tuple[Tensor, Tensor]:
     """(codes, levels) of w = levels[code]: rising levels of a block with a small sum of squared errors, and the nearest codes.
 
-    Lloyd's algorithm in float64, over sorted weights: each level becomes the mean of the weights that are nearest to it, of two
-    levels to the lower, until none moves.  A level without weights stays.  Where no more weights differ than there are levels,
-    they are the levels, the largest repeated.  importance [K]: what a column counts in means.
-    Raises UnrepresentableValue for a level that its type cannot hold.
+    Lloyd's algorithm in float64 over sorted weights: each level becomes the mean of its nearest weights, ties to the lower level,
+    until no level changes.  A level without weights stays.  If a block has no more distinct weights than levels, they are the
+    levels, with the largest repeated.  importance [K]: the weight of a column in means.  Raises UnrepresentableValue for a level
+    that its type cannot hold.
     """
     for dim, size in enumerate((rows, columns)):
         if weight.shape[dim] > size and weight.shape[dim] % size:
@@ -55,9 +55,9 @@ def scaled_kmeans(weight: Tensor, *, code: str, scale: str, levels: str, rows: i
                   importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, levels) of w = scale * levels[code]: a scale is the largest magnitude of its block.
 
-    Levels are those of k-means, as `kmeans` makes them, of all weights over their scales as stored.  A weight counts as much as
-    the square of its scale, times its column's importance: so the sum of squared errors is the weight's own.  Codes are of the
-    nearest levels.  Raises UnrepresentableValue for a scale or a level that its type cannot hold.
+    Levels are those of `kmeans` for all weights divided by their stored scales.  Each counts by its squared scale times its
+    column's importance, so that the sum of squared errors is that of the weight.  Codes are those of the nearest levels.  Raises
+    UnrepresentableValue for a scale or a level that its type cannot hold.
     """
     n, k = weight.shape
     blocks = cut_blocks(weight.float() + 0.0, rows, columns)
@@ -81,8 +81,8 @@ def _middles(levels: Tensor) -> Tensor:
 
 
 def _levels(x: Tensor, count: Tensor | None, entries: int) -> Tensor:
-    """Rising levels [blocks, entries] of weights [blocks, weights], which count as much each; all float64."""
-    x, order = x.sort(dim=1, stable=True)                        # sums of equal weights that count unlike have an order
+    """Rising levels [blocks, entries] of weights [blocks, weights] with these counts; all float64."""
+    x, order = x.sort(dim=1, stable=True)                        # a stable order makes sums of equal weights reproducible
     count = torch.ones_like(x) if count is None else count.gather(1, order)
     nothing = x.new_zeros(len(x), 1)
     sums, counts = (torch.cat([nothing, part.cumsum(1)], 1) for part in (x * count, count))

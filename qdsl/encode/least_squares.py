@@ -1,4 +1,4 @@
-"""Codes of any finite table of values, with scales by search for the least squared error: for what no other scheme is for.
+"""Codes of any finite table of values, with scales by search for the least squared error; for formats without another scheme.
 
 Arrays are [elements, blocks] in float64, and sums add one element after the other, so no result depends on the machine.
 """
@@ -21,19 +21,19 @@ from qdsl.runtime.weight.match import torch_dtype
 
 Doubles = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
-RATIOS = tuple(i / 32 for i in range(36, 15, -1))                # of the scale that puts the extreme weight on the extreme value
-ROUNDS = 2                                                       # of scales of least squares, for the codes of the best so far
+RATIOS = tuple(i / 32 for i in range(36, 15, -1))                # trial scales, relative to the one that maps the extremes
+ROUNDS = 2                                                       # rounds of least-squares scales, for the best codes so far
 
 
 @scheme
 @np.errstate(all="ignore")
 def least_squares(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, values: Sequence[float],
                   sign: str | None = None, choice: str | None = None, importance: Tensor | None = None) -> tuple[Tensor, ...]:
-    """(codes, signs, choices, scales) of w = scale * values[code], without the fields that the format has not.
+    """(codes, signs, choices, scales) of w = scale * values[code], without fields that the format lacks.
 
-    values: for each choice of a block, for each sign, for each code.  A weight has the nearest value, of two the lower one.
-    Scales that put the extreme weight on an extreme value or near it are tried, then those of least squares for the best.
-    importance [K]: what a column's squares of errors count.
+    values: for each choice of a block, for each sign, for each code.  A weight gets the nearest value, ties to the lower one.
+    Tries scales that map the extreme weight to an extreme value or near it, then least-squares scales for the best codes.
+    importance [K]: the weight of a column's squared errors.
     """
     columns = min(columns, weight.shape[1])
     blocks = _Blocks(weight, rows, columns, columns, importance)
@@ -51,8 +51,8 @@ def least_squares_nested(weight: Tensor, *, code: str, scale: str, super_scale: 
                          choice: str | None = None, importance: Tensor | None = None) -> tuple[Tensor, ...]:
     """(codes, signs, choices, scales, super-scales) of w = super_scale * steps[scale] * values[code]; see `least_squares`.
 
-    The super-scale puts the largest scale that a block would have alone on an end of the steps.  A block then has the step above
-    or below its own scale, whichever has the smaller error, and the super-scale becomes that of least squares.
+    The super-scale maps the largest scale of separately fitted blocks to an end of the steps.  A block then gets the step above
+    or below its own scale, whichever has the smaller error, and the super-scale is refitted by least squares.
     """
     kind = number(scale)
     assert kind is not None
@@ -69,7 +69,7 @@ def least_squares_nested(weight: Tensor, *, code: str, scale: str, super_scale: 
 
 
 class _Blocks:
-    """A weight cut into blocks, whole super-blocks of `spread` columns, and what squares of errors count."""
+    """A weight split into blocks, in whole super-blocks of `spread` columns, and the weights of squared errors."""
 
     def __init__(self, weight: Tensor, rows: int, columns: int, spread: int, importance: Tensor | None) -> None:
         self.rows, self.columns, self.weight = min(rows, weight.shape[0]), columns, weight
@@ -78,7 +78,7 @@ class _Blocks:
         self.counts = None if counts is None else cut(counts, spread, self.rows).reshape(self.x.shape)
 
     def batches(self, multiple: int) -> Iterator[tuple[Doubles, Doubles | None]]:
-        """Weights and what they count [elements, blocks], of a multiple of some blocks."""
+        """Weights and error weights [elements, blocks], in batches of a multiple of `multiple` blocks."""
         step = max(1, ELEMENTS // (self.x.shape[1] * multiple)) * multiple
         for start in range(0, len(self.x), step):
             at = slice(start, start + step)
@@ -101,7 +101,7 @@ def _transposed(blocks: npt.NDArray[np.float32]) -> Doubles:
 
 
 def _codes(codes: Tensor, code: str, sign: str | None) -> list[Tensor]:
-    """Places among the values of a choice as codes, and as signs where there are any."""
+    """Indices into a choice's values as codes, and as signs if there are any."""
     kind = number(code)
     assert kind is not None
     low = codes & (1 << kind.bits) - 1
@@ -116,7 +116,7 @@ def _choices(blocks: _Blocks, choices: Places, choice: str | None, axes: int) ->
 
 
 def _rounded(exact: Doubles, kind: str) -> Doubles:
-    """Scales as they are stored, a power of two from below."""
+    """Scales in their stored type; powers of two are rounded down."""
     if kind == "e8m0":
         fraction, exponent = np.frexp(exact)
         return np.where(exact > 0, np.ldexp(1.0, np.clip(exponent - (fraction == 0.5), -127, 127)), 2.0 ** -127)
@@ -124,7 +124,7 @@ def _rounded(exact: Doubles, kind: str) -> Doubles:
 
 
 class _Table:
-    """Rising values, the code of each, and the middles between neighbours."""
+    """Rising values, the code of each, and the midpoints between adjacent ones."""
 
     def __init__(self, values: Sequence[float]) -> None:
         order = sorted(range(len(values)), key=lambda code: (values[code], code))
@@ -135,7 +135,7 @@ class _Table:
         self.is_symmetric = bool((self.values == -self.values[::-1]).all())
 
     def nearest(self, x: Doubles, scales: Doubles) -> Places:
-        """Places of the values nearest to weights over their block's scale, or to 0 where that is 0; of two the lower."""
+        """Indices of the values nearest to weights / the block's scale, or to 0 for a scale of 0; ties to the lower one."""
         units = np.divide(x, scales, out=np.zeros_like(x), where=scales != 0)
         return np.searchsorted(self.middles, units)
 
@@ -144,7 +144,7 @@ class _Table:
         return _errors(x, by, scales * self.values[self.nearest(x, scales)])
 
     def extremes(self, x: Doubles, is_signed: bool) -> Iterator[Doubles]:
-        """The scales by which all weights of a block lie between the ends of the values; with both signs where they differ."""
+        """The scales for which all weights of a block lie between the extreme values; with both signs if they differ."""
         for sign in (1.0, -1.0) if is_signed and not self.is_symmetric else (1.0,):
             scale = np.zeros(x.shape[1])
             for end, largest in ((self.values[-1], (sign * x).max(0)), (self.values[0], (sign * x).min(0))):
@@ -154,7 +154,7 @@ class _Table:
 
 
 def _errors(x: Doubles, by: Doubles | None, decoded: Doubles) -> Doubles:
-    """The squared error of every block, given what its codes decode to."""
+    """The squared error of every block for these decoded values."""
     square = (x - decoded) ** 2
     return _sums(square if by is None else by * square)
 
@@ -168,14 +168,14 @@ def _tables(values: Sequence[float], code: str, sign: str | None, choice: str | 
 
 def _sums(values: Doubles) -> Doubles:
     """The sum of every block, one element after the other."""
-    if values.shape[1] == 1:                                     # numpy sums a column alone in pairs
+    if values.shape[1] == 1:                                     # numpy would sum a single column in pairs
         return np.asarray(np.add.accumulate(values, axis=0)[-1])
     return np.asarray(np.add.reduce(np.ascontiguousarray(values), axis=0))
 
 
 def _search(x: Doubles, by: Doubles | None, tables: Sequence[_Table], rounded: Callable[[Doubles], Doubles],
             is_signed: bool) -> tuple[Doubles, Places, Places]:
-    """(scales, choices, codes) of the least error of blocks, of equals the first; a scale that overflows where all do."""
+    """(scales, choices, codes) of least error per block, the first among equals; an overflowing scale if all overflow."""
     trials = [_trial(x, by, table, rounded, is_signed) for table in tables]
     choices = np.stack([error for _, error in trials]).argmin(0)
     scales = np.take_along_axis(np.stack([scale for scale, _ in trials]), choices[None], 0)[0]
@@ -184,9 +184,9 @@ def _search(x: Doubles, by: Doubles | None, tables: Sequence[_Table], rounded: C
 
 def _trial(x: Doubles, by: Doubles | None, table: _Table, rounded: Callable[[Doubles], Doubles], is_signed: bool,
            ) -> tuple[Doubles, Doubles]:
-    """The scales of the least error of blocks with one table, and the error."""
+    """The scales of least error of blocks with one table, and the errors."""
     scales = rounded(next(table.extremes(x, is_signed)))
-    error = np.where(np.isfinite(scales), np.inf, -np.inf)       # what overflows is refused when it is stored
+    error = np.where(np.isfinite(scales), np.inf, -np.inf)       # overflows are refused when the scale is stored
 
     def keep_better(exact: Doubles) -> None:
         candidate = rounded(exact)
@@ -203,7 +203,7 @@ def _trial(x: Doubles, by: Doubles | None, table: _Table, rounded: Callable[[Dou
 
 
 def _fit(x: Doubles, by: Doubles | None, values: Doubles) -> Doubles:
-    """The scales of least squares for values; 0 where all of them are 0."""
+    """The least-squares scales for values; 0 if all of them are 0."""
     weighted = values if by is None else by * values
     square = _sums(weighted * values)
     return np.divide(_sums(weighted * x), square, out=np.zeros_like(square), where=square > 0)
@@ -242,7 +242,7 @@ def _nested(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Dou
 
 def _steps(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doubles, alone: Doubles, above: Doubles,
            ) -> tuple[Places, Places, Doubles]:
-    """(scales, choices, errors) of blocks with these super-scales: the step below or above the scale that a block has alone."""
+    """(scales, choices, errors) of blocks with these super-scales: the step below or above a block's separately fitted scale."""
     order = steps.argsort(kind="stable")
     near = np.searchsorted(steps[order], np.divide(alone, above, out=np.zeros_like(alone), where=above != 0))
     error = np.full(x.shape[1], np.inf)
@@ -257,7 +257,7 @@ def _steps(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doub
 
 
 def _nearest(x: Doubles, tables: Sequence[_Table], choices: Places, scales: Doubles) -> tuple[Places, Doubles]:
-    """(codes, values) nearest to weights, of the table that each block has chosen."""
+    """(codes, values) nearest to weights, in the table that each block has chosen."""
     codes, values = np.zeros(x.shape, np.int64), np.zeros(x.shape)
     for choice, table in enumerate(tables):
         at = choices == choice

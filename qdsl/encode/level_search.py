@@ -13,8 +13,8 @@ from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.tables import Table
 
-TRIES = range(-7, 8)                                             # by how much the first level is off, for the extreme weight
-SPREAD = 2                                                       # how often the mean square counts, with an importance
+TRIES = range(-7, 8)                                             # offsets to try between extreme weight and first level
+SPREAD = 2                                                       # weight of the mean square with an importance
 
 
 @scheme
@@ -23,9 +23,9 @@ def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels:
                  importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * levels[code], where levels are rising integers.
 
-    columns: the weights of a row that share a scale.  Squares of errors count by the weight's square; importance [K]: by
-    importance * sqrt(2 * mean square of the block + w^2).  Works on the CPU, wherever the weight is.
-    Raises FormatError for a scale that does not fit.
+    columns: the weights of a row that share a scale.  Squared errors are weighted by the weight's square, or with importance [K]
+    by importance * sqrt(2 * mean square of the block + w^2).  Runs on the CPU, wherever the weight is.  Raises FormatError for a
+    scale that does not fit.
     """
     blocks = _Blocks(weight, columns, columns, levels, importance)
     return blocks.codes(search.inverse(blocks.scales), code), blocks.stored(blocks.scales, scale)
@@ -37,12 +37,12 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
                   scale_offset: int = 0, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, super-scales) of w = super_scale * (scale - scale_offset) * levels[code].
 
-    columns, super_columns: the weights of a sub-block and of a super-block, whose mean square goes with an importance.  The
-    scale of largest magnitude, the first of equals, becomes the least one.  The rest is as for `block_levels`.
+    columns, super_columns: the weights of a sub-block and of a super-block, whose mean square is used with an importance.  The
+    scale of largest magnitude, the first among equals, becomes the least code.  Everything else is as in `block_levels`.
     """
     least, most = rows.ends(scale, scale_offset)
     blocks = _Blocks(weight, columns, super_columns, levels, importance)
-    blocks.stored(blocks.scales, "f32")                          # what is no number would be passed over as the largest
+    blocks.stored(blocks.scales, "f32")                          # a NaN would be skipped in the search for the largest
     scales = rows.transposed(blocks.scales.reshape(-1, super_columns // columns))
     exact = search.extremes(scales) / np.float32(least)
     steps = search.clip(search.nearest(search.inverse(exact) * scales), least, most)
@@ -51,7 +51,7 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
 
 
 class _Blocks:
-    """The blocks of a weight, and their scales before anything is stored; `spread` columns share a mean square."""
+    """The blocks of a weight and their unrounded scales; `spread` columns share a mean square."""
 
     def __init__(self, weight: Tensor, columns: int, spread: int, levels: Table, importance: Tensor | None) -> None:
         self.weight, self.levels = weight, _Levels(levels)
@@ -74,10 +74,9 @@ class _Blocks:
 
 
 class _Levels:
-    """A table of rising integers, and which of them is nearest, ties upward.
+    """A table of rising integers, and its nearest entry for a value, ties upward.
 
-    A middle between two integers is a whole number of halves, so the floor of a value's halves says on which side of every
-    middle it lies.
+    A midpoint of two integers is a multiple of a half, so the floor of twice a value decides its side of every midpoint.
     """
 
     def __init__(self, table: Table) -> None:
@@ -89,11 +88,11 @@ class _Levels:
         self.value_of_halves: Floats = self.values[places]
 
     def codes(self, x: Floats) -> Floats:
-        """Places in the table, of which what is no number has the last, as in ggml; x is used up."""
+        """Indices in the table; NaN gets the last one, as in ggml; overwrites x."""
         return np.take(self.of_halves, self._halves(x))
 
     def nearest(self, x: Floats, out: Floats) -> Floats:
-        """The levels themselves; x is used up."""
+        """The levels themselves; overwrites x."""
         return np.take(self.value_of_halves, self._halves(x), out=out, mode="clip")
 
     def _halves(self, x: Floats) -> NDArray[np.int64]:
@@ -104,7 +103,7 @@ class _Levels:
 
 
 def _fit(x: Floats, counts: Floats, levels: _Levels) -> Floats:
-    """The scale of least weighted squares, of 16 that put the extreme weight of a block on the first level or near it.
+    """The scale of least weighted squares among 16 that map a block's extreme weight to about the first level.
 
     A tiny block has a scale of 0.
     """

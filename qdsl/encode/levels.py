@@ -1,4 +1,4 @@
-"""Codes into a table of levels, with a scale of 8 bits from the largest magnitude of a block."""
+"""Codes that index a table of levels, with an 8-bit scale from the largest magnitude of a block."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VALUES = {"e8m0h": e8m0h, "ue4m3": ue4m3}
 @scheme
 def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, level: Table,
                  factor: float = 1) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of w = scale * factor * level[code], each code the level of least error and, of equals, the first.
+    """(codes, scales) of w = scale * factor * level[code], each code with the least error, the first among equals.
 
-    A power of two (e8m0h) brings the largest magnitude of a block to between the power of two at or below the largest level and
-    twice that; a finer scale (ue4m3) brings it to the largest level, rounded as ggml does.
+    A power of two (e8m0h) maps the largest magnitude of a block to between the power of two at or below the largest level and
+    twice that; a finer scale (ue4m3) maps it to the largest level, rounded as in ggml.
     """
     blocks = cut_blocks(weight.float(), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
@@ -31,8 +31,8 @@ def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: i
     stored = _power(largest, top) if scale == "e8m0h" else _ue4m3(largest / top)
     unit = VALUES[scale](stored) * factor
     codes = _nearest(blocks, unit, level)
-    # Beyond twice the largest level errors are rounded, and ggml takes the first of those that come out equal; a level that
-    # overflows is infinitely far.
+    # Beyond twice the largest level errors are rounded, and ggml takes the first of equals; a level that overflows is infinitely
+    # far.
     reach = top / factor * unit
     far = (largest > 2 * reach) | torch.isinf(reach)
     if bool(far.any()):
@@ -48,9 +48,9 @@ def _power(largest: Tensor, top: float) -> Tensor:
 
 
 def _ue4m3(values: Tensor) -> Tensor:
-    """Codes of ggml's unsigned E4M3: ties go up, below its normal numbers at most to 7, and from 256 on all are 448."""
+    """Codes of ggml's unsigned E4M3: ties go up, at most to 7 below its normal numbers, and values from 256 on become 448."""
     bits = values.view(torch.int32)
-    normal = (bits + (1 << 19) >> 20) - (120 << 3)               # the exponent, biased by 7, and three bits of the mantissa
+    normal = (bits + (1 << 19) >> 20) - (120 << 3)               # the exponent, biased by 7, and three mantissa bits
     small = (values * 512 + 0.5).to(torch.int32).clamp_(max=7)
     code = torch.where(bits >> 23 <= 120, small, torch.where(normal >= 15 << 3, 126, normal))
     return code.to(torch.uint8)
@@ -58,7 +58,7 @@ def _ue4m3(values: Tensor) -> Tensor:
 
 @np.errstate(over="ignore")
 def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
-    """Codes by the thresholds between neighbouring levels; a weight on a threshold has the code that is first in the table."""
+    """Codes by the midpoints between adjacent levels; a weight on a midpoint gets the first such code of the table."""
     first = {number: i for i, number in reversed(list(enumerate(level.numbers)))}
     order = sorted(first)
     values, units = blocks.cpu().numpy(), unit.cpu().numpy()    # numpy's comparisons are more than twice as fast as torch's
@@ -71,7 +71,7 @@ def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
 
 
 def _first_least(values: Tensor, unit: Tensor, level: Table) -> Tensor:
-    """Codes of the least error in float32; of equals, the first."""
+    """Codes of least error in float32; the first among equals."""
     best, codes = (level.numbers[0] * unit - values).abs(), torch.zeros_like(values, dtype=torch.uint8)
     for code, number in enumerate(level.numbers[1:], 1):
         error = (number * unit - values).abs()

@@ -1,4 +1,4 @@
-"""Scales from the range of a block, and with them zero points or minima."""
+"""Scales from the range of a block, with zero points or minima."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
 
-LEAST = 1e-5                                                     # of AWQ's ranges
-LEAST_STEP = 1e-7                                                # of MLX's codes
+LEAST = 1e-5                                                     # the least range in AWQ
+LEAST_STEP = 1e-7                                                # the least step in MLX
 
 
 @scheme

@@ -1,4 +1,4 @@
-"""Weights that are stored as floats, without a scale; and the other end, signs with a scale."""
+"""Schemes for weights stored as floats without a scale, and for ternary and sign codes with a mean scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.packed import UnrepresentableValue
 
-LEAST = 1e-5                                                     # of means
+LEAST = 1e-5                                                     # the least mean
 
 
 @scheme
@@ -36,10 +36,10 @@ def nearest(weight: Tensor, *, code: str) -> Tensor:
 @scheme
 def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divided: int = 0,
             ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of w = scale * (code - 1), or, `divided`, (code - 1) / scale: the weight in units of the mean magnitude.
+    """(codes, scales) of w = scale * (code - 1), or, `divided`, (code - 1) / scale: weights in units of the mean magnitude.
 
-    BitNet b1.58's: a mean, summed in float64, is at least 0.00001, and codes are of the weight times its inverse; that is the
-    scale that divides.
+    As BitNet b1.58: the mean, summed in float64, is at least 0.00001; codes are the weight times its inverse, which is the scale
+    if `divided`.
     """
     blocks = cut_blocks(weight.float(), rows, columns)
     lengths = (_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
@@ -51,7 +51,7 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
 
 
 def _lengths(length: int, size: int) -> Tensor:
-    """Of the blocks of an axis, the last one may be short."""
+    """The lengths of an axis's blocks; the last one may be shorter."""
     lengths = torch.full((-(-length // size),), size, dtype=torch.float64, device="cpu")
     lengths[-1:] -= -length % size
     return lengths
@@ -59,9 +59,9 @@ def _lengths(length: int, size: int) -> Tensor:
 
 @scheme
 def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of w = scale * (2 * code - 1): the mean magnitude, and 1 where a weight is not negative.
+    """(codes, scales) of w = scale * (2 * code - 1): the mean magnitude, and 1 for weights that are not negative.
 
-    Magnitudes are added one after the other, in float32 (ggml).
+    Magnitudes are added one by one in float32 (ggml).
     """
     with np.errstate(over="ignore"):
         total = np.add.accumulate(np.abs(cut(weight, columns, rows)), axis=1)[:, -1]

@@ -1,4 +1,4 @@
-"""Scales of two levels: of a block, in units of one of the whole weight."""
+"""Scales in two levels: of a block, in units of a super-scale of the whole weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of columns, one in each row, for searches: cut from a weight, searched a few at a time, and made fields of."""
+"""Prepares rows of blocks for searches: splits a weight, searches a few blocks at a time, and makes fields of the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qdsl.encode.blocks import cut_blocks, join_blocks
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.match import torch_dtype
 
-ELEMENTS = 1 << 17                                               # that are searched together: their arrays stay in a cache
+ELEMENTS = 1 << 17                                               # elements to search together: their arrays fit a cache
 
 
 def cut(weight: Tensor, columns: int, rows: int = 1) -> Floats:
@@ -26,7 +26,7 @@ def cut(weight: Tensor, columns: int, rows: int = 1) -> Floats:
 
 
 def counts(x: Floats, importance: Floats, spread: float) -> Floats:
-    """What squares of errors count: importance * sqrt(spread * mean square of the row + x^2); importance alone for spread 0."""
+    """The weights of squared errors: importance * sqrt(spread * mean square of the row + x^2); only importance for spread 0."""
     if not spread:
         return importance
     square = x * x
@@ -50,10 +50,10 @@ def fit_blocks(blocks: Floats, weights: Floats | None, fit: Callable[[Floats, Fl
 
 def searched(weight: Tensor, importance: Tensor, rows: int, columns: int, code: str,
              fit: Callable[[Floats, Floats], tuple[Floats, ...]]) -> tuple[Tensor, ...]:
-    """(codes [N, K], scales and so on as blocks [R, 1, C, 1]) that `fit` finds for blocks of rows and columns.
+    """(codes [N, K], scales and further results as blocks [R, 1, C, 1]) that `fit` returns for blocks of rows and columns.
 
-    fit: (codes [elements, blocks], scales [blocks] and so on) of weights [elements, blocks] and what squares of their errors
-    count: importance [K] * sqrt(mean square of the row + w^2).
+    fit: takes weights [elements, blocks] and the weights of their squared errors, importance [K] * sqrt(mean square of the row +
+    w^2); returns codes [elements, blocks], scales [blocks] and further results.
     """
     def fitted(x: Floats, by: Floats | None) -> tuple[Floats, ...]:
         assert by is not None
@@ -75,7 +75,7 @@ def transposed(blocks: Floats) -> Floats:
 
 
 def codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) -> NDArray[Any]:
-    """The codes that `find` says of blocks [columns, blocks] and of where they lie: [blocks, columns] of the integer type."""
+    """The codes that `find` returns for blocks [columns, blocks] and their slice, as [blocks, columns] of the integer type."""
     chosen = np.empty(blocks.shape, integers(kind))
     for at in few(blocks):
         chosen[at] = find(transposed(blocks[at]), at).T
@@ -83,19 +83,19 @@ def codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) ->
 
 
 def integers(kind: str) -> np.dtype[Any]:
-    """Numpy's type of fields of an integer type."""
+    """Numpy's dtype of fields of an integer type."""
     return torch.empty(0, dtype=torch_dtype(kind), device="cpu").numpy().dtype
 
 
 def field(values: NDArray[Any], kind: str, weight: Tensor, columns: int = 1) -> Tensor:
-    """Values of all blocks as the field that has one for every `columns` columns of the weight."""
+    """Values of all blocks as the field with one per `columns` columns of the weight."""
     n, k = weight.shape
     tensor = torch.from_numpy(np.ascontiguousarray(values, integers(kind)))
     return tensor.reshape(n, -1)[:, :-(-k // columns)].contiguous().to(weight.device)
 
 
 def ends(kind: str, offset: int = 0) -> tuple[int, int]:
-    """The least and the largest value of an integer type, less an offset."""
+    """The least and largest value of an integer type, minus an offset."""
     number_type = number(kind)
     assert number_type is not None
     return number_type.low - offset, number_type.high - offset

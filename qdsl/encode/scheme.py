@@ -12,9 +12,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def scheme(function: _Function) -> _Function:
-    """The function itself, after a check that its arguments are the roles and options of the scheme of its name.
+    """Returns the function, after checking that its arguments match the scheme of its name.
 
-    Raises TypeError where they are not, KeyError where there is no such scheme.
+    Raises TypeError if they do not, KeyError if there is no such scheme.
     """
     needed, allowed = SCHEMES[function.__name__].arguments
     arguments = set(inspect.signature(function).parameters) - {"weight"}

@@ -1,1 +1,1 @@
-"""What differs between operating systems and machines; nothing here is about formats."""
+"""Everything that differs between operating systems and machines; knows no formats."""

@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all, and never in place of an input.
+"""Writes files atomically, and never over an input.
 
-They are written under a temporary name in the same folder, flushed, then renamed.
+A file is written under a temporary name in the same folder, flushed, then renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import qdsl
 from qdsl.host import system
 
-JOURNAL = ".journal"                                             # what is whole of a file that an interrupted process continues
+JOURNAL = ".journal"                                             # what is complete in an interrupted file
 
 
 def cache_folder() -> Path:
@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 @cache
 def is_writable(folder: Path) -> bool:
-    """Whether a folder, or the nearest one above it that exists, takes new files; Windows does not tell that otherwise."""
+    """Whether a folder, or its nearest existing parent, takes new files; Windows offers no other test."""
     import tempfile
 
     nearest = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
@@ -50,7 +50,7 @@ def is_writable(folder: Path) -> bool:
 
 @cache
 def _temporary_cache(folder: Path) -> Path:
-    """A cache that only this user can enter and that ends with the process: what lies there is run."""
+    """A cache folder that only this user can enter and that ends with the process, because its files are executed."""
     import tempfile
 
     temporary = Path(tempfile.mkdtemp(prefix="qdsl-"))
@@ -61,12 +61,12 @@ def _temporary_cache(folder: Path) -> Path:
 
 
 def digest(*values: Any) -> str:
-    """The SHA-256 of this version of qdsl and of plain data that the bytes of an output depend on."""
+    """The SHA-256 of this version of qdsl and of plain data that determine the bytes of an output."""
     return hashlib.sha256(json.dumps([qdsl.__version__, *values], sort_keys=True).encode()).hexdigest()
 
 
 def identity(path: Path) -> list[Any]:
-    """A file's name, size, time of its last change, and a digest of its first MiB, which tell a changed input."""
+    """A file's name, size, modification time, and a digest of its first MiB, to notice changes of inputs."""
     with naming(path), open(path, "rb") as file:
         status = os.fstat(file.fileno())
         return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(1 << 20)).hexdigest()]
@@ -74,7 +74,7 @@ def identity(path: Path) -> list[Any]:
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of the system that name no file, as those of reads and writes, name this one."""
+    """Adds this file name to system errors that name no file, such as those of reads and writes."""
     try:
         yield
     except OSError as error:
@@ -95,14 +95,14 @@ def read_chunks(path: Path, start: int, nbytes: int) -> Iterator[bytes]:
 
 
 def check_unchanged(inputs: Mapping[Path, list[Any]]) -> None:
-    """Raise InputError where a file is gone, or another than when it was read.  inputs: the `identity` of each file then."""
+    """Raises InputError if a file is missing or has changed.  inputs: the `identity` of each file when it was read."""
     for path, before in inputs.items():
         if not path.is_file() or identity(path) != before:
             raise InputError(f"{path} changed while it was read; run the same command again")
 
 
 def make_cache_folder(path: Path) -> None:
-    """Make a folder below the cache folder, which others may not enter: what lies there is run."""
+    """Make a folder below the cache folder that others cannot enter, because its files are executed."""
     cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -112,13 +112,13 @@ class InputError(OSError):
 
 
 class OutputError(OSError):
-    """An output that would destroy an input or another file, or that is no regular file."""
+    """An output that would destroy an input or another file, or that is not a regular file."""
 
 
 def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], force: bool = True) -> None:
-    """Raise OutputError where `out` is an input, links to one, lies inside of an input folder, or is a folder that holds one.
+    """Raises OutputError if `out` is an input, links to one, lies in an input folder, or is a folder that contains an input.
 
-    force: whether a file that exists already is replaced; without it, that raises OutputError, too.
+    force: an existing file may be replaced; without it, that raises OutputError too.
     """
     target = Path(os.path.realpath(out))
     if os.fspath(out) == "-":
@@ -140,12 +140,12 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    """Whether two paths lead to one file or folder, as Model and model do where names have no case."""
+    """Whether two paths lead to one file or folder, such as Model and model on file systems that ignore case."""
     return a == b or (a.exists() and b.exists() and a.samefile(b))
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a file to be written, after its links.  Raises OutputError where a device, a pipe or a folder is there."""
+    """The path of a file to write, with links resolved.  Raises OutputError for a device, a pipe or a folder."""
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
         raise OutputError(f"{path} cannot be written: it is no regular file")
@@ -154,12 +154,11 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, and is removed when the block fails.  Folders are created.
+    """A new file that replaces `path` when the block ends, and is removed if the block fails.  Folders are created.
 
-    It lies hidden in the same folder until it is on disk.  A process that is killed leaves it there as `.qdsl-*.part`; the next
-    one that writes the same file removes it.  Links are followed, and the mode of a file that is replaced stays.
-    key: with it, an interrupted file stays, and the next call with the same key gets it with its old bytes.
-    Raises OutputError where another process writes the file with this key.
+    It is hidden in the same folder until it is on disk.  A killed process leaves `.qdsl-*.part`, which the next writer of the
+    same file removes.  Links are followed, and the mode of a replaced file stays.  key: keep an interrupted file; the next call
+    with the same key continues with its bytes.  Raises OutputError if another process writes the file with this key.
     """
     target = regular_file(path)
     prefix = f".qdsl-{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:12]}-"
@@ -184,7 +183,7 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
 
 
 def _open_locked(part: Path) -> BinaryIO:
-    """A file to write, new or continued, locked for this process.  Raises OutputError where another process has it."""
+    """A file to write, new or continued, locked for this process.  Raises OutputError if another process has locked it."""
     file = open(part, "r+b", opener=lambda path, _: system.open_new(path))  # noqa: SIM115
     if system.lock(file.fileno()) is False or not part.exists() or not os.path.samestat(os.fstat(file.fileno()), part.stat()):
         file.close()
@@ -193,24 +192,24 @@ def _open_locked(part: Path) -> BinaryIO:
 
 
 def journal_of(part: Path) -> Path:
-    """The file that says what of an unfinished file is whole; it goes with that."""
+    """The path of the journal with the complete parts of an unfinished file; it is removed with the file."""
     return part.with_name(part.name + JOURNAL)
 
 
 def _remove_part(part: Path) -> None:
-    """Remove an unfinished file, after the journal that says what of it is whole."""
+    """Remove an unfinished file, after its journal."""
     journal_of(part).unlink(missing_ok=True)
     part.unlink(missing_ok=True)
 
 
 def _remove_abandoned(folder: Path, prefix: str, continued: Path) -> None:
-    """Remove unfinished files that no living process has open for writing, other than the one that is continued."""
+    """Remove unfinished files that no living process has open for writing, except the one to continue."""
     for part in folder.glob(f"{prefix}*.part"):
         if part == continued:
             continue
         try:
             descriptor = os.open(part, os.O_RDONLY)
-        except OSError:                                          # another process removed it, or may read it alone
+        except OSError:                                          # another process removed it, or has exclusive access
             continue
         try:
             if system.lock(descriptor):
@@ -220,7 +219,7 @@ def _remove_abandoned(folder: Path, prefix: str, continued: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Names that are new in a folder reach the disk."""
+    """Flush new names in a folder to disk."""
     folder = system.open_folder(path)
     if folder is not None:
         try:
@@ -231,9 +230,9 @@ def flush_folder(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Lock a folder for this process, or for those that share it; the lock of a killed process ends with it.
+    """Lock a folder for this process, or shared; the lock ends with its process.
 
-    Without effect where folders have no locks.  Raises BlockingIOError where another process has it, FileNotFoundError.
+    Does nothing if folders have no locks.  Raises BlockingIOError if another process has locked it, FileNotFoundError.
     """
     descriptor = system.open_folder(folder)
     if descriptor is None:
@@ -248,6 +247,6 @@ def locked(folder: Path, shared: bool = False) -> Iterator[None]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a small text file in UTF-8, whole or not at all."""
+    """Write a small text file in UTF-8, atomically."""
     with replacing(path) as file:
         file.write(text.encode())

@@ -1,10 +1,10 @@
-"""Compiles C with the compiler of this machine, once, and keeps the libraries in the cache folder for all processes.
+"""Compiles C with this machine's compiler, once, and keeps the libraries in the cache folder for all processes.
 
-A library's file is named by a digest of its source, of the compiler and of its options.  Only files that this user alone can
-write are loaded, and only whole ones: their own digest stands behind their last byte.
+A library's file name is a digest of its source, the compiler and its options.  Only complete files that no other user can write
+are loaded: a file ends with its own digest.
 
-QDSL_CPU_COMPILE says what is compiled: 'auto', the default, what gains by it; 'always' products of small weights too; 'never'
-nothing.
+QDSL_CPU_COMPILE selects what is compiled: 'auto', the default, code that gains from it; 'always', also products of small weights;
+'never', nothing.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from pathlib import Path
 from qdsl.host.files import cache_folder, make_cache_folder
 from qdsl.host.system import processor_flags, replace
 
-# A contracted multiply-add would skip a rounding that the formula has.
+# A fused multiply-add would skip a rounding of the formula.
 OPTIONS = ("-std=gnu11", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fPIC", "-shared",
            "-w")
 SETTING, CHOICES = "QDSL_CPU_COMPILE", ("auto", "always", "never")
-SECONDS = 120                                                    # after which the compiler is stopped
+SECONDS = 120                                                    # time limit of the compiler
 _compiling = threading.Lock()
 
 
 class NoCompiler(Exception):
-    """This machine has no C compiler, or its compiler fails."""
+    """This machine has no C compiler, or its compiler failed."""
 
 
 class UnsafeCache(Exception):
-    """A file of the cache, or its folder, can be written by others."""
+    """Other users can write a file of the cache, or its folder."""
 
 
 _chosen = ""
 
 
 def choose(choice: str) -> None:
-    """Make one of CHOICES the setting of this process, whatever QDSL_CPU_COMPILE says."""
+    """Use one of CHOICES in this process, instead of QDSL_CPU_COMPILE."""
     global _chosen
     _chosen = choice
 
 
 def setting() -> str:
-    """What `choose` was last called with, else QDSL_CPU_COMPILE, which may be no choice."""
+    """The choice of the last call of `choose`, else QDSL_CPU_COMPILE, which may be invalid."""
     return _chosen or os.environ.get(SETTING, CHOICES[0])
 
 
@@ -100,7 +100,7 @@ def load(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 
 def _check_owner(path: Path) -> os.stat_result:
-    """The status of a file or folder that this user alone can write; raises UnsafeCache, and FileNotFoundError."""
+    """The status of a file or folder that only this user can write; raises UnsafeCache, and FileNotFoundError."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         raise UnsafeCache(f"{path} is a link")
@@ -110,7 +110,7 @@ def _check_owner(path: Path) -> os.stat_result:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library is there, with its digest behind it.  Raises UnsafeCache."""
+    """Whether a library exists and ends with its digest.  Raises UnsafeCache."""
     try:
         if not stat.S_ISREG(_check_owner(path).st_mode):
             raise UnsafeCache(f"{path} is no file")
@@ -121,7 +121,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
-    """Write the library of C source to a path, whole or not at all: two processes at once write the same."""
+    """Compile C source to a library at a path, atomically: parallel processes write the same bytes."""
     with tempfile.TemporaryDirectory(prefix=".compile-", dir=path.parent) as folder:
         library = Path(folder) / "library.so"
         try:

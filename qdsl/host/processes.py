@@ -1,6 +1,6 @@
 """Runs tasks in worker processes and yields their results in the order of the tasks.
 
-A process imports the module of the function that it runs, and no more: light work starts in a tenth of a second.
+A process imports only the module of the function that it runs, so that light work starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Result = TypeVar("Result")
 
 def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, start: Callable[..., None] | None = None,
             arguments: tuple[Any, ...] = (), ahead: int | None = None) -> Generator[Result, None, None]:
-    """work(task) for each task, in `jobs` processes that are `ahead` tasks, or a few, ahead of the result that is asked for.
+    """work(task) for each task, in `jobs` processes that work `ahead` tasks, or a few, ahead of the requested result.
 
-    start: what a process calls first, with `arguments`.  One job needs no process, and `start` is called in this one.
-    Raises what `work` raises, and ChildProcessError where a process ended by itself.
+    start: a function that each process calls first, with `arguments`.  A single job runs in this process, which calls `start`.
+    Raises what `work` raises, and ChildProcessError if a process ended by itself.
     """
     if jobs <= 1:
         if start is not None:
@@ -45,7 +45,7 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
     except BrokenExecutor:
         why = "for want of memory, or because a file that it read was cut"
         raise ChildProcessError(f"a process ended before its work was done, perhaps {why}") from None
-    except BaseException:                                        # an interrupt does not wait for work that nobody will read
+    except BaseException:                                        # after an interrupt, do not wait for unread results
         for process in list((pool._processes or {}).values()):
             process.terminate()
         raise
@@ -54,14 +54,14 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
 
 
 def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the process that asked hears of it, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the parent handles it, and ends this process
     Thread(target=_end_with_parent, daemon=True).start()
     if start is not None:
         start(*arguments)
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the parent ends, also when the parent was killed."""
+    """Ends this process when the parent ends, even if it was killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -69,10 +69,10 @@ def _end_with_parent() -> None:
 
 
 def needed(nbytes: int) -> int:
-    """Bytes of memory of a process with torch, for matrices of so many that are held together."""
-    return 5 * nbytes // 2 + 160_000_000                         # torch's own, beside the libraries that processes share
+    """Memory of a process with torch, in bytes, for matrices of `nbytes` that are in memory together."""
+    return 5 * nbytes // 2 + 160_000_000                         # torch's own memory, besides shared libraries
 
 
 def affordable(nbytes: int) -> int:
-    """As many processes as there are processors, and memory where each holds so many bytes; one at least."""
+    """The number of processes that processors and memory allow if each needs `nbytes`; at least one."""
     return max(1, min(system.processors(), system.free_memory() // max(1, nbytes)))

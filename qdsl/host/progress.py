@@ -1,4 +1,4 @@
-"""A line on a terminal that says how far a work is, how fast, and how long it will take."""
+"""Shows a line of progress, speed and remaining time on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLEAR = "\r\x1b[K"
 
 @contextmanager
 def progress(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """What a work tells how many units are done, and of what; it writes to stderr where that is a terminal, nothing elsewhere."""
+    """A callback for the number of completed units and their description; writes to stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, name: None
         return

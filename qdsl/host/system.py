@@ -1,7 +1,7 @@
 """Every difference between Linux, macOS and Windows that qdsl depends on: locks, disk space, memory, processors, signals.
 
-Other modules call these functions and do not ask which system they run on.  A function asks for the feature, not for the
-system's name, so that removing the feature tests the branch.
+Other modules call these functions instead of testing for a system.  A function tests for the feature, not for the system's name,
+so that removing the feature tests the branch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import BinaryIO
 if sys.byteorder != "little":
     raise ImportError("qdsl reads and writes little-endian bytes in place, and this machine is big-endian")
 
-LOCKED_BYTE = 1 << 43                                            # beyond the end of any file: Windows locks bytes, not files
+LOCKED_BYTE = 1 << 43                                            # beyond the end of any file: Windows locks bytes
 UNLIMITED = 1 << 62
 
 
 def name() -> str:
-    """The operating system's name: Linux, macOS, Windows, or what Python calls another one."""
+    """The operating system's name: Linux, macOS, Windows, or Python's name for it."""
     return {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
 
 
@@ -66,7 +66,7 @@ def _lock_byte(file: int) -> bool | None:
 
 
 def open_folder(path: Path) -> int | None:
-    """A descriptor of a folder, for its lock and for fsync; None on Windows, which opens no folders."""
+    """A descriptor of a folder, for locking and fsync; None on Windows, which cannot open folders."""
     return None if not hasattr(os, "O_DIRECTORY") else os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -76,13 +76,13 @@ def open_new(path: str) -> int:
 
 
 def copy_mode(source: Path, file: BinaryIO) -> None:
-    """Give an open file the permissions of another, where files have them."""
+    """Give an open file the permissions of another, if files have permissions."""
     if hasattr(os, "fchmod"):
         os.fchmod(file.fileno(), stat.S_IMODE(source.stat().st_mode))
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file over another.  Raises PermissionError with the reason where Windows has the target open or mapped."""
+    """Rename a file over another.  Raises PermissionError with the reason if Windows has the target open or mapped."""
     try:
         os.replace(source, target)
     except PermissionError as error:
@@ -104,7 +104,7 @@ def allocate(file: BinaryIO, nbytes: int) -> None:
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
-    """The whole file as memory, copy on write: torch wants writable memory, and a write to a read-only map would be a crash."""
+    """The whole file as memory, copy on write: torch needs writable memory, and writes to a read-only map would crash."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     # NORESERVE: the file may be larger than the memory.
@@ -113,14 +113,14 @@ def map_file(file: BinaryIO) -> mmap.mmap:
 
 
 def stop_blocking(pipe: int) -> None:
-    """Writes to a full pipe fail at once; Windows has that from Python 3.12 on, and does not need it for signals."""
+    """Make writes to a full pipe fail at once; Windows supports that from Python 3.12 on, and does not need it for signals."""
     if hasattr(os, "set_blocking"):
         os.set_blocking(pipe, False)
 
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C waits; processes that start meanwhile inherit that, and print nothing of an interrupt while they import."""
+    """Delays Ctrl-C; processes that start meanwhile inherit that, and print nothing if interrupted during imports."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -132,18 +132,18 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def block_interrupts() -> None:
-    """This thread receives no SIGINT from now on, where threads have masks."""
+    """Block SIGINT in this thread from now on, if threads have signal masks."""
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
 def processors() -> int:
-    """How many processors this process may use, at least 1."""
+    """The number of processors that this process may use, at least 1."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_flags() -> frozenset[str]:
-    """What the first processor can do, in Linux's words; empty on other systems."""
+    """The features of the first processor, by Linux's names; empty on other systems."""
     try:
         return frozenset(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
     except OSError:
@@ -151,9 +151,9 @@ def processor_flags() -> frozenset[str]:
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process may still take: free ones of the machine, or its own or the container's limit if less.
+    """Bytes of memory that this process may still use: the machine's free memory, or the process or container limit if less.
 
-    Half of the machine's memory where the system does not tell how much is free, UNLIMITED where it tells nothing.
+    Half of the machine's memory if the system does not report free memory, UNLIMITED if it reports nothing.
     """
     limits = [UNLIMITED]
     try:
@@ -161,7 +161,7 @@ def free_memory() -> int:
         limits.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
     except (OSError, ValueError, StopIteration):
         limits.append(_windows_memory() or _machine_memory() // 2)
-    with suppress(OSError, ValueError):                          # 'max' where there is no limit
+    with suppress(OSError, ValueError):                          # 'max' means no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     with suppress(ImportError, AttributeError):                  # Windows
         import resource
@@ -172,7 +172,7 @@ def free_memory() -> int:
 
 
 def _windows_memory() -> int:
-    """Bytes of free memory as Windows tells; 0 elsewhere."""
+    """Bytes of free memory on Windows; 0 elsewhere."""
     import ctypes
 
     # MEMORYSTATUSEX: its length and the load in percent, then seven sizes, of which the second is free memory.
@@ -182,14 +182,14 @@ def _windows_memory() -> int:
 
 
 def _machine_memory() -> int:
-    """Bytes of memory of the machine; twice UNLIMITED where the system does not tell."""
+    """Bytes of memory of the machine; twice UNLIMITED if the system does not report it."""
     with suppress(AttributeError, OSError, ValueError):          # macOS
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 2 * UNLIMITED
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory, mapped files included; 0 where the system does not tell."""
+    """Bytes of this process in memory, including mapped files; 0 if the system does not report them."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
