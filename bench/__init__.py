@@ -1,1 +1,1 @@
-"""What the project promises to be fast or short, measured: `python -m bench`."""
+"""Measures the project's goals for speed and length: `python -m bench`."""

@@ -1,7 +1,7 @@
-"""Instructions of paged attention per cached byte: of the kernel that a format completes, and of one written by hand.
+"""Counts instructions of paged attention per cached byte, for kernels derived from a format and a hand-written kernel.
 
-`python -m bench.attention` prints SASS instructions of the loop: of the derived kernel as it is launched, and the fewest of the
-one by hand over several tiles.
+`python -m bench.attention` prints SASS instructions of the loop: of the derived kernel as launched, and of the hand-written one
+with its best tile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A paged decode attention written by hand for one layout, as the yardstick of kernels that are derived from a spec.
+"""A paged decode attention kernel written by hand for one layout, as the reference for kernels derived from a spec.
 
-int8 or E4M3 codes, [blocks, heads, block, D], with a float32 scale per token and head, [blocks, heads, block].  It is what
-serving engines write: a program per sequence, key head and part of the sequence; the heads of a group share loaded keys; two
-tl.dot; online softmax.  Scales meet scores and probabilities, and E4M3 becomes float16.
+Codes are int8 or E4M3, [blocks, heads, block, D], with a float32 scale per token and head, [blocks, heads, block].  The kernel is
+what serving engines write: a program per sequence, key head and part of the sequence; the heads of a group share loaded keys; two
+tl.dot; online softmax.  Scales multiply scores and probabilities, and E4M3 becomes float16.
 """
 
 from qdsl.runtime.gpu.triton import tl, triton

@@ -1,8 +1,8 @@
-"""How much of a GPU's bandwidth x @ w.T of one row of x uses, for every format: `python -m bench.bandwidth [--gpu h200]`.
+"""The share of a GPU's bandwidth that x @ w.T reaches for one row of x, per format: `python -m bench.bandwidth [--gpu h200]`.
 
-Nothing is timed: seconds are modelled (qdsl/runtime/gpu/costs.py).  100 % is the bandwidth that a copy reaches.  The best storage
-of a format is that of the largest of SHAPES, and x is in bfloat16.  A launch that waited for memory alone would reach `most`, for
-it has to start.  `limit` is what the kernel would reach if it waited for nothing but what bounds it.
+Nothing is timed: seconds are modelled (qdsl/runtime/gpu/costs.py).  100 % is the bandwidth of a plain copy.  The best storage of
+a format is chosen for the largest of SHAPES, and x is in bfloat16.  `most` is the share of a launch that only waits for memory,
+below 100 % because a launch has to start.  `limit` is the share if the kernel waited only for its bottleneck.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BOUNDS = {"memory": "memory", "busy": "instructions", "chain": "latency", "cache
 
 
 class Part(NamedTuple):
-    """Of a weight of one shape: parts of the bandwidth, reached and at most; what bounds the kernel, and its limit by that."""
+    """For a weight of one shape: shares of the bandwidth, modelled and at most; the kernel's bottleneck, and the limit by it."""
 
     reached: float
     most: float
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a storage reaches: of SHAPES in order the parts of the bandwidth, and the kernel for the last."""
+    """The results of a storage: shares of the bandwidth for SHAPES in order, and the kernel for the last."""
 
     format: str
     storage: str

@@ -1,7 +1,7 @@
-"""What a GPU does to decode a weight in one code or another: counts of kernels compiled for sm_90, and lower bounds of times.
+"""The GPU's work to decode a weight in various codes: instruction counts for sm_90, and lower bounds of times.
 
-Lookups of a warp go to 32 entries of a table.  The L1 cache serves one line of 128 bytes in a cycle, so that a lookup takes as
-many cycles as lines are met.  The project's predictor leaves these cycles out (analyze/predict.py).
+A warp looks up 32 entries of a table at once.  The L1 cache serves one line of 128 bytes per cycle, so that a lookup takes as
+many cycles as it touches lines.  The project's predictor ignores these cycles (analyze/predict.py).
 """
 
 from __future__ import annotations

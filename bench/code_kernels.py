@@ -1,4 +1,4 @@
-"""Kernels that decode exponents by other codes than those that ship, for their counts alone (bench/codes.py)."""
+"""Kernels that decode exponents by codes that do not ship, only for their instruction counts (bench/codes.py)."""
 
 from qdsl.codecs import pairs
 from qdsl.codecs.huffman_lanes.kernels import begun, turn

@@ -1,4 +1,4 @@
-"""Codes for the exponents of bfloat16 weights: bits per weight of those that ship and of others, and what a GPU does for each.
+"""Compares codes for the exponents of bfloat16 weights, shipped and others: bits per weight, and the GPU's work to decode them.
 
 `python -m bench.codes [FILE.safetensors ...]` prints bits of normal weights and of the matrices of files.  `--kernels` also
 compiles decoders for sm_90 and counts their instructions.  It bounds their time on an H200 by issue slots and pipes, the L1 cache

@@ -1,4 +1,4 @@
-"""The command line: whole processes, from the start of Python to its end."""
+"""Times the command line: whole processes, from the start of Python to its end."""
 
 from __future__ import annotations
 

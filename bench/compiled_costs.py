@@ -1,7 +1,8 @@
-"""Costs of kernels as their compiler's instructions give them, kept in a file, because compiling one takes seconds.
+"""Costs of compiled kernels by their instructions, cached in a file because compiling one takes seconds.
 
-A kernel's key is all that decides its instructions: the source of its functions and of those that they call, without comments,
-the types and constants of the launch, the architecture, and Triton's version.  The file's name tells the source of what counts.
+A kernel's key covers everything that determines its instructions: the source of its functions and of their callees, without
+comments, the types and constants of the launch, the architecture, and Triton's version.  The file's name is a digest of the
+modules that count.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from qdsl.runtime.gpu.triton import triton
 
 X = torch.bfloat16
 COUNTING = (compiling, sass, registers, strides, pipes, chains, counts, inspect.getmodule(cost))   # modules that decide a count
-UNROLLED = 16                                                    # trips of a program up to which they bound how far it unrolls
+UNROLLED = 16                                                    # iterations up to which their number limits unrolling
 
 
 class NotCounted(LookupError):
-    """A kernel that the file lacks."""
+    """The file lacks this kernel, and it may not be compiled."""
 
 
 class Counted(NamedTuple):
-    """A compiled kernel's cost, and its instructions that move registers to or from local memory.  refused: why it has none."""
+    """A compiled kernel's cost, and its register spill instructions.  refused: why it has no cost."""
 
     cost: Cost | None
     spills: int = 0
@@ -49,10 +50,10 @@ class Counted(NamedTuple):
 
 
 class CompiledCosts:
-    """Costs of candidates' kernels, from a file or the compiler.
+    """Costs of candidates' kernels, from the file or the compiler.
 
-    compiles: whether kernels that the file lacks are compiled, and added to it.  fresh: how many that were.
-    used: keys of kernels that were asked for.
+    compiles: whether to compile kernels that the file lacks, and add them to it.  fresh: the number of compiled ones.  used: keys
+    of requested kernels.
     """
 
     def __init__(self, file: Path | None = None, compiles: bool = True) -> None:
@@ -62,10 +63,9 @@ class CompiledCosts:
         self._kernels = dict(_rows(self.file))
 
     def counted(self, packed: PackedWeight, candidate: Candidate, m: int, arch: str) -> Counted | None:
-        """The kernel of a candidate for m rows of x; None where the launch does not say what its loops do, as DF11's.
+        """The kernel of a candidate for m rows of x; None if the launch does not state its iterations, as for DF11.
 
-        Where programs share K, it is the kernel of one whose programs do not: what is added up after the loop has a term of
-        its own in the model.
+        If programs share K, the kernel without split K is counted: the model has a separate term for adding partial sums.
         """
         call = _call(packed, candidate, m)
         if call is None:
@@ -85,22 +85,22 @@ class CompiledCosts:
 
     def _append(self, key: str, counted: Counted) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as file:     # a line at once, so that processes may share the file
+        with self.file.open("a", encoding="utf-8") as file:     # a line at a time, so that processes may share the file
             file.write(line(key, counted) + "\n")
 
     def lines(self) -> list[str]:
-        """The kernels that were asked for, as the file holds them."""
+        """The requested kernels, in the format of the file."""
         return [line(key, self._kernels[key]) for key in sorted(self.used)]
 
 
 def line(key: str, counted: Counted) -> str:
-    """A kernel as a file holds it, cycles rounded to hundredths."""
+    """A kernel as a line of the file, with cycles rounded to hundredths."""
     values = None if counted.cost is None else [round(value, 2) for value in astuple(counted.cost)]
     return json.dumps([key, values, counted.spills, counted.refused], separators=(",", ":"))
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Counted]]:
-    """What a file holds; a line that was cut off is left out."""
+    """The kernels in a file; incomplete lines are skipped."""
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         try:
             key, values, spills, refused = json.loads(line)
@@ -110,7 +110,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Counted]]:
 
 
 def _call(packed: PackedWeight, candidate: Candidate, m: int) -> Call | None:
-    """The launch of a candidate with one program for all of K; None where it is none, or does not say its weights."""
+    """The launch of a candidate without split K; None if it is not one launch, or does not state its weights."""
     n, k = packed.shape
     if candidate.kind == "decode":
         calls = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
@@ -133,7 +133,7 @@ def _counted(call: Call, arch: str) -> Counted:
 
 
 def kernel_key(call: Call, arch: str) -> str:
-    """A digest of all that decides a kernel's counts.  Raises AnalyzeError where Triton interprets."""
+    """A digest of everything that determines a kernel's counts.  Raises AnalyzeError if Triton interprets."""
     if not isinstance(call.kernel, triton.JITFunction):
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
     types, constants, hints = specialised(call)
@@ -144,7 +144,7 @@ def kernel_key(call: Call, arch: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A constant as its repr tells it from others: of a function its source."""
+    """A constant in a form whose repr identifies it; for a function a digest of its source."""
     if isinstance(value, dict):
         return [(key, _plain(part)) for key, part in sorted(value.items())]
     if isinstance(value, tuple | list):
@@ -154,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def source_digest(function: Any) -> str:
-    """A digest of a kernel's function and of all that it calls or reads, without comments and docstrings."""
+    """A digest of a kernel's function and of everything that it calls or reads, without comments and docstrings."""
     parts: list[str] = []
     _collect(function, parts, set())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -178,7 +178,7 @@ def _collect(function: Any, parts: list[str], seen: set[int]) -> None:
 
 
 def _resolved(node: ast.AST, scope: dict[str, Any]) -> Any:
-    """The global that a name or an attribute of a module stands for; None where it is none."""
+    """The global that a name, or an attribute of a module, refers to; None if it is not one."""
     if isinstance(node, ast.Name):
         return scope.get(node.id)
     if isinstance(node, ast.Attribute) and isinstance(base := _resolved(node.value, scope), ModuleType):

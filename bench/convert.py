@@ -1,4 +1,4 @@
-"""Changes of storage on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second.  Goals are in bench/families.py."""
+"""Times changes of storage on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second.  Goals: bench/families.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`python -m bench.costs`: compile the kernels of all formats and count them, for qdsl/runtime/gpu/costs.json.
+"""`python -m bench.costs`: compile the kernels of all formats and count their instructions, for qdsl/runtime/gpu/costs.json.
 
-Nothing is run, and no GPU is needed.  Three hours on one core; what the file has already is kept unless --anew.
+Runs nothing, and needs no GPU.  Takes three hours on one core; existing entries of the file are kept unless --anew.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
-SHAPE = (4096, 8192)                                             # several trips of every loop
+SHAPE = (4096, 8192)                                             # several iterations of every loop
 ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "gfx942")
 META, X = torch.device("meta"), torch.bfloat16
 
 
 def weights(only: str = "") -> Iterator[PackedWeight]:
-    """A weight of every storage of every format that ships, with the default of parameters that choose no kernels.
+    """A weight of every storage of every shipped format, with defaults for parameters that do not change kernels.
 
-    only: formats whose name begins so.
+    only: prefix of the format's name.
     """
     for path in sorted(places.specs().glob(f"{only}*.yaml")):
         form = importlib.import_module(f"qdsl.generated.{path.stem}").FORMAT
@@ -50,7 +50,7 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
 
 
 def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
-    """The launches whose counts the table has, by costs.config_key."""
+    """The launches to count for the table, by costs.config_key."""
     n, k = packed.shape
     wide = torch.empty(1, k, dtype=torch.float32, device="meta")
     out = wide.new_empty(1, n)
@@ -58,7 +58,7 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
     decode = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch)
     with configure.assumed(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
-        if len(plain) == 1:                                      # the kernel for any x, which other types are launched with here
+        if len(plain) == 1:                                      # the kernel for any x; other dtypes use it too
             yield costs.config_key("matvec"), _narrowed(plain[0], (wide, out))
         if len(decode) == 1:
             yield costs.config_key("dequantize"), decode[0]
@@ -73,7 +73,7 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
 
 
 def _gemm_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
-    """The launches of `gemm`, in each tile by rule, then in the small one."""
+    """The launches of `gemm`: in each default tile, then in the small one."""
     for rows, tile in ((16, 0), (64, 0), (configure.SMALL, configure.SMALL)) if configure.has_gemm(X, META) else ():
         if (config := configure.gemm(packed, rows, 1, META, tile)) is not None:
             x, out = _x(rows, packed.shape[1]), _x(rows, packed.shape[0])
@@ -82,7 +82,7 @@ def _gemm_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
 
 
 def is_wanted(key: str, entry: Mapping[str, Sequence[float]]) -> bool:
-    """Whether a kernel is counted, next to the counts of the storage's others: the small tile of `gemm` where they spill."""
+    """Whether to count a kernel, given the counts of the storage's others: the small tile of `gemm` only if those spill."""
     return key != costs.config_key("gemm", columns=configure.SMALL) or any(
         len(row) > 11 and row[11] for other, row in entry.items() if other.startswith("gemm") and other != key)
 
@@ -96,12 +96,12 @@ def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
             if kind in plan.kinds(packed, rows, X, META):
                 candidate = costs.Candidate(kind, config)
                 for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
-                    if call.kernel is not scale_columns:         # which reads no weight
+                    if call.kernel is not scale_columns:         # scale_columns reads no weight
                         yield costs.config_key(kind, *costs.configuration(config)), call
 
 
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
-    """Configurations of a kernel for matrix units; others of as many warps follow from these."""
+    """Launch configurations of a matrix-unit kernel to count; counts of other numbers of warps follow from these."""
     if kind != "tile_gemm":
         for rows in ({}, {"BM": 16}) if kind == "skinny" else ({},):
             yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True, **rows} for r in (1, 2))
@@ -116,16 +116,16 @@ def _x(rows: int, columns: int) -> torch.Tensor:
 
 
 def _narrowed(call: Call, floats: tuple[torch.Tensor, ...]) -> Call:
-    """A launch with these of its arguments, x and out, in type X."""
+    """A launch with its arguments x and out in dtype X."""
     return replace(call, arguments=tuple(
         value.to(X) if isinstance(value, torch.Tensor) and any(value is one for one in floats) else value
         for value in call.arguments))
 
 
 def row(call: Call, arch: str) -> list[float]:
-    """The fields of a Cost, rounded; rows only of a `dequantize` that has a loop, and spills where there are any.
+    """The fields of a Cost, rounded; rows only for a `dequantize` kernel with a loop, and spills only if there are any.
 
-    Raises AnalyzeError for `skinny` with 16 rows of x, or `tile_gemm` with 64, that spills: plans need counts to take these.
+    Raises AnalyzeError if `skinny` with 16 rows of x, or `tile_gemm` with 64, spills: plans only use these with counts.
     """
     counts = report(call, arch)
     if counts.spills and call.constants.get("BM", 8) == {"skinny": 16, "tile_gemm": 64}.get(call.family):
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def text(kernels: dict[str, dict[str, dict[str, list[float]]]]) -> str:
-    """The file: a storage in a line, so that a change of one is seen."""
+    """The text of the file, with one storage per line so that diffs are readable."""
     archs = []
     for arch in sorted(kernels):
         lines = [f"    {json.dumps(storage)}: {json.dumps(_short(kernels[arch][storage]), separators=(',', ':'))}"

@@ -1,7 +1,7 @@
-"""dequantize to float32 on one thread, by compiled loops or torch; GB/s are 1e9 bytes of float32 output per second.
+"""Times dequantize to float32 on one thread, by compiled loops or torch; GB/s are 1e9 bytes of float32 output per second.
 
-A fresh output is allocated by the call, whose time then includes the page faults; `out=` writes over the same memory at
-every call.  gguf-py always allocates, so both are compared with that.
+A new output is allocated by the call, whose time then includes page faults; `out=` reuses the same memory.  gguf-py always
+allocates, so both variants are compared with it.
 """
 
 from __future__ import annotations

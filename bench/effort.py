@@ -1,4 +1,4 @@
-"""What a format costs its author: bench/w4.yaml is 4-bit codes with one scale per 32, written from scratch."""
+"""Measures the effort for a new format: bench/w4.yaml, 4-bit codes with one scale per 32, written from scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine that executes compiled kernels on a CPU, one core; compiling is not timed.
+"""Times the executor of compiled kernels on one CPU core, without compilation.
 
 Thread-instructions are instructions times the threads that execute them.
 """

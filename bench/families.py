@@ -1,6 +1,6 @@
-"""Families of checkpoints with two threads, as peers state their rates; MB/s are 1e6 bytes of the bfloat16 weight per second.
+"""Times conversions between checkpoint families on two threads, in the unit of other projects: 1e6 bytes of bfloat16 per second.
 
-Theirs were measured elsewhere: 160 for GPTQ's words turned over for XPU, 43 to 206 between other storages.
+Their rates were measured elsewhere: 160 MB/s for transposing GPTQ's words for XPU, 43 to 206 between other storages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A figure: what was measured, how often, and what the project promises about it."""
+"""A figure: its samples, and the project's goal for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`python -m bench.folders kill` and `python -m bench.folders memory`: whole checkpoints converted, with --format compressed
-and decompressed again, or with --quantize quantized, on a disk with room for them.
+"""Converts whole checkpoints, by `python -m bench.folders kill` and `python -m bench.folders memory`.
 
-kill: the work is killed at random moments and taken up again; every time the bytes must be those of one that was not.
-memory: what a process holds at most that no file could give back, with several processes.
+With --format they are compressed and decompressed, with --quantize quantized.  The disk needs room for them.  kill: kills the
+work at random moments and resumes it; the bytes must equal those of an uninterrupted run.  memory: the largest anonymous memory
+of a process, with several processes.
 """
 
 from __future__ import annotations

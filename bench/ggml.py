@@ -1,8 +1,8 @@
-"""x @ w.T of GGUF weights on a CPU, one thread, and quantizing to their types: this project's loops beside ggml's.
+"""Compares this project's CPU loops with ggml's on one thread: x @ w.T of GGUF weights, and quantizing to their types.
 
-ggml is the library that llama-cpp-python builds (`pip install 'qdsl-formats[ggml]'`); QDSL_GGML=FOLDER is another folder of
-its libraries.  ggml rounds x to 8 bits; `exact` keeps it, `int8` rounds it too.  Of ggml's layouts, as stored and interleaved for
-SIMD, the faster counts.
+ggml is the library that llama-cpp-python builds (`pip install 'qdsl-formats[ggml]'`); QDSL_GGML=FOLDER is another folder of its
+libraries.  ggml rounds x to 8 bits; `exact` keeps x, `int8` rounds it too.  The faster of ggml's layouts counts, stored or
+interleaved for SIMD.
 """
 
 from __future__ import annotations

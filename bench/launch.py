@@ -1,7 +1,7 @@
-"""What a product costs the host: `linear`, `Linear` and the registered operation, with a launcher that launches nothing.
+"""Times the host's part of a product: `linear`, `Linear` and the registered operation, with a launcher that launches nothing.
 
-Kernels are compiled for a GPU that need not be at hand.  Tensors are on the CPU, and what stands in for Triton's driver takes
-its launches, so that all that is timed is Python and torch.
+Kernels are compiled for a GPU that need not be present.  Tensors are on the CPU, and a stub of Triton's driver takes their
+launches, so that only Python and torch are timed.
 """
 
 from __future__ import annotations

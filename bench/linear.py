@@ -1,7 +1,7 @@
-"""x @ w.T on a CPU, x in bfloat16, two threads: compiled products, plain tiles, torch on the dense weight, gguf-py and matmul.
+"""Times x @ w.T on a CPU, x in bfloat16, two threads: compiled products, torch's tiles, dense torch, gguf-py with matmul.
 
-GB/s are 1e9 bytes of packed weight per second.  What is timed is a product with each of several copies of the weight, which
-together are larger than a cache, as the layers of a model are; a figure is the time of one of them.
+GB/s are 1e9 bytes of packed weight per second.  A sample multiplies by each of several copies of the weight, together larger than
+a cache, like the layers of a model; a figure is the time per copy.
 """
 
 from __future__ import annotations

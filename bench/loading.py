@@ -1,4 +1,4 @@
-"""Filling a model from a folder: CPU time to that of reading its files, peak memory, and what 8B parameters take."""
+"""Measures loading a model from a folder: CPU time relative to reading its files, peak memory, and time for 8B parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""bfloat16 without loss, on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second.
+"""Times lossless bfloat16 compression on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second.
 
-df11's encoder is timed beside that of the dfloat11 package, which makes the same bytes, where that is installed (`pip install
---no-deps dfloat11==0.5.0 dahuffman==0.4.2`); goals are 35 times a rate of it measured elsewhere.  It decodes on GPUs alone.
+df11's encoder is timed next to that of the dfloat11 package, which makes the same bytes, if that is installed (`pip install
+--no-deps dfloat11==0.5.0 dahuffman==0.4.2`).  Goals are 35 times a rate of it that was measured elsewhere; it decodes only on
+GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Packing of codes that are chosen already, one byte each, into the words of GPTQ and AWQ checkpoints.
+"""Times packing of codes, one byte each, into the words of GPTQ and AWQ checkpoints.
 
-MB/s are 1e6 bytes of the bfloat16 weight per second, as in the peers' figures, which were measured elsewhere, with two
-threads, and not here: 188 for gptqmodel's C++ extension, 86 for its Python path, 43 for autoawq.
+MB/s are 1e6 bytes of the bfloat16 weight per second, as in other projects' figures.  Those were measured elsewhere with two
+threads: 188 for gptqmodel's C++ extension, 86 for its Python path, 43 for autoawq.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`from_pretrained` of an FP8 folder of 0.4 billion weights: time to transformers' own path, and peak memory."""
+"""Times `from_pretrained` of an FP8 folder of 0.4 billion weights against transformers' own path, and measures peak memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantize on one thread: beside gguf-py from float32, where it has a quantizer, and as a rate."""
+"""Times quantizing on one thread: against gguf-py from float32, if it has a quantizer, and as a rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run printed and kept: the table, and a results file that says where and with what it was made."""
+"""The output of a run: a table, and a results file with the machine and the versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's part of a weight, cut for tensor parallelism, to reading that part's bytes from a file in the system's cache."""
+"""Times slicing a weight for tensor parallelism against reading the slice's bytes from a cached file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Timing sides in turn, A B A B ..., so that a machine whose speed drifts is equally slow for all of them.
+"""Times several sides alternately, A B A B ..., so that a drift of the machine's speed affects all of them equally.
 
-Every side is a process of its own with one thread: neither allocations nor thread pools of one reach the other.
+Every side is a separate process with one thread, so that sides share neither allocations nor thread pools.
 """
 
 from __future__ import annotations

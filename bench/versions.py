@@ -1,7 +1,7 @@
-"""Counts of the leading kernels on several releases of Triton: `python -m bench.versions FOLDER...`, a table in Markdown.
+"""Counts instructions of the leading kernels on several Triton releases: `python -m bench.versions FOLDER...`, in Markdown.
 
-FOLDER holds an unpacked Triton, as `pip install --no-deps --target FOLDER triton==3.8.0` makes it; without one the installed
-release is counted.  Needs no GPU, takes two minutes per release, and is no part of the tests.
+FOLDER holds an unpacked Triton, as made by `pip install --no-deps --target FOLDER triton==3.8.0`; without one the installed
+release is counted.  Needs no GPU, takes two minutes per release, and is not part of the tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A side in a process of its own: `python -m bench.worker MODULE:FUNCTION ARGUMENTS`, started by bench/timing.py.
+"""Runs a timed side in its own process: `python -m bench.worker MODULE:FUNCTION ARGUMENTS`, started by bench/timing.py.
 
 Prints a digest of the first result, then the seconds of one more call for every line that it reads.
 """

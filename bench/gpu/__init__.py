@@ -1,1 +1,1 @@
-"""`python -m bench.gpu`: on one GPU, in minutes: are the kernels right, what does the device do, how fast is it all."""
+"""`python -m bench.gpu`: checks kernels, measures the device and times products on one GPU, in minutes."""

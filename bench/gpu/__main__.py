@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: check, ask, time; stop by itself; keep what was found after every part."""
+"""`python -m bench.gpu`: runs checks, questions and timings within a time limit, and saves results after every part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kernels compiled ahead by processes that have no GPU, into the cache on disk in which the launcher looks first.
+"""Compiles kernels ahead in processes without a GPU, into the disk cache that Triton's launcher reads first.
 
-A process makes the same launches with tensors that have no data, and hands them to Triton's own launcher, which compiles what
-it would run: what it is specialised on, and with it the entry in the cache, is the same by construction.
+A process makes the same launches with tensors that have no data, and passes them to Triton's own launcher, which compiles what it
+would run.  So the specialisation, and with it the cache entry, is the same by construction.
 """
 
 from __future__ import annotations

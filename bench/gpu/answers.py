@@ -1,4 +1,4 @@
-"""What the design had to assume of the device, asked of it.  Numbers are measured; a sentence says what they come to."""
+"""Measures properties of the device that the design assumes; each answer has numbers and a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run ends by itself: each part has until a share of the whole time, and what does not fit is left out and named."""
+"""A time budget: each part of a run ends at a share of the total time, and skipped work is named."""
 
 from __future__ import annotations
 

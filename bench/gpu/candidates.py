@@ -1,4 +1,4 @@
-"""What every candidate of a product takes on this GPU, next to its modelled seconds: what the cost model is corrected by."""
+"""Times every candidate of a product on this GPU, next to its modelled seconds, to correct the cost model."""
 
 from __future__ import annotations
 

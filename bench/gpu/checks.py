@@ -1,4 +1,4 @@
-"""Are the kernels right on this device: every product against the torch reference in float64, and the same bits twice."""
+"""Checks the kernels on this device: every product against the torch reference in float64, and twice for equal bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of launches inside CUDA graphs, over enough copies of a weight that none is still in the L2 cache when its turn comes."""
+"""Times launches inside CUDA graphs, over enough copies of a weight that none is in the L2 cache when its turn comes."""
 
 from __future__ import annotations
 

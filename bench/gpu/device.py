@@ -1,4 +1,4 @@
-"""The GPU of this machine, and launches for one that is not there."""
+"""The GPU of this machine, and launches for a GPU that is not present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PTX machine beside the GPU: the same launches on the same numbers, and how far their results lie apart."""
+"""Compares the PTX executor with the GPU: the same launches on the same numbers, and the difference of results."""
 
 from __future__ import annotations
 

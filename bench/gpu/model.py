@@ -1,4 +1,4 @@
-"""A Llama of random weights on this GPU, quantized: the logits of its packed layers beside dense ones, seconds of a step.
+"""Compares a quantized Llama of random weights with a dense one on this GPU: logits, and seconds per step.
 
 `python -m bench.gpu.model`.  A step is a forward of one token, without a cache of keys and values.
 """

@@ -1,7 +1,7 @@
-"""Other packages' 4-bit and 8-bit linears, and dfloat11's decoder, each where it can be imported; where not, that is said.
+"""Other packages' 4-bit and 8-bit linears, and dfloat11's decoder, if they can be imported; missing ones are reported.
 
-Each linear gets a weight of its own kind.  Before it is timed its result is held against a product with its own dense weight: a
-side that computes something else is not a side.  So is what dfloat11 decodes with the numbers that it decodes.
+Each linear gets a weight of its own format.  Before timing, its result is compared with a product by its own dense weight: a
+layer that computes something else is excluded.  The numbers that dfloat11 decodes are compared in the same way.
 """
 
 from __future__ import annotations

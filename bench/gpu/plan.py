@@ -1,4 +1,4 @@
-"""What is checked: every storage of every format, in every regime of rows and on ragged shapes, in order of value."""
+"""The list of checks: every storage of every format, for every class of rows and on partial tiles, most valuable first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the analyser predicts for a GPU that is not there, for the formats and shapes that are timed."""
+"""Predictions for a GPU that is not present, for the formats and shapes that are timed."""
 
 from __future__ import annotations
 

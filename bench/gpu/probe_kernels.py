@@ -1,4 +1,4 @@
-"""Small kernels that ask the device a question each.  Their loops hold what is asked about and little else."""
+"""Small kernels that each measure one property of the device; their loops contain little else."""
 
 from qdsl.runtime.gpu.kernels import lanes
 from qdsl.runtime.gpu.triton import tl, triton

@@ -1,4 +1,4 @@
-"""The launches of the small kernels: made with or without data, so that they can be compiled where there is no GPU."""
+"""The launches of the small kernels, with or without data, so that they can be compiled without a GPU."""
 
 from __future__ import annotations
 

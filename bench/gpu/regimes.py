@@ -1,4 +1,4 @@
-"""Kernels by the number of rows that they are written for, whatever a plan would choose: checks and tests run all of them."""
+"""The kernels for each number of rows, independent of plans, so that checks and tests run all of them."""
 
 from __future__ import annotations
 

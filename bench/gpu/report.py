@@ -1,4 +1,4 @@
-"""What a run says while it works, and the file that it keeps."""
+"""The progress messages and the results file of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How long products take: every leading format beside torch's own with the weight in bfloat16, and beside other packages.
+"""Times products: every leading format next to torch's bfloat16 product and other packages.
 
-All sides of a shape and a number of rows take turns in one run, under CUDA graphs, over copies of their weights that do not
-fit into the L2 cache together.  A side's bytes are its weight, x and the result, each once.
+All sides of a shape and a number of rows alternate in one run, under CUDA graphs, over copies of their weights that do not fit
+into the L2 cache together.  A side's bytes are its weight, x and the result, each once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of random fields, small ones made field by field and large ones of a small one's rows, again and again."""
+"""Weights of random fields: small ones field by field, large ones by repeating the rows of a small one."""
 
 from __future__ import annotations
 
