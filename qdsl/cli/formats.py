@@ -6,15 +6,20 @@ import gc
 import json
 import math
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qdsl.cli.app import Force, Json, app, fail, os_message, print_table, reported
 from qdsl.core.text import counted
+
+if TYPE_CHECKING:
+    from qdsl.compiler.emit.module.build import Written
 
 A_PROCESS = 8                                                    # specs that are worth a process of their own
 Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
@@ -105,9 +110,8 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
           verify: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a module is not up to date.")] = False,
           as_json: Json = False) -> None:
     """Build Python modules from specs, and list the written files."""
-    from qdsl.compiler.emit.module import build as builder
     from qdsl.core import places
-    from qdsl.host.processes import results
+    from qdsl.host.processes import call, shared_results
     from qdsl.host.system import processors
 
     if bool(specs) == every:
@@ -115,16 +119,13 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
     rows: list[dict[str, str]] = []
     with reported():
         paths = places.shipped() if every else [places.find(name) for name in specs or []]
+        tasks = [(path, out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated")), not verify)
+                 for path in paths]
         jobs = min(processors(), math.ceil(len(paths) / A_PROCESS))
-        start = gc.disable if jobs > 1 else None                 # in processes that end soon: a tenth of their time
-        compiled = results(builder.files_of, paths, jobs, start, ahead=len(paths))
-        for path, files in zip(paths, compiled, strict=True):
-            folder = out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated"))
-            try:
-                rows += [{"spec": str(path), "path": _short(w.path), "change": w.change}
-                         for w in builder.put(files, folder, write=not verify)]
-            except builder.BuildError as error:
-                fail(f"{error}")
+        built = shared_results(partial(call, "qdsl.compiler.emit.module.build", "build"), tasks, jobs,
+                               lambda task: task[0].stat().st_size, gc.disable)    # of processes that end soon
+        for path, files in zip(paths, built, strict=True):
+            rows += _rows(path, files)
         if every:
             rows += _producer_rows(out or places.generated(), verify)
     changed = [row for row in rows if row["change"] != "same"]
@@ -149,12 +150,15 @@ def _producer_rows(folder: Path, verify: bool) -> list[dict[str, str]]:
 
     source = places.specs() / builder.PRODUCERS
     try:
-        written = builder.put(builder.producer_files(source), folder, write=not verify)
-        rows = [{"spec": str(source), "path": _short(file.path), "change": file.change} for file in written]
+        rows = _rows(source, builder.put(builder.producer_files(source), folder, not verify))
         descriptions()
-    except (builder.BuildError, ProducerError) as error:
+    except ProducerError as error:
         fail(f"{error}")
     return rows
+
+
+def _rows(source: Path, files: Iterable[Written]) -> list[dict[str, str]]:
+    return [{"spec": str(source), "path": _short(file.path), "change": file.change} for file in files]
 
 
 def _short(path: Path) -> str:

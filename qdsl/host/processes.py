@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import Any, TypeVar
@@ -21,8 +23,8 @@ Result = TypeVar("Result")
 
 
 def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, start: Callable[..., None] | None = None,
-            arguments: tuple[Any, ...] = (), ahead: int | None = None) -> Generator[Result, None, None]:
-    """work(task) for each task, in `jobs` processes that work `ahead` tasks, or a few, ahead of the requested result.
+            arguments: tuple[Any, ...] = ()) -> Generator[Result, None, None]:
+    """work(task) for each task, in `jobs` processes that work a few tasks ahead of the requested result.
 
     start: a function that each process calls first, with `arguments`.  A single job runs in this process, which calls `start`.
     Raises what `work` raises, and ChildProcessError if a process ended by itself.
@@ -33,15 +35,53 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
         yield from map(work, tasks)
         return
     waiting: deque[Future[Result]] = deque()
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, arguments))
-    try:
+    with _pool(jobs, start, arguments) as pool:
         for task in tasks:
             with system.interrupts_blocked():
                 waiting.append(pool.submit(work, task))
-            if len(waiting) > (2 * jobs if ahead is None else ahead):
+            if len(waiting) > 2 * jobs:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def shared_results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int, effort: Callable[[Task], int],
+                   start: Callable[..., None] | None = None) -> Generator[Result, None, None]:
+    """`results` by this process and jobs - 1 others, which begin with the tasks of most effort, and this one with those of least.
+
+    Other processes have their tasks before this one calls `work`: what it imports is imported by all of them at once.
+    """
+    if jobs <= 1:
+        yield from map(work, tasks)
+        return
+    order = sorted(range(len(tasks)), key=lambda place: effort(tasks[place]))
+    with _pool(jobs - 1, start, ()) as pool:
+        with system.interrupts_blocked():
+            waiting = {place: pool.submit(work, tasks[place]) for place in reversed(order)}
+        if start is not None:
+            start()
+        for place in order:
+            if waiting[place].cancel():                          # no other process has begun it
+                waiting[place] = Future()
+                try:
+                    waiting[place].set_result(work(tasks[place]))
+                except Exception as error:                       # raised when it is this task's turn
+                    waiting[place].set_exception(error)
+        for place in range(len(tasks)):
+            yield waiting[place].result()
+
+
+def call(module: str, function: str, arguments: tuple[Any, ...]) -> Any:
+    """The result of a function of a module that may not be imported yet."""
+    return getattr(import_module(module), function)(*arguments)
+
+
+@contextmanager
+def _pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with the block, at once where it fails.  Raises ChildProcessError where one ended by itself."""
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, arguments))
+    try:
+        yield pool
     except BrokenExecutor:
         why = "for want of memory, or because a file that it read was cut"
         raise ChildProcessError(f"a process ended before its work was done, perhaps {why}") from None

@@ -25,7 +25,7 @@ class Written:
     change: str
 
 
-class BuildError(Exception):
+class BuildError(OSError):
     """A build must not touch this file."""
 
 
@@ -45,15 +45,15 @@ def producer_files(folder: Path) -> dict[str, str]:
     return files
 
 
-def build(spec: Path | str, out: Path, *, write: bool = True) -> Iterator[Written]:
+def build(spec: Path | str, out: Path, write: bool = True) -> list[Written]:
     """Write a spec's module below `out`, and remove stale files of earlier builds.
 
     write=False only reports what would change.  Raises SpecError, BuildError, OSError.
     """
-    yield from put(files_of(spec), out, write=write)
+    return list(put(files_of(spec), out, write))
 
 
-def put(files: Mapping[str, str], out: Path, *, write: bool = True) -> Iterator[Written]:
+def put(files: Mapping[str, str], out: Path, write: bool = True) -> Iterator[Written]:
     """As build, for files that are already printed.  Raises BuildError, OSError."""
     root = out.resolve()
     stem = next(iter(files)).split("/")[0].removesuffix(".py")

@@ -99,9 +99,7 @@ def _part_name(by: Sequence[str], part: Part) -> str:
 
 
 def _finish(lines: Sequence[str]) -> str:
-    text = "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
-    compile(text, "", "exec")                                    # checks that the printed text is Python
-    return text
+    return "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
 
 
 def _import(source: str, words: Iterable[str]) -> list[str]:
