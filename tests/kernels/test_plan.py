@@ -65,7 +65,7 @@ def test_traps(gpu: Gpu) -> None:
     most = 4 if gpu.is_nvidia else 5                             # on AMD, decoding takes a fifth of it by whole sectors
     assert {option.candidate.kind: option.seconds for option in options}["matvec"] <= most * options[0].seconds
     iq2 = iq2_xxs.FORMAT.empty((4096, 4096), None, "meta")
-    assert choice_for(iq2, 16, gpu).candidate.kind == ("decode" if gpu.name in ("t4", "b200") else "gemm")
+    assert choice_for(iq2, 16, gpu).candidate.kind == ("decode" if gpu.name in ("t4", "a100", "b200") else "gemm")
     assert choice_for(iq2, 2048, gpu).candidate.kind == "decode"
     int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
     times = {m: choice_for(int4, m, gpu).options[0].seconds for m in (1, 8, 9, 16)}

@@ -33,8 +33,9 @@ LAUNCH = 2.5e-6                                                  # seconds from 
 LATENCY = 300e-9                                                 # seconds from a load to its data
 EXPOSED = 0.4                                                    # share of the shorter of memory and SM time not overlapped
 WAIT = 150                                                       # cycles from an MMA of a warp group to an MMA that needs its sum
-MORE_REGISTERS = 8                                               # other Triton releases or M = 1 may need them: half counted
+MORE_REGISTERS = 8                                               # other Triton releases or M = 1 may need them
 EXTRAPOLATED = 1.1                                               # factor on the time of a kernel whose own counts the table lacks
+RESCALED = 1.05                                                  # the same if it counts half or twice as many warps
 REACHABLE = 0.9                                                  # share of the bandwidth that a plain copy reaches, rounded
 L2_BYTES = 28                                                    # bytes of x per clock and SM, loaded from the L2 cache
 COPIED_BYTES = 64                                                # the same of asynchronous copies, at the SM's full width
@@ -224,13 +225,14 @@ def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target:
     all are assumed to be in the loop and to miss the L1 cache.
     """
     loaded = work.loaded + int(128 * cost.warps * cost.spills) * trips * programs
-    resident, fewer = (ARCHS[target.arch].resident(registers, cost.shared, cost.warps)
-                       for registers in (cost.registers, min(cost.registers + MORE_REGISTERS, 255)))
+    limits = ARCHS[target.arch]
+    resident = limits.resident(min(cost.registers + MORE_REGISTERS, 255), cost.shared, cost.warps) or \
+        limits.resident(cost.registers, cost.shared, cost.warps)
     clock, memory = target.clock * 1e9, target.bandwidth * 1e9 * REACHABLE
     cache, per_sm = target.multiprocessors * L2_BYTES * clock, cdiv(programs, target.multiprocessors)
     copying = target.multiprocessors * COPIED_BYTES * clock
     alone = (cost.start + trips * cost.chain) / clock + (cost.start_loads + trips * cost.chain_loads) * LATENCY
-    in_turn = (cdiv(per_sm, resident) + cdiv(per_sm, fewer or resident)) / 2 if resident else math.inf
+    in_turn = cdiv(per_sm, resident) if resident else math.inf
     at_once = max(1, resident * target.multiprocessors * work.passes // programs)
     again = (cdiv(work.passes, at_once) - 1) * work.weight
     moving, cached = moved / memory + again / (cache if work.weight <= target.cache * 5e5 else memory), loaded / cache
@@ -307,10 +309,13 @@ def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | No
 
 
 def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
-    """EXTRAPOLATED if the table counts the candidate's kernel only in other configurations or numbers of warps; else 1."""
+    """Factor on the candidate's modelled time: above 1 if the table counts its kernel only with other constants or warps."""
     own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
-    is_own = own is not None and own.warps == (warps or own.warps)
-    return 1.0 if is_own or counted_on(storage_key(packed), candidate.kind, arch) is None else EXTRAPOLATED
+    if own is None:
+        return 1.0 if counted_on(storage_key(packed), candidate.kind, arch) is None else EXTRAPOLATED
+    if warps in (0, own.warps):
+        return 1.0
+    return RESCALED if warps in (own.warps // 2, 2 * own.warps) else EXTRAPOLATED
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:
