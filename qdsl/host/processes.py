@@ -88,6 +88,8 @@ def _pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ..
     except BaseException:                                        # after an interrupt, do not wait for unread results
         for process in list((pool._processes or {}).values()):
             process.terminate()
+        if (queue := pool._result_queue) is not None:            # whose reader waits for the end of a result that was cut off,
+            queue._writer.close()  # type: ignore[attr-defined]  # until no process can write it: this one neither
         raise
     finally:
         pool.shutdown(cancel_futures=True)

@@ -275,3 +275,21 @@ def test_big_endian_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, "qdsl.host.system")
     with pytest.raises(ImportError, match="little-endian"):
         builtins.__import__("qdsl.host.system", fromlist=["system"])
+
+
+CUT_OFF = """
+from contextlib import closing
+from qdsl.host.processes import results
+if __name__ == "__main__":
+    with closing(results(bytes, [1 << 25] * 4, 2)) as all_bytes:
+        next(all_bytes)                                          # the processes write the next results meanwhile
+    print("ended")
+"""
+
+
+def test_results_that_nobody_reads_do_not_keep_a_command_alive(tmp_path: Path) -> None:
+    """Where a process is ended in the middle of a large result, as when the disk is full."""
+    (tmp_path / "cut.py").write_text(CUT_OFF)
+    run = subprocess.run([sys.executable, str(tmp_path / "cut.py")], capture_output=True, text=True, timeout=60, check=True,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert run.stdout == "ended\n"
