@@ -9,7 +9,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import get_context, parent_process
@@ -20,6 +20,7 @@ from qdsl.host import system
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+LONGEST_WAIT = 1                                                 # seconds until processes are checked again
 
 
 def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, start: Callable[..., None] | None = None,
@@ -40,9 +41,9 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
             with system.interrupts_blocked():
                 waiting.append(pool.submit(work, task))
             if len(waiting) > 2 * jobs:
-                yield waiting.popleft().result()
+                yield _result(pool, waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield _result(pool, waiting.popleft())
 
 
 def shared_results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int, effort: Callable[[Task], int],
@@ -68,7 +69,7 @@ def shared_results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: 
                 except Exception as error:                       # raised when it is this task's turn
                     waiting[place].set_exception(error)
         for place in range(len(tasks)):
-            yield waiting[place].result()
+            yield _result(pool, waiting[place])
 
 
 def call(module: str, function: str, arguments: tuple[Any, ...]) -> Any:
@@ -82,17 +83,28 @@ def _pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ..
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, arguments))
     try:
         yield pool
-    except BrokenExecutor:
-        why = "for want of memory, or because a file that it read was cut"
-        raise ChildProcessError(f"a process ended before its work was done, perhaps {why}") from None
-    except BaseException:                                        # after an interrupt, do not wait for unread results
+    except BaseException as error:                               # after an interrupt, do not wait for unread results
         for process in list((pool._processes or {}).values()):
             process.terminate()
         if (queue := pool._result_queue) is not None:            # whose reader waits for the end of a result that was cut off,
             queue._writer.close()  # type: ignore[attr-defined]  # until no process can write it: this one neither
+        if isinstance(error, BrokenExecutor):
+            why = "for want of memory, or because a file that it read was cut"
+            raise ChildProcessError(f"a process ended before its work was done, perhaps {why}") from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
+    """The result of a task.  Raises BrokenExecutor where a process ended, even one that had sent a part of its result.
+
+    The pool itself does not see that end, because it waits for the other part.
+    """
+    while not wait([future], LONGEST_WAIT).done:
+        if not all(process.is_alive() for process in list((pool._processes or {}).values())):
+            raise BrokenExecutor
+    return future.result()
 
 
 def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
