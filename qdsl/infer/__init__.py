@@ -1,1 +1,1 @@
-"""A spec from stored tensors and the weights they stand for: where the bits of codes lie, and which numbers decode them."""
+"""Infers a spec from stored tensors and their decoded weights: the positions of code bits, and the numbers that decode them."""

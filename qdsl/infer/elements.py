@@ -1,4 +1,4 @@
-"""Stored tensors and what they hold one after the other: rows with a header or a trailer, regions, and planes of bits."""
+"""Stored tensors and their parts: rows with a header or a trailer, regions, and planes of bits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from qdsl.core.numbers import number
 from qdsl.infer.fit import Numbers
 from qdsl.infer.tiles import Stored
 
-SMALL = ("e8m0", "e4m3", "e8m0h", "ue4m3")                       # floats that files have as bytes
+SMALL = ("e8m0", "e4m3", "e8m0h", "ue4m3")                       # floats that files store as bytes
 PLAIN = {"f16": "<f2", "f32": "<f4", "i32": "<i4", "u32": "<u4", "i16": "<i2", "u16": "<u2", "i8": "i1", "u8": "u1"}
 ENDS = (2, 4, 6, 8, 12, 16)                                      # bytes of a row's header and trailer together
-RECORDS = (256, 128, 64, 32)                                     # columns of records whose bytes divide a row's
+RECORDS = (256, 128, 64, 32)                                     # columns of a record; its bytes divide a row's
 
 
 @dataclass(frozen=True, order=True)
 class Section:
-    """Bytes start to stop of a tensor, or of every row of it."""
+    """A range of bytes, start to stop, of a tensor, or of each of its rows."""
 
     by_rows: bool
     start: int
@@ -30,21 +30,21 @@ class Section:
 
 @dataclass(frozen=True)
 class Element:
-    """A stored tensor, what its elements are ('f16', 'i32'), and of codes also what is not yet accounted for."""
+    """A stored tensor, the type of its elements ('f16', 'i32'), and for codes the sections that are not yet explained."""
 
     kind: str
     stored: Stored
 
     def kinds(self) -> list[str]:
-        """Number types that the elements may be of."""
+        """The number types that the elements may have."""
         return [self.kind, *SMALL] if self.kind in ("u8", "i8") else [self.kind]
 
     def numbers(self, kind: str) -> Numbers:
-        """The elements as numbers, in order."""
+        """The elements decoded as numbers, in order."""
         return decoded(self.stored.data, kind)
 
     def cut(self, section: Section | None, rows: int) -> Element:
-        """What lies in a section of a tensor of so many rows; the tensor itself for None."""
+        """The bytes of a section of a tensor with `rows` rows; the tensor itself for None."""
         if section is None:
             return self
         by_rows = self.stored.data.reshape(rows if section.by_rows else 1, -1)[:, section.start:section.stop]
@@ -55,9 +55,9 @@ class Element:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the bits of codes lie: (tensor, section) each, the first bits first; and the ends of rows around them.
+    """Where the bits of codes lie: (tensor, section) of each part in order; and the headers and trailers of rows.
 
-    last: the last axis of a region's elements, of which the tensor's shape says nothing; 0 where they have one axis.
+    last: the last axis of a region's elements, which the tensor's shape does not give; 0 for elements with one axis.
     """
 
     codes: tuple[tuple[str, Section | None], ...]
@@ -72,7 +72,7 @@ class Cut:
 
 
 def decoded(data: npt.NDArray[np.uint8], kind: str) -> Numbers:
-    """Bytes as numbers of a type of 8, 16 or 32 bits; the last axis of `data` holds the bytes of one, or of several in order."""
+    """Bytes decoded as numbers of a type of 8, 16 or 32 bits; the last axis of `data` holds one number, or several in order."""
     data = np.ascontiguousarray(data)
     with np.errstate(invalid="ignore"):
         if kind in PLAIN:
@@ -85,7 +85,7 @@ def decoded(data: npt.NDArray[np.uint8], kind: str) -> Numbers:
 
 
 def ends_of_rows(name: str, element: Element, shape: tuple[int, int]) -> Iterator[Cut]:
-    """Cuts of a tensor of bytes into headers, codes and trailers of rows; plain codes before records of any kind."""
+    """Yields the ways to cut a tensor of bytes into headers, codes and trailers of rows; plain codes first, then records."""
     n, k = shape
     size = len(element.stored.data) // n
     if element.stored.width > 1 or size * n != len(element.stored.data):
@@ -102,7 +102,7 @@ def ends_of_rows(name: str, element: Element, shape: tuple[int, int]) -> Iterato
 
 
 def regions_of_codes(name: str, element: Element, shape: tuple[int, int]) -> Iterator[Cut]:
-    """Cuts of a tensor into plain codes and, ahead of them or behind, less of something else."""
+    """Yields the ways to cut a tensor into plain codes and a smaller region of other data before or after them."""
     total = len(element.stored.data)
     for bits in range(8, 1, -1):
         size = shape[0] * shape[1] * bits // 8
@@ -113,7 +113,7 @@ def regions_of_codes(name: str, element: Element, shape: tuple[int, int]) -> Ite
 
 
 def planes(name: str, element: Element, shape: tuple[int, int], bits: int) -> Iterator[Cut]:
-    """Cuts of a tensor of codes alone into regions, or parts of rows, that have some bits of every code."""
+    """Yields the ways to cut a tensor that holds only codes into regions, or parts of rows, with some bits of every code."""
     n, k = shape
     total = len(element.stored.data)
     if bits < 2 or 8 * total != n * k * bits or total % (bits * n):
@@ -127,7 +127,7 @@ def planes(name: str, element: Element, shape: tuple[int, int], bits: int) -> It
 
 
 def several(packed: str, elements: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[Cut]:
-    """The packed tensor with all others of integers that have whole bits of every code."""
+    """Yields the packed tensor joined with all other integer tensors that hold whole bits of every code."""
     n, k = shape
     names = [name for name, element in elements.items() if element.kind in PLAIN and element.kind[0] != "f"
              and 8 * len(element.stored.data) % (n * k) == 0]

@@ -1,6 +1,6 @@
-"""Codes whose meaning changes from block to block: equal values of a block have equal codes, and so the same bits.
+"""Finds codes whose meaning changes from block to block.  Equal values of a block have equal codes, hence equal bits.
 
-That needs no levels, signs or order: the bits of two weights' codes are those that agree wherever the two weights do.
+This needs no levels, signs or order: two weights' code bits are those that agree wherever the two weights do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from qdsl.infer.labels import Values
 from qdsl.infer.tiles import Layout, Stored, Tile
 
 BLOCK = 16                                                       # columns in which equal values have equal codes
-PAIRS = 40                                                       # of equal weights, that tell the bits of their codes
+PAIRS = 40                                                       # pairs of equal weights needed to find the bits of their codes
 RECORDS_COMPARED = 1 << 12
 MOST_BITS = 8
 Bits = npt.NDArray[np.float32]
@@ -20,7 +20,7 @@ Places = npt.NDArray[np.int64]
 
 
 def codes_of_equals(stored: Stored, values: Values, columns: int) -> Layout | None:
-    """The layout of codes in records of so many columns of a row, by weights that are equal; None where there is none."""
+    """The layout of codes in records of `columns` columns, found by comparing equal weights; None if there is none."""
     shape = (values.shape[0], values.shape[1])
     tile = Tile(1, columns)
     view = tile.stored(stored, shape) if columns % BLOCK == 0 == shape[1] % columns else None
@@ -45,7 +45,7 @@ def codes_of_equals(stored: Stored, values: Values, columns: int) -> Layout | No
 
 
 def _places(bits: Bits, weights: Values) -> Places | None:
-    """Where bits of a block's codes are [weights, bits of a code], in the order of the first one's; None where nothing says."""
+    """The positions of a block's code bits [weights, bits of a code], ordered as the first weight's; None if undetermined."""
     first: Places | None = None
     places = []
     for other in range(1, weights.shape[1]):
@@ -57,7 +57,7 @@ def _places(bits: Bits, weights: Values) -> Places | None:
         agree[np.arange(len(agree)), np.arange(len(agree)) if first is None else first] = False
         if first is None:
             first = np.flatnonzero(agree.any(1))
-            # Of a pair of bits each is the other's: the lower half belongs to the first weight, if codes lie in order.
+            # Each bit of a pair names the other; if codes lie in order, the lower position belongs to the first weight.
             pairs = [(a, int(agree[a].argmax())) for a in first if agree[a].sum() == 1]
             first = np.array([a for a, b in pairs if a < b])
             if not 1 < len(first) <= MOST_BITS or 2 * len(first) != len(pairs):

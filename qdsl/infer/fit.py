@@ -1,4 +1,4 @@
-"""What stored codes mean: a number type or a table, and the groups of weights that share a scale and an offset."""
+"""Fits the meaning of stored codes: a number type or a table, and the blocks of weights that share a scale and an offset."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from qdsl.infer.tiles import Codes
 
 _T = TypeVar("_T", bound=np.generic)
 Numbers = npt.NDArray[np.float64]
-FEW, SAMPLE = 1 << 13, 1 << 18                                   # values that refuse most groups and types; that give a table
-MOST_TABLE_BITS, MOST_CHOICE_BITS = 4, 5                         # of codes of one table, and of two
-MOST_LEVEL = 128                                                 # of a table of integers
+FEW, SAMPLE = 1 << 13, 1 << 18                                   # values to reject most blocks and types, and to find a table
+MOST_TABLE_BITS, MOST_CHOICE_BITS = 4, 5                         # bits of codes of one table, and of two tables
+MOST_LEVEL = 128                                                 # largest level of a table of integers
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which weights share a number: blocks of rows and columns, or, if `apart`, weights whose flat positions are a multiple of
-    N * K / columns apart.
+    """Blocks of weights that share a number.
+
+    apart: a block has the weights whose flat positions differ by multiples of N * K / columns, not neighbours.
     """
 
     rows: int
@@ -31,16 +32,16 @@ class Blocks:
     apart: bool = False
 
     def count(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The shape of the numbers."""
+        """The number of blocks along rows and columns: the shape of the numbers."""
         n, k = shape
         return (1, n * k // self.columns) if self.apart else (-(-n // self.rows), -(-k // self.columns))
 
     def view(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
-        """An array [N, K] as [blocks, weights of a block], of blocks of one row."""
+        """An array [N, K] viewed as [blocks, weights of a block]; blocks have one row."""
         return array.reshape(self.columns, -1).T if self.apart else array.reshape(-1, self.columns)
 
     def at(self, numbers: Numbers, weights: npt.NDArray[np.int64], shape: tuple[int, int]) -> Numbers:
-        """The numbers of the blocks of some weights, which are named by their flat positions in [N, K]."""
+        """The number of each weight's block; weights are flat positions in [N, K]."""
         if self.apart:
             return np.asarray(numbers.reshape(-1)[weights % numbers.size])
         row, column = np.divmod(weights, shape[1])
@@ -49,11 +50,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Meaning:
-    """values = scale * level of the code + offset.
+    """The meaning of codes: values = scale * levels[code] + offset.
 
-    kind: the number type of codes.  levels: what a code stands for.  is_table: they are no number type's own.
-    scale, offset: of blocks, NaN where a block's values say nothing of them; offset is None where it is 0 everywhere.
-    choice: which of two tables, one behind the other in `levels`, a block has; None where there is one.
+    kind: the number type of codes.  levels: the number of each code.  is_table: the levels are no number type's own.  scale,
+    offset: per block, NaN if the block's values do not determine them; offset is None if it is 0 everywhere.  choice: for two
+    tables, concatenated in `levels`, the index of each block's table; None for one table.
     """
 
     kind: str
@@ -66,7 +67,7 @@ class Meaning:
 
 
 def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
-    """The meaning of codes [N, K] with few numbers; None where the values are no function of them of this kind."""
+    """The meaning of codes [N, K] with the fewest numbers; None if the values are no such function of the codes."""
     n, k = values.shape
     for blocks in candidates((n, k)):
         in_blocks = blocks.view(codes), blocks.view(values)
@@ -92,13 +93,13 @@ def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
 
 
 def _sample(codes: Codes, values: Values, most: int) -> tuple[Codes, Numbers]:
-    """About `most` of the codes and values [blocks, weights], of blocks all over the weight."""
+    """About `most` of the codes and values [blocks, weights], from blocks spread over the whole weight."""
     chosen = slice(None, None, max(1, codes.size // most))
     return codes[chosen], values[chosen].astype(np.float64)
 
 
 def is_function(codes: Codes, values: Numbers) -> bool:
-    """Whether in every block [blocks, weights] equal codes have equal values."""
+    """Whether equal codes have equal values within every block [blocks, weights]."""
     order = codes.argsort(1)
     codes, ordered = np.take_along_axis(codes, order, 1), np.take_along_axis(values, order, 1)
     apart = np.abs(np.diff(ordered)) > 2 * TOLERANCE * np.abs(values).max(1, keepdims=True)
@@ -106,7 +107,7 @@ def is_function(codes: Codes, values: Numbers) -> bool:
 
 
 def _all_lines(levels: Numbers, codes: Codes, values: Values, affine: bool) -> tuple[Numbers, Numbers | None] | None:
-    """`lines` of all blocks, a part at a time; None as soon as a part has a block on no line."""
+    """Applies `lines` to all blocks, a part at a time; None as soon as a block fits no line."""
     few_codes, few_values = _sample(codes, values, FEW)
     if lines(levels[few_codes], few_values, affine) is None:
         return None
@@ -124,14 +125,14 @@ def _all_lines(levels: Numbers, codes: Codes, values: Values, affine: bool) -> t
 
 
 def candidates(shape: tuple[int, int]) -> list[Blocks]:
-    """Blocks that may share a number, large ones first."""
+    """The sizes of blocks that may share a number, largest first."""
     n, k = shape
     return [*(Blocks(1, size) for size in group_sizes(k)),
             *(Blocks(1, size, apart=True) for size in GROUPS if n % size == 0 and size < n)]
 
 
 def kinds(bits: int) -> Iterator[tuple[str, Numbers]]:
-    """Number types of this width, and what their codes stand for."""
+    """Yields the number types of this width, and the levels of their codes."""
     names = [f"i{bits}"] if bits > 1 else []
     for name in [*names, f"u{bits}", *(name for name, form in FLOATS.items() if form.bits == bits and form.signed)]:
         form = number(name)
@@ -140,9 +141,9 @@ def kinds(bits: int) -> Iterator[tuple[str, Numbers]]:
 
 
 def lines(levels: Numbers, values: Numbers, affine: bool) -> tuple[Numbers, Numbers | None] | None:
-    """Scales and offsets of blocks by least squares, levels and values [blocks, weights]; None where a block is on no line.
+    """The scales and offsets of blocks by least squares, from levels and values [blocks, weights]; None if a block fits no line.
 
-    A scale is NaN where all levels of a block are zero or, if affine, the same.
+    A scale is NaN if all levels of its block are zero or, for affine blocks, equal.
     """
     if not np.isfinite(levels).all():
         return None
@@ -160,12 +161,12 @@ def lines(levels: Numbers, values: Numbers, affine: bool) -> tuple[Numbers, Numb
 
 
 def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
-    """Levels of codes up to a factor: in a block the value of a code, over that of the code that most blocks have."""
+    """The levels of codes up to a factor: a code's value over that of the code that occurs in most blocks."""
     return _levels(_ratios(codes, values, bits)[0])
 
 
 def _ratios(codes: Codes, values: Numbers, bits: int) -> tuple[Numbers, int]:
-    """Of blocks the value of each code over that of the code that most of them have, NaN where there is none; and that code."""
+    """Each code's value over the value of the reference code, per block, NaN if absent; and that code, the one in most blocks."""
     of_code = np.full((len(codes), 1 << bits), np.nan)
     for code in range(1 << bits):
         at = codes == code
@@ -178,20 +179,20 @@ def _ratios(codes: Codes, values: Numbers, bits: int) -> tuple[Numbers, int]:
 
 
 def _levels(ratios: Numbers) -> Numbers | None:
-    """The levels that ratios of blocks have in common."""
+    """The levels that the blocks' ratios agree on."""
     seen = ~np.isnan(ratios).all(0)
     levels = np.zeros(ratios.shape[1])
     if seen.sum() < 2:
         return None
     levels[seen] = np.nanmedian(ratios[:, seen], 0)
-    levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1   # rising ones, where the signs of scales do not say
+    levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1   # make levels rise when the signs of scales leave it open
     return whole_numbers(levels)
 
 
 def _two_tables(codes: Codes, values: Values, bits: int) -> tuple[Numbers, Numbers, Numbers] | None:
-    """Two tables of integers [2, codes], and of every block its scale and which of them it has, NaN where both fit.
+    """Two tables of integers [2, codes], and per block its scale and the index of its table, NaN if both fit.
 
-    Blocks with two codes in common show two ratios of their values, which tell the tables apart.
+    Blocks with the same two codes show two different ratios of values, which tells the tables apart.
     """
     ratios, common = _ratios(*_sample(codes, values, SAMPLE), bits)
     has_ratio = ~np.isnan(ratios)
@@ -217,7 +218,7 @@ def _two_tables(codes: Codes, values: Values, bits: int) -> tuple[Numbers, Numbe
 
 
 def _scales(levels: Numbers, values: Numbers) -> Numbers:
-    """Scales of blocks by least squares, levels and values [blocks, weights]; NaN where a block is on no line through 0."""
+    """The scales of blocks by least squares, from levels and values [blocks, weights]; NaN if no line through 0 fits."""
     with np.errstate(invalid="ignore", divide="ignore"):
         scale = np.nan_to_num((levels * values).sum(1) / (levels ** 2).sum(1))
     apart = np.abs(levels * scale[:, None] - values) > TOLERANCE * np.abs(values).max(1, keepdims=True)
@@ -225,7 +226,7 @@ def _scales(levels: Numbers, values: Numbers) -> Numbers:
 
 
 def whole_numbers(levels: Numbers) -> Numbers:
-    """The least integers that levels are multiples of, up to a factor; without them the levels, the largest magnitude 1."""
+    """The smallest integers proportional to the levels; if there are none, the levels scaled to a largest magnitude of 1."""
     for factor in range(1, MOST_LEVEL):
         multiples = np.rint(levels * factor)
         if np.abs(multiples).max() < MOST_LEVEL and np.abs(levels * factor - multiples).max() < TOLERANCE * factor:
@@ -235,7 +236,7 @@ def whole_numbers(levels: Numbers) -> Numbers:
 
 def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int], scale: Numbers,
              offset: Numbers | None) -> Meaning:
-    """The meaning with rows taken together that have the same numbers."""
+    """The meaning after merging rows that have the same numbers."""
     n = shape[0]
     count = blocks.count(shape)
     scale = scale.reshape(count)
@@ -250,7 +251,7 @@ def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int],
 
 
 def _together(numbers: Numbers, size: int, sizes: Numbers) -> Numbers | None:
-    """One number for `size` rows, or None where they differ by more than rounding; sizes: of what was rounded."""
+    """One number for each `size` rows; None if they differ by more than rounding.  sizes: the magnitudes that were rounded."""
     n, k = numbers.shape
     padded = np.full((2, -(-n // size) * size, k), np.nan)
     padded[:, :n] = numbers, sizes

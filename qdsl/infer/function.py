@@ -1,4 +1,4 @@
-"""`qdsl infer --function`: the layout of a packing function, from what it makes of codes that the caller chooses."""
+"""`qdsl infer --function`: finds the layout of a packing function by calling it with chosen codes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from qdsl.infer.text import spec_text
 from qdsl.infer.tiles import Codes, Labels, match
 from qdsl.runtime.weight.errors import FormatError
 
-DRAWS = 8                                                        # random weights by which bits are matched
-MOST_BITS = 8                                                    # of a code
+DRAWS = 8                                                        # random weights that are used to match bits
+MOST_BITS = 8                                                    # bits of a code
 
 
 def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bits: int, name: str = "inferred") -> Inferred:
-    """A spec of the tensor that `pack` returns for codes, int32 [N, K] of `bits` bits; the spec packs as the function does.
+    """A spec of the tensor that `pack` returns for int32 codes [N, K] of `bits` bits; the spec packs as the function does.
 
-    It is compared on codes of which one bit is one wherever one bit of the code's position is, which together move every bit
-    alone.  Its decode is the code itself.  Raises InferError where the function is no layout of the codes' bits.
+    Both are compared on codes in which one bit is set wherever one bit of the code's position is set; together these move every
+    bit alone.  The spec's decode returns the code itself.  Raises InferError if the function does more than place bits.
     """
     if not 1 <= bits <= MOST_BITS or min(shape) < 1:
         raise InferError(f"codes of {bits} bits [{shape[0]}, {shape[1]}]: expected 1 to {MOST_BITS} bits, and a row and a column")
@@ -55,7 +55,7 @@ def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bit
 def _packed(pack: Callable[[Tensor], Tensor], codes: Codes) -> Tensor:
     try:
         packed = pack(torch.from_numpy(codes.astype(np.int32)))
-    except Exception as error:                                   # of any kind: the function is the caller's
+    except Exception as error:                                   # any exception: the function is the caller's
         raise InferError(f"the function fails for codes int32 {list(codes.shape)}: {type(error).__name__}: {error}") from error
     if not isinstance(packed, Tensor):
         raise InferError(f"the function returned a {type(packed).__name__}: expected a torch tensor")
@@ -63,7 +63,7 @@ def _packed(pack: Callable[[Tensor], Tensor], codes: Codes) -> Tensor:
 
 
 def probes(shape: tuple[int, int], bits: int) -> Iterator[Codes]:
-    """Codes [N, K] with one bit set where one bit of the flat position is set; of every bit of either; and random ones."""
+    """Yields codes [N, K] with one bit set where one bit of the position is set, for all pairs of bits; then random ones."""
     position = np.arange(shape[0] * shape[1]).reshape(shape)
     for bit in range(bits):
         for at in range(int(position[-1, -1]).bit_length()):
@@ -73,7 +73,7 @@ def probes(shape: tuple[int, int], bits: int) -> Iterator[Codes]:
 
 
 def _verify(text: str, pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bits: int) -> tuple[str, int, int]:
-    """What is wrong with a spec; how many bytes it packs as the function does, and of how many."""
+    """A spec's fault, the number of bytes that it packs as the function does, and the number of all bytes."""
     exact = count = 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "inferred.yaml")

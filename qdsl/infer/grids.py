@@ -1,7 +1,7 @@
-"""Codes of rows of a grid, which no tensor holds: magnitudes of neighbouring columns, and signs beside them.
+"""Finds codes of rows of a grid that no tensor holds: magnitudes of neighbouring columns, with separate signs.
 
-Two vectors with the same magnitudes have the same code.  So the bits of a code are those that agree wherever vectors do, and the
-grid follows from the codes.
+Vectors with the same magnitudes have the same code.  So a code's bits are those that agree wherever vectors agree, and the codes
+then give the grid.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from qdsl.infer.tiles import Layout, Stored, Tile
 BLOCKS = (64, 32, 16, 8)                                         # columns that share a scale
 RECORDS = (256, 128, 64, 32)                                     # columns of a record
 WIDTHS = (8, 4)                                                  # columns of a vector
-MOST_LEVELS, MOST_BITS = 8, 12                                   # of magnitudes, and of a code
-PAIRS = 64                                                       # of equal vectors that tell the bits of a code
-SAMPLES = 1 << 14                                                # records that are compared, or blocks that tell the levels
+MOST_LEVELS, MOST_BITS = 8, 12                                   # of the levels of magnitudes, and of the bits of a code
+PAIRS = 64                                                       # pairs of equal vectors needed to find the bits of a code
+SAMPLES = 1 << 14                                                # records that are compared, or blocks that give the levels
 Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Which level each weight's magnitude is [N, K], -1 where nothing says; `columns` weights of a row share a scale."""
+    """The level index of each weight's magnitude [N, K], -1 if undetermined; `columns` weights of a row share a scale."""
 
     levels: tuple[float, ...]
     columns: int
@@ -39,7 +39,7 @@ class Magnitudes:
 
 
 def grid_rows(packed: str, elements: Mapping[str, Element], values: Values) -> Solution | None:
-    """The fields and the formula of codes into a grid, or None."""
+    """The fields and the formula for codes into a grid, or None."""
     stored = elements[packed].stored
     for size in (size for size in BLOCKS if values.shape[1] % size == 0):
         magnitudes = find_levels(np.abs(values), size)
@@ -55,7 +55,7 @@ def grid_rows(packed: str, elements: Mapping[str, Element], values: Values) -> S
 
 
 def find_levels(magnitudes: Values, size: int) -> Magnitudes | None:
-    """The levels that magnitudes have, up to a scale of `size` columns; None where blocks have no such levels in common."""
+    """The levels of magnitudes up to a scale per `size` columns; None if the blocks have no levels in common."""
     groups = magnitudes.reshape(-1, size)
     some = np.sort(groups[::max(1, len(groups) // SAMPLES)], 1)
     steps = np.diff(some, axis=1) > TOLERANCE * some[:, -1:]
@@ -80,7 +80,7 @@ def find_levels(magnitudes: Values, size: int) -> Magnitudes | None:
         ways += fits
     if not ways.all():
         return None
-    index[ways > 1] = -1                                         # such as 1 1 2 and 2 2 4
+    index[ways > 1] = -1                                         # ambiguous blocks, such as 1 1 2 and 2 2 4
     return Magnitudes(tuple(float(level) for level in levels), size, index.reshape(magnitudes.shape))
 
 
@@ -125,7 +125,7 @@ def _bits(stored: Stored, shape: tuple[int, int], columns: int) -> npt.NDArray[n
 
 
 def _codes(bits: npt.NDArray[np.uint8], vectors: Places) -> Layout | None:
-    """The layout of the codes of vectors [records, vectors of a record]: for each the bits that agree wherever it is the same."""
+    """The layout of vectors' codes [records, vectors of a record]: each code's bits agree wherever its vector is the same."""
     some = slice(None, None, max(1, len(bits) // SAMPLES))
     bits, vectors = bits[some], vectors[some]
     candidates = (bits != bits[0]).any(0)
@@ -136,7 +136,7 @@ def _codes(bits: npt.NDArray[np.uint8], vectors: Places) -> Layout | None:
         if same.sum() < PAIRS:
             return None
         agree[place] = candidates & ~(bits[order[1:][same]] != bits[order[:-1][same]]).any(0)
-    agree &= agree.sum(0) == 1                                   # others hardly ever change
+    agree &= agree.sum(0) == 1                                   # the bits of other fields hardly ever change
     counts = agree.sum(1)
     if counts.min() != counts.max() or not 2 <= counts[0] <= MOST_BITS:
         return None
@@ -147,15 +147,16 @@ def _codes(bits: npt.NDArray[np.uint8], vectors: Places) -> Layout | None:
 
 
 def _grid(codes: npt.NDArray[np.int16], vectors: Places, bits: int) -> Places | None:
-    """The vector of every code, 0 for those that do not occur; None where a code has several."""
+    """The vector of every code, 0 for codes that do not occur; None if a code has several vectors."""
     grid = np.zeros(1 << bits, np.int64)
     grid[codes[vectors >= 0]] = vectors[vectors >= 0]
     return grid if ((grid[codes] == vectors) | (vectors < 0)).all() else None
 
 
 def _signs(bits: npt.NDArray[np.uint8], negative: npt.NDArray[np.bool_]) -> tuple[Places, int] | None:
-    """Bits that are 1 where the weights of a record are negative; and of how many neighbouring columns the last one's sign is
-    the parity of the others' (0: of none), with -1 for its bit.
+    """The positions of sign bits, 1 for negative weights; and the number of columns whose signs have even parity (0: none).
+
+    The last column of such a group stores no sign, and its position is -1.
     """
     some = slice(None, None, max(1, len(bits) // 1024))
     signs = negative[some].astype(np.float32) * 2 - 1
@@ -168,7 +169,7 @@ def _signs(bits: npt.NDArray[np.uint8], negative: npt.NDArray[np.bool_]) -> tupl
 
 
 def _sign_field(packed: str, signs: tuple[Places, int], columns: int, bits: int) -> tuple[Layout, Field, str, Mapping[str, str]]:
-    """The signs' layout, their field, what multiplies a magnitude, and its table."""
+    """The signs' layout and field, the factor of a magnitude in the formula, and its table."""
     places, group = signs
     source = np.full(bits, -1)
     if not group:

@@ -1,4 +1,4 @@
-"""Codes from the values of groups: their signs, their order, or their places on the lattice that a group's values lie on."""
+"""Infers codes from the values of groups: from signs, from order, or from positions on the lattice of a group's values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from qdsl.infer.tiles import Labels
 
 Values = npt.NDArray[np.float32]
 GROUPS = (1 << 14, 4096, 2048, 1024, 512, 256, 128, 96, 64, 48, 32, 16, 8)
-TOLERANCE = 1e-5                                                 # of the largest value of a group: rounding to float32
-FEWEST_KNOWN = 0.02                                              # of the codes, that tell where bits lie
-FEWEST_FLOATS = 0.5                                              # of the groups, that are codes of a float type
+TOLERANCE = 1e-5                                                 # relative to a group's largest value: rounding to float32
+FEWEST_KNOWN = 0.02                                              # fraction of codes that must be known to find their bits
+FEWEST_FLOATS = 0.5                                              # fraction of groups that must be codes of a float type
 CHUNK = 1 << 20                                                  # values that are sorted at a time
 
 
 def labelings(values: Values, most_bits: float) -> Iterator[Labels]:
-    """Ways to read codes from values [N, K], the simplest first.  most_bits: stored bits per weight."""
+    """Yields ways to infer codes from values [N, K], the simplest first.  most_bits: stored bits per weight."""
     yield Labels((values >= 0).astype(np.int16), 1, values != 0, top=True)
     for size in group_sizes(values.shape[1]):
         yield halves(values, size, oriented=False)
@@ -38,14 +38,14 @@ def labelings(values: Values, most_bits: float) -> Iterator[Labels]:
 
 
 def group_sizes(columns: int) -> list[int]:
-    """Sizes of groups of columns, the whole row first."""
+    """The sizes of groups of columns, the whole row first."""
     return [columns, *(size for size in GROUPS if size < columns and columns % size == 0)]
 
 
 def halves(values: Values, size: int, oriented: bool) -> Labels:
-    """The highest bits of codes: in which half of its group's range a value lies; certain away from the middle.
+    """The highest bit of codes: the half of its group's range in which a value lies; uncertain near the middle.
 
-    oriented: codes are around zero, and the value of largest magnitude has the least code.
+    oriented: codes are centred on zero, and the value of largest magnitude has the lowest code.
     """
     n, k = values.shape
     groups = values.reshape(n, -1, size)
@@ -59,10 +59,10 @@ def halves(values: Values, size: int, oriented: bool) -> Labels:
 
 
 def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels | None:
-    """Codes from the steps between a group's values, or None where they lie on no lattice of `most_bits` bits.
+    """Codes from the steps between a group's values; None if they lie on no lattice of `most_bits` bits.
 
-    affine: the lattice of a group begins anywhere.  Codes are certain in groups that use the first and the last one.  Otherwise
-    it goes through zero, and its codes are around the middle; a group whose step is negative shows that by its least code alone.
+    affine: a group's lattice may start anywhere, and codes are certain in groups that use the first and the last code.  Otherwise
+    the lattice contains zero and codes are centred; only the lowest code reveals that a group's step is negative.
     """
     n, k = values.shape
     steps = np.empty((n, k), np.int32)
@@ -93,7 +93,7 @@ def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels |
 
 
 def minifloats(values: Values, size: int, kind: str) -> Labels | None:
-    """Codes of a float type, where a group's largest magnitude has the type's largest, or None where most groups do not fit."""
+    """Codes of a float type, with each group scaled to the type's largest number; None if most groups do not fit."""
     form = number(kind)
     assert form is not None
     levels = np.array([form.decode(code) for code in range(1 << form.bits)])
@@ -116,7 +116,7 @@ def minifloats(values: Values, size: int, kind: str) -> Labels | None:
 
 
 def _steps(groups: npt.NDArray[np.float64], affine: bool, most_bits: int) -> npt.NDArray[np.int32] | None:
-    """Values [groups, size] as whole numbers of their group's step, from zero or, if affine, from any of them."""
+    """Values [groups, size] as integer multiples of their group's step, counted from zero or, if affine, from the least value."""
     ordered = np.sort(groups, 1)
     largest = np.abs(ordered[:, [0, -1]]).max(1, keepdims=True)
     gaps = np.diff(ordered, axis=1)
@@ -133,7 +133,7 @@ def _steps(groups: npt.NDArray[np.float64], affine: bool, most_bits: int) -> npt
             break
         least[wrong] *= divisor / (divisor + 1)
     counts = (groups - start) / least
-    # A few groups that are on no lattice are as good as unknown; more of them say that sizes are wrong.
+    # A few groups off the lattice are treated as unknown; many of them mean that the group size is wrong.
     if wrong.mean() > 0.02 or np.abs(counts[~wrong]).max(initial=0) >= 1 << most_bits + 1:
         return None
     counts[wrong] = 0

@@ -1,4 +1,4 @@
-"""Codes into a stored table: the places of values among the levels that a tensor has for their rows."""
+"""Infers codes into a stored table: the index of each value among the levels of its rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qdsl.infer.labels import Values
 from qdsl.infer.numbers import Field
 from qdsl.infer.tiles import Codes, Labels, Layout, Tile
 
-MOST_BITS = 8                                                    # of a code
-TRIED = 1 << 12                                                  # values that refuse most tensors
+MOST_BITS = 8                                                    # bits of a code
+TRIED = 1 << 12                                                  # values that suffice to reject most tensors
 FLOATS = ("f16", "bf16", "f32")
 
 
 def stored_tables(values: Values, tensors: Mapping[str, Element], most_bits: float) -> Iterator[tuple[Labels, Field]]:
-    """Tensors that hold all values [N, K], a table of 2**bits levels for some rows each, with the codes that follow.
+    """Yields tensors that contain all values [N, K], as a table of 2**bits levels for some rows each, with the resulting codes.
 
     most_bits: stored bits per weight.
     """
@@ -40,7 +40,7 @@ def stored_tables(values: Values, tensors: Mapping[str, Element], most_bits: flo
 
 
 def _codes(values: Values, tables: Values) -> Codes | None:
-    """The code of every value in its rows' table, the least where levels are alike; None where a value is no level."""
+    """The code of every value in its rows' table, the lowest among equal levels; None if a value is not in the table."""
     parts = values.reshape(len(tables), -1)
     codes = np.empty(parts.shape, np.int16)
     step = max(1, TRIED // len(tables))
@@ -56,6 +56,6 @@ def _codes(values: Values, tables: Values) -> Codes | None:
 
 
 def _is_single(tables: Values, codes: Codes) -> np.typing.NDArray[np.bool_]:
-    """Where no other code has the same level."""
+    """Whether no other code has the same level."""
     single = np.stack([(levels[:, None] == levels).sum(1) == 1 for levels in tables])
     return np.take_along_axis(single, codes.reshape(len(tables), -1).astype(np.int64), 1).reshape(codes.shape)

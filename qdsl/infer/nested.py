@@ -1,4 +1,4 @@
-"""Scales that are stored as 8-bit codes into a table, times scales of their own, and around an offset of the weight."""
+"""Infers scales stored as 8-bit codes into a table: table[code] * outer scale + an offset of the whole weight."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from qdsl.infer.tiles import Codes, Layout, Tile
 FLOATS = ("f16", "bf16", "f32")
 CODES = 256
 SHARES = 65                                                      # numbers that are tried between a code's bounds
-MOST_STEPS = 8                                                   # and float32 neighbours of the best one, to either side
-BLOCKS_PER_CODE = 2                                              # fewer of them say nothing
+MOST_STEPS = 8                                                   # float32 neighbours of the best one that are tried per side
+BLOCKS_PER_CODE = 2                                              # with fewer blocks per code, a match is chance
 
 Float32 = npt.NDArray[np.float32]
 
 
 def nested_scales(meaning: Meaning, codes: Codes, values: Values,
                   tensors: Mapping[str, Element]) -> tuple[tuple[Field, ...], str, tuple[float, ...]] | None:
-    """Fields that give the scales, the formula of them and the code, `{}`, and the table `steps`; None where none do.
+    """The fields of the scales, their formula with `{}` for the code, and the table `steps`; None if no fields match.
 
     meaning: its levels are the table's own numbers in float32.
     """
@@ -48,7 +48,7 @@ def nested_scales(meaning: Meaning, codes: Codes, values: Values,
 
 
 def exact_scales(meaning: Meaning, codes: Codes, values: Values) -> Float32:
-    """Scales in float32, in order: of the numbers near that of a fit those that decode most of a block's values; NaN for any."""
+    """The scales in float32: near each fitted scale, the number that decodes most of its block's values; NaN if undetermined."""
     levels = meaning.blocks.view(meaning.levels.astype(np.float32)[codes])
     wanted = meaning.blocks.view(values)
     near = meaning.scale.reshape(-1).astype(np.float32)
@@ -67,7 +67,7 @@ def _one_by_one(bits: int) -> Layout:
 
 
 def _outer(meaning: Meaning, tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[tuple[Field, Float32]]:
-    """Tensors that may hold a number for several neighbouring scales, and their number for every scale."""
+    """Yields tensors that may hold one number for several neighbouring scales, and that number for every scale."""
     rows, columns = meaning.blocks.count(shape)
     for name, element in tensors.items():
         width = 8 * element.stored.width
@@ -84,7 +84,7 @@ def _outer(meaning: Meaning, tensors: Mapping[str, Element], shape: tuple[int, i
 
 
 def _offsets(tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[tuple[Field | None, np.float32]]:
-    """No offset, and every number of the whole weight."""
+    """Yields no offset, then every number that applies to the whole weight."""
     yield None, np.float32(0)
     for name, element in tensors.items():
         if element.kind in FLOATS and element.stored.data.size == element.stored.width:
@@ -93,9 +93,9 @@ def _offsets(tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator
 
 
 def _steps(codes: npt.NDArray[np.uint8], scale: Float32, times: Float32, plus: np.float32) -> tuple[float, ...] | None:
-    """The table by which codes are the scales, table * times + plus in float32; 0 for a code that no scale has.
+    """The table that decodes `codes` to the scales, table * times + plus in float32; 0 for unused codes.
 
-    None where a code would need two numbers.
+    None if a code would need two numbers.
     """
     certain = np.isfinite(scale)
     codes, scale, times = codes[certain], scale[certain], times[certain]

@@ -1,4 +1,4 @@
-"""Where the numbers of groups lie: scales and offsets that are known by value are looked for in tensors and in records."""
+"""Finds scales and offsets whose values are known, in tensors and in records."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from qdsl.infer.tiles import Layout, Tile
 
 CLOSE = 1e-4                                                     # relative: two numbers of 11 bits differ by more
 MOST_TILE = 512                                                  # numbers in a tile
-FITTING = 0.98                                                   # of the tiles, in which a number must be the wanted one
+FITTING = 0.98                                                   # fraction of the tiles in which a number must be the wanted one
 TILE_ROWS, TILE_COLUMNS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of the spec: its number type, which weights share a value, the tensor that holds it, and where in that.
+    """A field of the spec: its number type, the weights that share a value, its tensor, and its layout in the tensor.
 
-    zero: what decode takes off its integers, after `times`.  entries: the axes of a stored table.
-    section: the part of the tensor that holds it, where that is not the whole.
+    zero: decode subtracts it from the field's integers, after `times`.  entries: the axes of a stored table.  section: the part
+    of the tensor that holds the field, if not the whole.
     """
 
     name: str
@@ -38,25 +38,25 @@ class Field:
     section: Section | None = None
 
     def has_place_of(self, other: Field) -> bool:
-        """Whether the same bits are the other field."""
+        """Whether the other field reads the same bits."""
         alike = (self.kind, self.blocks, self.tensor, self.section) == (other.kind, other.blocks, other.tensor, other.section)
         return alike and self.layout.tile == other.layout.tile and np.array_equal(self.layout.source, other.layout.source)
 
     @property
     def term(self) -> str:
-        """The field in decode."""
+        """The field's term in the decode formula."""
         name = self.name if self.times == 1 else f"{self.times} * {self.name}"
         return f"({name} {'-' if self.zero > 0 else '+'} {abs(self.zero)})" if self.zero else name
 
 
 def close(numbers: Numbers, wanted: Numbers) -> npt.NDArray[np.bool_]:
-    """Where numbers are the wanted ones; one that is wanted but unknown, NaN, is any."""
+    """Whether numbers are close to the wanted ones; a wanted NaN is unknown and matches any number."""
     with np.errstate(invalid="ignore"):
         return (np.abs(numbers - wanted) <= CLOSE * np.abs(wanted)) | np.isnan(wanted)
 
 
 def locate(element: Element, kind: str, wanted: Numbers) -> Layout | None:
-    """Where the wanted numbers [rows, columns] are among a tensor's elements, or None."""
+    """The layout of the wanted numbers [rows, columns] among a tensor's elements, or None."""
     numbers = element.numbers(kind)
     form = number(kind)
     assert form is not None
@@ -78,18 +78,18 @@ def locate(element: Element, kind: str, wanted: Numbers) -> Layout | None:
 
 
 def _read(view: Numbers, tile: Tile, places: npt.NDArray[np.int64], shape: tuple[int, ...]) -> Numbers:
-    """The numbers at these places of all tiles, short ones at the ends too."""
+    """Reads the numbers at these positions of all tiles, including short tiles at the ends."""
     rows, columns = view.shape[:2]
     tiles = view[:, :, places].reshape(rows, columns, tile.rows, tile.columns)
     return tiles.transpose(0, 2, 1, 3).reshape(rows * tile.rows, -1)[:shape[0], :shape[1]]
 
 
 def _places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
-    """For every number of a tile its place among those stored, or None: view [rows, columns, stored], wanted by tiles."""
+    """The position of each of a tile's numbers in storage, or None; view [rows, columns, stored], wanted by tiles."""
     rows, columns = wanted.shape[:2]
     if not rows * columns:
         return None
-    # At random: equal steps may meet the diagonal alone, on which the two orders of tiles are the same.
+    # Tiles are drawn at random: equal steps may all lie on the diagonal, where both orders of tiles agree.
     some = np.random.default_rng(0).permutation(rows * columns)[:64 if view.shape[2] > 16 else 1024]
     at = np.unravel_index(some, (rows, columns))
     stored, needed = view[at], wanted[at].reshape(len(some), -1)
@@ -100,7 +100,7 @@ def _places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
 
 
 def _first(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
-    """For every wanted number the first free place that fits [places, wanted]."""
+    """The first free position that fits, for every wanted number [places, wanted]."""
     places: list[int] = []
     for free in fitting.T:
         options = [place for place in np.flatnonzero(free).tolist() if place not in places]
@@ -111,7 +111,7 @@ def _first(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
 
 
 def _regular(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
-    """Places at which every digit of a number's place in the tile, in base 2, adds a step of its own; numbers may be alike."""
+    """Positions for which every binary digit of a number's index adds a fixed step.  Works also if numbers are equal."""
     def extended(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         count = len(places)
         if count == fitting.shape[1]:
@@ -133,7 +133,7 @@ def _regular(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
 
 
 def in_tensors(name: str, wanted: Numbers, blocks: Blocks, tensors: Mapping[str, Element]) -> Iterator[Field]:
-    """The wanted numbers as a field, for every tensor that has them, alone or ahead of others or behind them."""
+    """Yields the wanted numbers as a field of every tensor that holds them, alone or before or after other data."""
     for tensor, element in tensors.items():
         for kind in element.kinds():
             for section in (None, *_sections(element, wanted.shape)):
@@ -144,7 +144,7 @@ def in_tensors(name: str, wanted: Numbers, blocks: Blocks, tensors: Mapping[str,
 
 
 def _sections(element: Element, shape: tuple[int, ...]) -> Iterator[Section]:
-    """The first and the last part of a tensor, and of its rows, of as many elements as there are numbers."""
+    """Yields the first and the last part of a tensor, and of its rows, with as many elements as wanted numbers."""
     width, total = element.stored.width, len(element.stored.data)
     for by_rows in (False, True):
         rows = shape[0] if by_rows else 1

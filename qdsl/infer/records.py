@@ -1,4 +1,4 @@
-"""Numbers of groups in the records of codes, in headers and trailers of rows, and as small integers times other numbers."""
+"""Finds numbers of groups in records, in headers and trailers of rows, and as small integers times other numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from qdsl.infer.fit import Blocks, Numbers
 from qdsl.infer.numbers import FITTING, Field, close, in_tensors
 from qdsl.infer.tiles import Codes, Labels, Layout, Stored, Tile, match
 
-WHOLE = 0.02                                                     # how far from an integer a quotient of scales may be
-MOST_WHOLE = 255                                                 # of such integers
-MULTIPLES = (1, 2, 4, 8)                                         # of quotients that may be integers
-TRIED = 1 << 12                                                  # quotients that refuse most outer numbers
+WHOLE = 0.02                                                     # largest distance of a quotient of scales from an integer
+MOST_WHOLE = 255                                                 # largest of these integers
+MULTIPLES = (1, 2, 4, 8)                                         # factors that may make quotients integers
+TRIED = 1 << 12                                                  # quotients that suffice to reject most outer numbers
 
 
 @dataclass(frozen=True)
 class Record:
-    """Records of codes, or of ends of rows, and which of their bytes hold something else."""
+    """Records of codes, or headers and trailers of rows, with a mark on the bits that are explained."""
 
     tensor: str
     section: Section | None
@@ -38,7 +38,7 @@ class Record:
         return view
 
     def slots(self, kind: str) -> Iterator[tuple[int, Numbers]]:
-        """Places, in bytes, where a number may lie, and the number there in every record."""
+        """Yields the byte offsets at which a number may lie, and the number there in every record."""
         form = number(kind)
         assert form is not None
         size = form.bits // 8
@@ -48,7 +48,7 @@ class Record:
                 yield place, decoded(self.bytes[..., place:place + size], kind).reshape(self.bytes.shape[:2])
 
     def at(self, tile: Tile, kind: str, places: list[int]) -> Layout:
-        """The layout of numbers at these bits of a record."""
+        """The layout of numbers at these bit positions of a record."""
         form = number(kind)
         assert form is not None
         source = np.full(len(self.layout.source), -1)
@@ -57,7 +57,7 @@ class Record:
         return Layout(tile, form.bits, source)
 
     def count(self, blocks: Blocks, rows: int = 1) -> int:
-        """How many blocks of each of its `rows` neighbouring rows a record holds; 0 where that is no whole number."""
+        """The number of blocks of each of its `rows` neighbouring rows in a record; 0 if that is no integer."""
         tile = self.layout.tile
         count = tile.columns // blocks.columns
         is_whole = count * blocks.columns == tile.columns and blocks.rows == 1 and not blocks.apart
@@ -66,16 +66,16 @@ class Record:
 
 
 def row_end(tensor: str, section: Section, element: Element, shape: tuple[int, int]) -> Record:
-    """A header or a trailer of every row, as records of which all is free."""
+    """A header or a trailer of every row, as records in which all bits are free."""
     stored = element.cut(section, shape[0]).stored
     return Record(tensor, section, stored, Layout(Tile(1, shape[1]), 1, np.full(8 * len(stored.data) // shape[0], -1)), shape)
 
 
 def in_records(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Record],
                tensors: Mapping[str, Element]) -> tuple[list[Field], str]:
-    """The wanted numbers as fields: numbers of records, or other numbers times small integers; and the product of the fields.
+    """The wanted numbers as fields of records, or as outer numbers times small integers; and the formula of their product.
 
-    No fields where there are none.
+    Returns no fields if none match.
     """
     for record in records:
         field = _plain(name, wanted, blocks, record)
@@ -91,7 +91,7 @@ def in_records(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Rec
 
 
 def _plain(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> Field | None:
-    """The wanted numbers as numbers of a record."""
+    """The wanted numbers as a field of plain numbers in a record."""
     rows = record.layout.tile.rows
     count = record.count(blocks, rows)
     if not count:
@@ -110,7 +110,7 @@ def _plain(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> Field 
 
 def _outers(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Record],
             tensors: Mapping[str, Element]) -> Iterator[tuple[Field, Numbers]]:
-    """Numbers of several blocks of a row that may be a factor of the wanted ones, as a field and for each of the blocks."""
+    """Yields numbers of several blocks of a row that may divide the wanted ones, as a field and per block."""
     if blocks.rows > 1 or blocks.apart:
         return
     for record in records:
@@ -133,7 +133,7 @@ def _outers(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Record
 
 
 def _may_be_whole(wanted: Numbers, values: Numbers) -> bool:
-    """Whether quotients may be small integers over a power of two, by some of them."""
+    """Whether a sample of the quotients may be small integers over a power of two."""
     some = slice(None, None, max(1, wanted.size // TRIED))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         counts = wanted.reshape(-1)[some] / values.reshape(-1)[some] * MULTIPLES[-1]
@@ -144,7 +144,7 @@ def _may_be_whole(wanted: Numbers, values: Numbers) -> bool:
 
 def _products(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Record], tensors: Mapping[str, Element],
               outer: Field, values: Numbers) -> list[Field]:
-    """The wanted numbers as products of an outer number and small integers that records or tensors hold."""
+    """The wanted numbers as products of an outer number and small integers in records or tensors."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         counts = wanted / values
         wrong = np.abs(counts - np.rint(counts)) > WHOLE
@@ -178,14 +178,14 @@ def _products(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Reco
 
 
 def _bits(record: Record, blocks: Blocks, labels: Codes, bits: int, certain: npt.NDArray[np.bool_]) -> Layout | None:
-    """Where records hold integers of so many bits, or their complements."""
+    """The layout of `bits`-bit integers, or of their complements, in records."""
     count = record.count(blocks)
     return match([(record.stored, Labels(labels, bits, certain))], [Tile(1, count)]) if count else None
 
 
 def _sign_and_magnitude(name: str, record: Record, blocks: Blocks, counts: Numbers,
                         certain: npt.NDArray[np.bool_]) -> list[Field]:
-    """Signed integers as magnitudes and bits that say which of them are negative."""
+    """Signed integers as a field of magnitudes and a field of sign bits."""
     whole = np.abs(np.rint(counts)).astype(np.int16)
     times = 2 if (whole[certain] & 1).all() else 1
     magnitude, negative = whole >> times - 1, (counts < 0).astype(np.int16)

@@ -1,4 +1,4 @@
-"""`qdsl infer`: a spec from a packed tensor, the weight's values, and the tensors of its numbers; built and verified."""
+"""`qdsl infer`: writes a spec from packed codes, the tensors of other numbers and the weight's values; builds and verifies it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ KINDS = {name: kind for kind, name in (*TORCH_FLOATS.items(), *INTEGERS.items())
 
 
 class InferError(ValueError):
-    """Tensors of which no spec follows; the message says what was tried."""
+    """No spec can be inferred from the tensors; the message lists the attempts."""
 
 
 @dataclass(frozen=True)
 class Inferred:
-    """A spec's text, how many of the values it decodes exactly, and what does not fit.
+    """A spec's text, the number of values it decodes exactly, and the faults that remain.
 
     names: the stored tensors that the spec takes.
     """
@@ -42,15 +42,15 @@ class Inferred:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every value is decoded, bit by bit, but for the sign of zero."""
+        """Whether every value is decoded bit by bit, except for the sign of zero."""
         return self.exact == self.values
 
 
 def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str = "inferred") -> Inferred:
-    """A spec of a weight from its stored tensors and its values, float32 [N, K]; the spec is built, and decodes the tensors.
+    """Infers a spec from a weight's stored tensors and its values, float32 [N, K]; builds it and decodes the tensors with it.
 
-    packed: the tensor of the codes, by its name among `tensors`; the others may hold scales and zero points.  name: of the
-    format.  Raises InferError where no codes lie in the packed tensor.
+    packed: the name in `tensors` of the tensor of codes; the others may hold scales and zero points.  name: of the format.
+    Raises InferError if no codes are found in the packed tensor.
     """
     if values.dtype != torch.float32 or values.dim() != 2 or not values.numel() or not bool(values.isfinite().all()):
         raise InferError(f"values are {str(values.dtype)[6:]} {list(values.shape)}: expected finite float32 [N, K]; values that "
@@ -68,7 +68,7 @@ def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str 
 
 
 def element(name: str, tensor: Tensor) -> Element:
-    """A tensor's bytes and what its elements are.  Raises InferError for a dtype that specs do not have."""
+    """A tensor's bytes and the type of its elements.  Raises InferError for a dtype that specs do not have."""
     kind = KINDS.get(str(tensor.dtype).removeprefix("torch."))
     if kind is None:
         raise InferError(f"tensor '{name}' is {str(tensor.dtype)[6:]}: expected one of {', '.join(KINDS)}")
@@ -77,7 +77,7 @@ def element(name: str, tensor: Tensor) -> Element:
 
 
 def _verify(text: str, tensors: Mapping[str, Tensor], values: Tensor) -> tuple[int, str]:
-    """How many values the spec decodes exactly, and what is wrong with it."""
+    """The number of values that the spec decodes exactly, and its fault."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "inferred.yaml")
         path.write_text(text)

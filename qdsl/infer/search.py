@@ -1,4 +1,4 @@
-"""The search for codes: in the packed tensor, in what lies between the ends of its rows, and in planes of bits."""
+"""Searches for codes: in the packed tensor, between headers and trailers of its rows, and in planes of bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qdsl.infer.vectors import stored_vectors
 
 
 def search(packed: str, elements: Mapping[str, Element], values: Values) -> Solution | None:
-    """The fields and the formula of the first cut and labeling of the values [N, K] of which a layout and a meaning follow."""
+    """The fields and the formula of the first cut and labeling of the values [N, K] that give a layout and a meaning."""
     search = _Search(packed, elements, values)
     ways = (search.in_stored_tables, lambda: stored_vectors(packed, elements, values), search.in_records,
             lambda: grid_rows(packed, elements, values), search.by_equals, search.in_planes, search.in_regions)
@@ -28,7 +28,7 @@ def search(packed: str, elements: Mapping[str, Element], values: Values) -> Solu
 
 
 class _Search:
-    """One packed tensor, the others, and the values that they decode to."""
+    """The search in one packed tensor, given the other tensors and the decoded values."""
 
     def __init__(self, packed: str, elements: Mapping[str, Element], values: Values) -> None:
         self.packed, self.elements, self.values = packed, elements, values
@@ -39,7 +39,7 @@ class _Search:
         self.refused: set[tuple[Cut, Tile, int, bytes]] = set()  # several labelings have the same layout
 
     def in_stored_tables(self) -> Solution | None:
-        """Codes into a table that another tensor holds."""
+        """Searches for codes into a table that another tensor holds."""
         others = {name: element for name, element in self.elements.items() if name != self.packed}
         for labels, levels in stored_tables(self.values, others, self.most_bits):
             for cut in (Cut(((self.packed, None),)), *self._planes(labels.bits)):
@@ -50,12 +50,12 @@ class _Search:
         return None
 
     def in_records(self) -> Solution | None:
-        """Codes in the whole tensor, or between the ends of its rows."""
+        """Searches for codes in the whole tensor, or between headers and trailers of its rows."""
         cuts = [Cut(((self.packed, None),)), *self.ends]
         return self._first(labelings(self.values, self.most_bits), lambda labels: cuts)
 
     def by_equals(self) -> Solution | None:
-        """Codes by the weights that are equal, where blocks choose what a code means."""
+        """Searches for codes by comparing equal weights, for formats whose blocks choose the meaning of a code."""
         for cut in (Cut(((self.packed, None),)), *self.ends):
             for columns in RECORDS:
                 layout = codes_of_equals(self._stored(cut), self.values, columns)
@@ -65,7 +65,7 @@ class _Search:
         return None
 
     def in_planes(self) -> Solution | None:
-        """Codes of which some bits lie in other regions, parts of rows, or tensors."""
+        """Searches for codes whose bits are spread over regions, parts of rows, or tensors."""
         cuts = [*several(self.packed, self.elements, self.shape)]
         sizes = [sum(len(part.data) for part in self._stored(cut).parts) for cut in cuts]
         most_bits = max([self.most_bits, *(8 * size / self.values.size for size in sizes)])
@@ -73,7 +73,7 @@ class _Search:
                            lambda labels: [*self._planes(labels.bits), *cuts])
 
     def in_regions(self) -> Solution | None:
-        """Codes ahead of other numbers in the same tensor, or behind them."""
+        """Searches for codes before or after other numbers in the same tensor."""
         cuts = list(regions_of_codes(self.packed, self.elements[self.packed], self.shape))
         return self._first(labelings(self.values, self.most_bits), lambda labels: cuts) if cuts else None
 
@@ -102,7 +102,7 @@ class _Search:
         return self._meaning(cut, stored, layout)
 
     def _meaning(self, cut: Cut, stored: Stored, layout: Layout) -> Solution | None:
-        """What codes of a layout mean, and where their numbers are."""
+        """The meaning of codes with this layout, and the fields of their numbers."""
         codes = layout.read(stored, self.shape)
         while layout.bits > 1 and not (codes & 1).any():
             layout, codes = layout.without_low_bit(), codes >> 1
@@ -117,7 +117,7 @@ class _Search:
         return solve(self._fields(cut, layout, meaning.kind), meaning, codes, self.values, others, records)
 
     def _tiles(self, cut: Cut, stored: Stored) -> list[Tile] | None:
-        """Tiles that codes between the ends of rows may have; whole rows are none, where these may have ends.  None for all."""
+        """The tiles that codes may have, without whole rows if rows may have headers or trailers; None for all tiles."""
         if cut.ends:
             return [tile for tile in candidates(self.shape, stored) if tile.is_row]
         if self.ends and self.most_bits % 1:
@@ -125,7 +125,7 @@ class _Search:
         return None
 
     def _fields(self, cut: Cut, layout: Layout, kind: str) -> list[Field]:
-        """The codes as a field for each of the cut's parts."""
+        """The codes as one field per part of the cut."""
         fields, start = [], 0
         for (name, section), part in zip(cut.codes, self._stored(cut).parts, strict=True):
             stop = start + 8 * len(part.data) // math.prod(layout.tile.grid(self.shape))

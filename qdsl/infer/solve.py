@@ -1,4 +1,4 @@
-"""The spec's fields and its formula: what codes mean, and where the scales and offsets are that decode them."""
+"""Completes a spec's fields and formula: finds the scales and offsets that decode the codes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qdsl.infer.numbers import Field, close, in_tensors
 from qdsl.infer.records import WHOLE, Record, in_records
 from qdsl.infer.tiles import Codes, Labels, Tile, match
 
-HIDDEN, MOST_HIDDEN = 0.1, 0.25                                  # of the scale, below which an offset says little; of the offsets
+HIDDEN, MOST_HIDDEN = 0.1, 0.25                                  # uncertain offsets: of the scale; of all offsets, at most
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Fields, the formula of decode, and what could not be explained; tables by name, as numbers or as a spec computes them."""
+    """The fields, the decode formula, and the unexplained rest; tables by name, as numbers or as an expression of a spec."""
 
     fields: tuple[Field, ...]
     decode: str
@@ -31,7 +31,7 @@ class Solution:
 
 def solve(code: Sequence[Field], meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element],
           records: Sequence[Record]) -> Solution:
-    """The fields and the formula that decode the codes to the values [N, K].  code: its pieces, in one tensor or in several."""
+    """The fields and the formula that decode the codes to the values [N, K].  code: its fields, in one tensor or in several."""
     if meaning.choice is not None:
         return _of_two_tables(code, meaning, values.shape, tensors, records)
     name = code[0].name
@@ -58,7 +58,7 @@ def solve(code: Sequence[Field], meaning: Meaning, codes: Codes, values: Values,
 
 def _of_two_tables(code: Sequence[Field], meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Element],
                    records: Sequence[Record]) -> Solution:
-    """The same where a bit of each block says which of two tables its codes are looked up in."""
+    """As `solve`, if a bit of each block chooses between two tables."""
     assert meaning.choice is not None
     name, levels, size = code[0].name, meaning.levels.reshape(2, -1), meaning.levels.size // 2
     for times in ((1, 1), (1, 2), (2, 1)):                       # a table of multiples of 2 was divided by it
@@ -76,7 +76,7 @@ def _of_two_tables(code: Sequence[Field], meaning: Meaning, shape: tuple[int, ..
 
 
 def _choice(meaning: Meaning, records: Sequence[Record]) -> tuple[Field, bool] | None:
-    """A bit of every block that says which table it has, and whether 1 stands for the first one."""
+    """The bit of every block that chooses its table, and whether 1 stands for the first table."""
     assert meaning.choice is not None
     certain = ~np.isnan(meaning.choice)
     second = np.nan_to_num(meaning.choice).astype(np.int16)
@@ -92,7 +92,7 @@ def _choice(meaning: Meaning, records: Sequence[Record]) -> tuple[Field, bool] |
 
 def scales(meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Element],
            records: Sequence[Record]) -> Iterator[tuple[tuple[Field, ...], str]]:
-    """Fields that are the scales, and the formula of them and the code, `{}`; the simplest first."""
+    """Yields the fields of the scales and their formula with `{}` for the code, the simplest first."""
     blocks, scale = meaning.blocks, meaning.scale
     with np.errstate(divide="ignore", over="ignore"):
         ways = [("{} * scale", scale), ("{} / scale", 1 / scale), ("{} * scale / 127", scale * 127),
@@ -119,7 +119,7 @@ def scales(meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Eleme
 
 def offsets(code: str, meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Element],
             records: Sequence[Record]) -> tuple[list[Field], str, str, str]:
-    """Fields that are the offsets; the code as the scale multiplies it; what is added behind; what is unexplained."""
+    """The fields of the offsets; the code as multiplied by the scale; the term that is added; the unexplained rest."""
     if meaning.offset is None:
         return [], code, "", ""
     blocks, offset = meaning.blocks, _certain(meaning.offset, meaning.scale)
@@ -147,14 +147,14 @@ def offsets(code: str, meaning: Meaning, shape: tuple[int, ...], tensors: Mappin
 
 
 def _certain(offset: Numbers, scale: Numbers) -> Numbers:
-    """Offsets with NaN, for any, where few are so small beside the scale that rounding hides them."""
+    """The offsets, with NaN (any) for those so small beside the scale that rounding hides them, if these are few."""
     with np.errstate(invalid="ignore"):
         small = np.abs(offset) < HIDDEN * np.abs(scale)
     return np.where(small, np.nan, offset) if small.mean() < MOST_HIDDEN else offset
 
 
 def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], middle: int) -> Field | None:
-    """Integer zero points as a field: elements of a tensor, or packed in it as codes are."""
+    """Integer zero points as a field: elements of a tensor, or packed like codes."""
     for less in (0, middle, 1, -middle):
         wanted = zero - less
         for name, element in tensors.items():
@@ -174,7 +174,7 @@ def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], midd
 
 
 def exact_levels(meaning: Meaning, codes: Codes, values: Values) -> tuple[float, ...]:
-    """The table's numbers in float32: those that, times the scales in float32, are the values."""
+    """The table's numbers in float32 for which the product with the float32 scales is exactly the values."""
     if (meaning.levels == np.rint(meaning.levels)).all():
         return tuple(int(level) for level in meaning.levels)
     levels = []

@@ -1,4 +1,4 @@
-"""The spec that a new format starts from: integer codes and a scale per group."""
+"""Writes the spec that a new format starts from: integer codes and a scale per group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def starting_spec(name: str, bits: int, group: int) -> str:
-    """The text of a spec with codes of 2 to 8 bits around their middle, and a float16 scale for `group` columns."""
+    """The text of a spec with centred codes of 2 to 8 bits, and a float16 scale per `group` columns."""
     run = math.lcm(bits, 8) // bits                              # codes in the shortest run of whole bytes
     return f"""\
 format: {name}

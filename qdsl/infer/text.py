@@ -1,4 +1,4 @@
-"""A spec's text from fields and layouts: the bits of a stored tile as lines of a record."""
+"""Writes a spec's text from fields and layouts; each stored tile is one record."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from qdsl.infer.numbers import Field
 from qdsl.infer.solve import Solution
 
 LETTERS = "abcefghijlmorv"
-MOST_ITEMS = 16                                                  # that loops repeat
+MOST_ITEMS = 16                                                  # items in the body of a loop
 MOST_WIDTH = 64                                                  # bits of an item
-MOST_REPEATED = 64                                               # times that a tile is repeated in a record
-MOST_FACTOR = 16                                                 # of N or K in an axis
+MOST_REPEATED = 64                                               # repetitions of a tile in a record
+MOST_FACTOR = 16                                                 # factor of N or K in an axis
 LINE = 100                                                       # characters of a line without loops
 
 
@@ -36,7 +36,7 @@ class Item:
     place: tuple[int, int, int] = (0, 0, 0)
 
     def follows(self, other: Item) -> bool:
-        """Whether the item goes on where the other one ends."""
+        """Whether the item continues the other one."""
         return (self.field, self.place) == (other.field, other.place) and (not self.field or self.bit == other.bit + other.width)
 
 
@@ -62,7 +62,7 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
 
 
 def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
-    """The subscripts of a field: which weights share its values."""
+    """The subscripts of a field, which say the weights that share a value."""
     if one.blocks.apart:
         return [f"(n*K + k) % (N*K / {one.blocks.columns})"]
     subscripts = []
@@ -73,19 +73,19 @@ def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
 
 
 def looked_up(table: Field, code: Field, shape: tuple[int, int]) -> str:
-    """The formula of a code's level in a stored table."""
+    """The formula that looks a code up in a stored table."""
     return f"{table.name}[{', '.join([*_axes(table, shape)[:-1], code.name])}]"
 
 
 def stored_name(name: str) -> str:
-    """What a spec calls a tensor of a file: the last part of its name, behind `stored_` where the language has the word."""
+    """The spec's name of a tensor in a file: the last part of its name, with the prefix `stored_` if it is a reserved word."""
     last = re.sub(r"\W", "_", name.rpartition(".")[2], flags=re.ASCII)
     return last if last[:1].isalpha() and last not in RESERVED else f"stored_{last}"
 
 
 def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tuple[int, int], unread: dict[str, str],
                 ) -> list[str]:
-    """The lines of a stored tensor; adds fields of the sections that decode does not read, with their types, to `unread`."""
+    """The lines of a stored tensor.  Adds a field to `unread`, with its type, for every section that decode does not read."""
     last = name.rpartition(".")[2]
     aliases = [f"      aliases: [{last}]"] if last != stored_name(name) and last.isidentifier() else []
     head, sections = f"    {stored_name(name)}:", sorted({one.section for one in fields if one.section})
@@ -112,7 +112,7 @@ def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tup
 
 
 def _of_planes(fields: Sequence[Field]) -> Field | None:
-    """The first of the pieces of a field that are its bits in order, from the highest or from the lowest one; None for others."""
+    """The first of a field's parts, if the parts are its bits in order, from the highest or from the lowest; else None."""
     first, sources = fields[0], [one.layout.source for one in fields]
     bits = first.layout.bits
     if len(fields) != bits or {one.name for one in fields} != {first.name} or min(source.min() for source in sources) < 0:
@@ -124,7 +124,7 @@ def _of_planes(fields: Sequence[Field]) -> Field | None:
 
 
 def _all(sections: Sequence[Section], end: int) -> Iterator[Section]:
-    """Sections in order, with those between them and up to the end, that hold nothing."""
+    """Yields the sections in order, with the unused ranges between them and up to the end."""
     start = 0
     for section in (*sections, Section(sections[0].by_rows, end, end)):
         if section.start > start:
@@ -135,7 +135,7 @@ def _all(sections: Sequence[Section], end: int) -> Iterator[Section]:
 
 
 def _unread(part: Element, by_rows: bool, unread: dict[str, str]) -> list[str]:
-    """A section of which decode reads nothing: a field of its own keeps what it holds."""
+    """The lines of a section that decode does not read: one field that keeps its bytes."""
     count, name = part.stored.shape[-1], f"unread{len(unread) or ''}"
     kind = "i32" if part.kind == "u32" else part.kind
     unread[name] = f"{kind}[{'n, ' if by_rows else ''}{count}]"
@@ -144,7 +144,7 @@ def _unread(part: Element, by_rows: bool, unread: dict[str, str]) -> list[str]:
 
 
 def _seen(element: Element, shape: tuple[int, int]) -> list[str]:
-    """The shape of a tensor in files, where it has several axes."""
+    """The shape of a tensor in files, if it has several axes."""
     own = element.stored.shape
     if len(own) < 2:
         return []
@@ -153,7 +153,7 @@ def _seen(element: Element, shape: tuple[int, int]) -> list[str]:
 
 
 def _multiple(extent: int, sizes: Sequence[tuple[str, int]]) -> str:
-    """An extent as a simple multiple of N or of K, or the number itself."""
+    """The text of an extent: a simple multiple of N or of K, or the number itself."""
     for name, size in sizes:
         by = math.gcd(extent, size)
         if extent // by <= MOST_FACTOR and size // by & size // by - 1 == 0:
@@ -162,10 +162,10 @@ def _multiple(extent: int, sizes: Sequence[tuple[str, int]]) -> str:
 
 
 def _tensor(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
-    """The lines of type and axes, and of the record."""
+    """The lines of the type, the axes and the record."""
     fields = _as_in_file(element, fields, shape)
     main = fields[0]
-    if len(main.entries) > 1:                                    # a table of rows, which the whole weight has
+    if len(main.entries) > 1:                                    # a table of rows, shared by the whole weight
         names = "cij"[-len(main.entries):]
         axes = [f"{name}<{extent}" for name, extent in zip(names, main.entries, strict=True)]
         return [f"      tensor: {element.kind}[{', '.join(axes)}]", f'      record: "{main.name}[{", ".join(names)}]"']
@@ -191,7 +191,7 @@ def _tensor(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -
 
 
 def _as_in_file(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> Sequence[Field]:
-    """Fields by larger records where rows of the tensor in the file are no rows of tiles: records may have any shape."""
+    """Fields in larger records, if rows of the tensor in the file are not rows of tiles: records may have any shape."""
     main = fields[0]
     own = [size for size in element.stored.shape if size != 1]
     count = main.layout.tile.grid(main.blocks.count(shape))
@@ -204,7 +204,7 @@ def _as_in_file(element: Element, fields: Sequence[Field], shape: tuple[int, int
 
 
 def _extents(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
-    """How many tiles there are along the field's own rows and columns."""
+    """The numbers of tiles along the field's own rows and columns."""
     tile, blocks = main.layout.tile, main.blocks
     if blocks.apart:
         return "1", _quotient("N*K", shape[0] * shape[1], blocks.columns * tile.columns)
@@ -236,7 +236,7 @@ def items(fields: Sequence[Field]) -> list[Item]:
 
 
 def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int, int]) -> list[str]:
-    """Lines of items with loops, each the longest run of the record that loops can say."""
+    """The lines of a record's items; each takes the longest run that loops can express."""
     result: list[str] = []
     start, single = 0, False
     while start < len(record):
@@ -255,12 +255,12 @@ def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int,
 
 
 def loops(record: Sequence[Item], size: int) -> list[tuple[int, tuple[int, int, int]]]:
-    """The loops by which the first `size` items repeat, as (extent, step of the place), the fastest first."""
+    """The loops that repeat the first `size` items, as (extent, step of the position), the fastest first."""
     first = record[:size]
     kinds = [(item.field, item.bit, item.width) for item in first]
 
     def step(turn: int) -> tuple[int, int, int] | None:
-        """How far the items of a turn lie from the first ones; None where they are others."""
+        """The distance of an iteration's items from the first ones; None if they differ in more than position."""
         items = record[turn * size:(turn + 1) * size]
         if [(item.field, item.bit, item.width) for item in items] != kinds:
             return None
@@ -282,7 +282,7 @@ def loops(record: Sequence[Item], size: int) -> list[tuple[int, tuple[int, int, 
 
 
 def _sum(digits: Sequence[tuple[int, tuple[int, int, int]]], by: tuple[int, int, int], turn: int, done: int) -> tuple[int, ...]:
-    """The step of a turn that faster loops and one more, of step `by`, give."""
+    """The step of an iteration, from faster loops and one more with step `by`."""
     total = [turn // done * step for step in by]
     for extent, steps in digits:
         total = [a + turn % extent * b for a, b in zip(total, steps, strict=True)]
@@ -308,7 +308,7 @@ def _item(item: Item, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fie
 
 
 def _linear(terms: Sequence[tuple[int, str]], parts: Sequence[tuple[int, str]] = (), apart: str = "") -> str:
-    """A sum of factors times variables, and of `parts` that are multiplied by `apart`."""
+    """The text of a sum of factors times variables, and of `parts` that are multiplied by `apart`."""
     signed = [(factor, f"{abs(factor)}*{name}" if name and abs(factor) != 1 else name or str(abs(factor)))
               for factor, name in terms if factor]
     signed += [(factor, (f"{abs(factor)}*{name}" if name and abs(factor) != 1 else name or str(abs(factor))) + apart)

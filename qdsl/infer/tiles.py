@@ -1,7 +1,7 @@
-"""Where the bits of codes lie in a stored tensor: a small tile of bits is matched with a small tile of codes.
+"""Finds the positions of code bits in a stored tensor by matching a small tile of bits with a small tile of codes.
 
-A layout repeats.  A bit at one place of a stored tile belongs to one bit of one code of the weight's tile, and so it does in
-every tile of the tensor.  A few hundred tiles tell all bits apart: the size of the tensor does not matter.
+A layout repeats: a position of a stored tile holds one bit of one code of the weight's tile, the same in every tile.  A few
+hundred tiles tell all bits apart, whatever the size of the tensor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _T = TypeVar("_T", bound=np.generic)
 Codes = npt.NDArray[np.int16]
 Bits = npt.NDArray[np.float32]
 SAMPLES = 256                                                    # tiles that are compared
-SMALL_TILE = 32                                                  # weights; of such tiles more are compared
-FEWEST = 24                                                      # and the fewest that tell bits apart
+SMALL_TILE = 32                                                  # weights of a small tile; more such tiles are compared
+FEWEST = 24                                                      # fewest tiles that tell bits apart
 TRIED = 96                                                       # tiles that are compared at first
-MOST_BITS = 4608                                                 # of a stored tile whose codes lie anywhere
-MOST_LARGE, LEAST_LARGE = 1 << 15, 16                            # of one whose codes lie regularly; its fewest rows and columns
-AGREEMENT = 0.7                                                  # how far a bit agrees with one of a code; 0 is chance
-EPSILON = 1e-4                                                   # bits that are the labels are preferred to their complements
+MOST_BITS = 4608                                                 # bits of a stored tile whose codes may lie anywhere
+MOST_LARGE, LEAST_LARGE = 1 << 15, 16                            # bits of a tile with regular codes; its fewest rows and columns
+AGREEMENT = 0.7                                                  # required agreement of a stored bit and a code's; 0 is chance
+EPSILON = 1e-4                                                   # prefers bits that equal the labels to their complements
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128)
 COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128, 256, 512, 1024)
 PARTS = (1, 2, 4, 8, 10, 3, 5, 6, 7)
@@ -31,9 +31,9 @@ PARTS = (1, 2, 4, 8, 10, 3, 5, 6, 7)
 
 @dataclass(frozen=True)
 class Labels:
-    """What values say of the codes [N, K]: integers of `bits` bits, and where they are certain (None: everywhere).
+    """The codes [N, K] as far as the values tell: integers of `bits` bits, and where they are certain (None: everywhere).
 
-    top: the integers are the highest bits of codes that are wider, and each code's bits lie side by side.
+    top: the integers are the highest bits of wider codes, and each code's bits are contiguous.
     """
 
     codes: Codes
@@ -46,7 +46,7 @@ class Labels:
 class Stored:
     """A stored tensor: its bytes in order, its shape, and the bytes of an element.
 
-    others: tensors with more bits of the same codes, whose tiles follow those of this one.
+    others: tensors with more bits of the same codes; their tiles follow those of this one.
     """
 
     data: npt.NDArray[np.uint8]
@@ -56,15 +56,15 @@ class Stored:
 
     @property
     def parts(self) -> tuple[Stored, ...]:
-        """This tensor alone, and the others."""
+        """This tensor by itself, and the others."""
         return (replace(self, others=()), *self.others) if self.others else (self,)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the weight: `rows` neighbouring rows, in `parts` that are N / parts rows apart, by `columns`.
+    """A tile of the weight: `rows` neighbouring rows by `columns`, in `parts` that are N / parts rows apart.
 
-    across: tiles follow one another down the rows first.  stacked: the elements of a tile lie along the first axis of the tensor.
+    across: the order of tiles is down the rows first.  stacked: a tile's elements lie along the first axis of the tensor.
     """
 
     rows: int
@@ -75,20 +75,20 @@ class Tile:
 
     @property
     def size(self) -> int:
-        """Weights in the tile."""
+        """The number of weights in the tile."""
         return self.rows * self.columns * self.parts
 
     @property
     def is_row(self) -> bool:
-        """Whether it is neighbouring columns of one row, and tiles of a row follow one another."""
+        """Whether the tile is part of one row, and the tiles of a row follow one another."""
         return self.rows == self.parts == 1 and not self.across and not self.stacked
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """How many tiles there are along rows and columns; the last one of an axis may be short."""
+        """The numbers of tiles along rows and columns; the last tile of an axis may be short."""
         return -(-shape[0] // (self.rows * self.parts)), -(-shape[1] // self.columns)
 
     def stored(self, tensor: Stored, shape: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
-        """The tensor's bytes by tiles [tiles along rows, along columns, ..., bytes], a view; None where they do not divide so."""
+        """The tensor's bytes by tiles [tiles along rows, along columns, ..., bytes], a view; None if tiles do not fit."""
         first, second = self.grid(shape)[::-1] if self.across else self.grid(shape)
         total = len(tensor.data)
         if total % (first * second * tensor.width) or not total:
@@ -103,7 +103,7 @@ class Tile:
         return view.swapaxes(0, 1) if self.across else view
 
     def views(self, tensor: Stored, shape: tuple[int, int]) -> list[npt.NDArray[np.uint8]]:
-        """`stored` of each part of the tensor; none where one of them does not divide so."""
+        """`stored` of each part of the tensor; empty if the tiles do not divide a part."""
         views = [view for part in tensor.parts if (view := self.stored(part, shape)) is not None]
         return views if len(views) == len(tensor.parts) else []
 
@@ -117,14 +117,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where codes lie: for every bit of a stored tile the bit of a code of the weight's tile, weight * bits + bit, or -1."""
+    """Positions of codes: for every bit of a stored tile its code bit in the weight's tile, weight * bits + bit, or -1."""
 
     tile: Tile
     bits: int
     source: npt.NDArray[np.int64]
 
     def repeated(self, times: int) -> Layout:
-        """The same layout in tiles of so many times the columns, where those follow one another."""
+        """The same layout for tiles with `times` times the columns, if neighbouring tiles follow one another."""
         tile = replace(self.tile, columns=self.tile.columns * times)
         weight, bit = np.divmod(np.tile(self.source, (times, 1)), self.bits)
         row, column = np.divmod(weight, self.tile.columns)
@@ -133,13 +133,13 @@ class Layout:
         return Layout(tile, self.bits, np.where(self.source < 0, -1, source).reshape(-1))
 
     def without_low_bit(self) -> Layout:
-        """The layout of half the codes, whose lowest bit is padding."""
+        """The layout of codes without their lowest bit, which becomes padding."""
         weight, bit = np.divmod(self.source, self.bits)
         source = np.where((self.source < 0) | (bit == 0), -1, weight * (self.bits - 1) + bit - 1)
         return replace(self, bits=self.bits - 1, source=source)
 
     def read(self, tensor: Stored, shape: tuple[int, int]) -> Codes:
-        """The codes [N, K] as stored."""
+        """Reads the codes [N, K] from a stored tensor."""
         n, k = shape
         rows, columns = self.tile.grid(shape)
         views = [view.reshape(rows, columns, -1) for view in self.tile.views(tensor, shape)]
@@ -153,9 +153,9 @@ class Layout:
 
 
 def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None = None) -> Layout | None:
-    """The smallest tile in which every bit of the labels lies at one place of the stored tensor, and where; None for none.
+    """The layout with the smallest tile in which every bit of the labels has one position in the stored tensor; None if none.
 
-    draws: stored tensors of one layout, with the labels of their codes; several of them stand for more tiles.
+    draws: stored tensors of one layout, with the labels of their codes; several tensors serve as more tiles.
     """
     n, k = draws[0][1].codes.shape
     known_at = draws[0][1].known_at

@@ -16,11 +16,10 @@ def attention(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor,
               sequences: Tensor | None = None) -> Tensor:
     """softmax(q k^T * scale) v [B, query heads, value_dim] of queries [B, query heads, head_dim] over their sequences' tokens.
 
-    block_tables: int32 [B, pages], the blocks of a sequence in order.  seq_lens: int32 [B], tokens, the query's own too.  scale:
-    by default head_dim ** -0.5.  sequences: int32 [B], as in `store`; by default 0, 1, ...  Heads of a group follow one another.
-    The result has q's dtype.
-    On a GPU one kernel reads the cache as it is packed, and a second adds up parts of sequences.  No tokens give 0.  Raises
-    FormatError for tensors that do not fit.
+    block_tables: int32 [B, pages], the blocks of a sequence in order.  seq_lens: int32 [B], tokens, including the query's own.
+    scale: head_dim ** -0.5 by default.  sequences: int32 [B], as in `store`; by default 0, 1, ...  Query heads that share a key
+    head are neighbours.  The result has q's dtype.  On a GPU one kernel reads the packed cache, and a second one adds up parts of
+    sequences.  A sequence without tokens gives 0.  Raises FormatError for tensors that do not fit.
     """
     _check(q, cache, block_tables, seq_lens)
     if not runs_kernels(q.device) or launch.why_not_attend(cache, q):
@@ -34,7 +33,7 @@ def attention(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor,
 
 def attention_reference(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, scale: float | None = None,
                         sequences: Tensor | None = None) -> Tensor:
-    """As `attention`, in torch in float32, on any device, a sequence after the other."""
+    """As `attention`, in torch in float32, on any device, one sequence at a time."""
     _check(q, cache, block_tables, seq_lens)
     out = q.new_zeros(*q.shape[:2], cache.value_dim)
     for b, length in enumerate(seq_lens.tolist()):

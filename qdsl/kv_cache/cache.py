@@ -1,11 +1,11 @@
 """A paged cache: keys and values as rows of two packed weights.
 
-Row (block * heads + head) * block_size + offset of a weight [blocks * heads * block_size, head_dim] is a token's head, where
-slot = block * block_size + offset.  The tokens of a block and head lie next to one another, so that they may share numbers: a
-spec says `s: f16[n // 32, k]`, and `block_size` is a multiple of 32.
+A weight is [blocks * heads * block_size, head_dim].  Its row (block * heads + head) * block_size + offset is one head of the
+token in slot block * block_size + offset.  The tokens of a block and head are neighbouring rows, so that they may share numbers:
+a spec says `s: f16[n // 32, k]`, and `block_size` is a multiple of 32.
 
-A row may have numbers behind the columns that the weight decodes, which stay as they are: `rope: bf16[n, 64]`.  Values may be the
-first numbers of the rows of keys; then there is one packed weight.
+A row may have numbers after the columns that the weight decodes, which are stored unchanged: `rope: bf16[n, 64]`.  If values are
+the first numbers of the rows of keys, there is one packed weight.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CacheFormat:
 class CachedRows:
     """All rows of keys, or of values, as a weight whose tensors change in place.
 
-    group: how many tokens share numbers.  numbers: fields that all rows share.  options: of `quantize`.  settings: of its scheme,
-    the spec's, the storage's and the caller's.
+    group: the number of tokens that share numbers.  numbers: fields that all rows share.  options: of `quantize`.  settings: of
+    its scheme, merged from the spec, the storage and the caller.
     """
 
     packed: PackedWeight
@@ -75,17 +75,17 @@ class CachedRows:
 
     @property
     def appended(self) -> dict[str, int]:
-        """Fields of numbers behind the columns of a row, and how many of them there are."""
+        """The fields after the columns of a row, and the count of each one's numbers."""
         fields = self.packed.variant.fields
         return {name: fields[name].axes[1].extent(*self.packed.shape, {}) or 0 for name in self.packed.variant.appended}
 
     @property
     def row_numbers(self) -> int:
-        """How many numbers a row holds: columns, and those behind them."""
+        """The count of numbers in a row, columns and those after them."""
         return self.packed.shape[1] + sum(self.appended.values())
 
     def decoded(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """All numbers of rows, by their numbers [..., row_numbers]."""
+        """Decodes all numbers of rows, given row indices [...]: [..., row_numbers]."""
         packed = self.packed
         columns = packed.format.dequantize_rows(packed, rows, dtype)
         if not self.appended:
@@ -94,7 +94,7 @@ class CachedRows:
         return torch.cat([columns, *(fields[name].to(dtype).view(*rows.shape, -1) for name in self.appended)], -1)
 
     def encoded(self, rows: Tensor) -> PackedWeight:
-        """Rows [R * group, row_numbers] as the reference encodes them, from float32.
+        """Encodes rows [R * group, row_numbers] in float32 with the reference.
 
         Raises FormatError for columns that are not finite.
         """
@@ -121,7 +121,7 @@ class CachedRows:
         return self.type_of(self.packed.variant.roles["code"])
 
     def rows_of(self, tensor: Tensor) -> int:
-        """How many rows of the weight share a row of one of its tensors; 0 for a tensor that all share."""
+        """The number of weight rows per row of one of its tensors; 0 for a tensor that all rows share."""
         n = self.packed.shape[0]
         return n // tensor.shape[0] if tensor.dim() and tensor.shape[0] * self.group >= n else 0
 
@@ -130,9 +130,8 @@ class CachedRows:
 class KVCache:
     """Keys and values of `blocks` blocks of `block_size` tokens, of `heads` heads of `head_dim` channels.
 
-    value_dim: channels of values.  Where these are the first of keys, `values` is `keys`.
-    tail: [sequences, heads, group, head_dim], the keys of the open group of every sequence, where keys share numbers among
-    tokens; else None.
+    value_dim: channels of values.  If values are the first channels of keys, `values` is `keys`.  tail: [sequences, heads, group,
+    head_dim], the keys of every sequence's incomplete group, if tokens share numbers of keys; else None.
     """
 
     keys: CachedRows
@@ -151,7 +150,7 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors lie."""
+        """The device of its tensors."""
         return self.keys.packed.device
 
     @property
@@ -161,7 +160,7 @@ class KVCache:
         return self.keys.packed.nbytes + (0 if self.is_shared else self.values.packed.nbytes) + tail
 
     def rows(self, slots: Tensor) -> Tensor:
-        """Rows of the packed weights that slots [T] are, of all heads: int64 [T, heads]."""
+        """The rows of the packed weights for slots [T] and all heads: int64 [T, heads]."""
         slots = slots.long()
         heads = torch.arange(self.heads, device=slots.device)
         return ((slots // self.block_size)[:, None] * self.heads + heads) * self.block_size + (slots % self.block_size)[:, None]
@@ -170,11 +169,11 @@ class KVCache:
 def allocate(keys: CacheFormat | str, values: CacheFormat | str | None = None, *, blocks: int, block_size: int, heads: int,
              head_dim: int, value_dim: int | None = None, sequences: int = 0, dtype: torch.dtype = torch.bfloat16,
              device: torch.device | str = "cpu") -> KVCache:
-    """An empty cache; values have the format of keys by default.
+    """Allocates an empty cache; values have the format of keys by default.
 
-    value_dim: values are the first so many channels of keys, in the same memory (multi-head latent attention).
-    sequences, dtype: of the tail, where keys share numbers among tokens.  Raises FormatError for a format whose rows cannot be
-    stored one by one, for values that share numbers among tokens, and for sizes that do not divide.
+    value_dim: values are the first `value_dim` channels of keys, in the same memory (multi-head latent attention).  sequences,
+    dtype: of the tail, needed if tokens share numbers of keys.  Raises FormatError for a format whose rows cannot be stored one
+    by one, for values that share numbers among tokens, and for sizes that do not divide.
     """
     key_format = CacheFormat(keys) if isinstance(keys, str) else keys
     value_format = key_format if values is None else CacheFormat(values) if isinstance(values, str) else values
@@ -199,7 +198,7 @@ def allocate(keys: CacheFormat | str, values: CacheFormat | str | None = None, *
 
 
 def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, device: torch.device | str) -> CachedRows:
-    """All rows of one half of a cache: zeros, with the numbers that all share."""
+    """Allocates all rows of keys or of values: zeros, and the numbers that all rows share."""
     format = choice.format
     params, scheme_options, storage = format.chosen({"storage": choice.storage, **choice.options})
     variant = format.variant(params)
@@ -233,7 +232,7 @@ def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, d
 
 
 def _check_numbers(format: Format, variant: Variant, numbers: Mapping[str, float]) -> None:
-    """Raises FormatError for numbers that are no fields which all rows share, and for a scale of all rows that is missing."""
+    """Raises FormatError for numbers of no field that all rows share, and for a missing scale of all rows."""
     shared = [name for name, field in variant.fields.items() if not field.axes]
     for name in numbers:
         if name not in shared:

@@ -1,4 +1,4 @@
-"""The launches of store and attention: what kernels are told of a cache's formats."""
+"""The launches of the store and attention kernels, and the constants that describe a cache's formats to them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from qdsl.runtime.gpu.kernels import encode, paged_attention, store_rows
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.layout import FLOATS
 
-NUMBERS_IN_ORDER, NUMBERS = 1 << 14, 1 << 13                     # of a tile of attention: codes in order, and decoded
+NUMBERS_IN_ORDER, NUMBERS = 1 << 14, 1 << 13                     # numbers in a tile of attention: codes in order, and decoded
 LEAST_TOKENS = 16
 WARPS = 4
 LEAST_UNITS = 16                                                 # columns of an operand of a matrix instruction
-TILE = 2048                                                      # weights of a tile of store, about
+TILE = 2048                                                      # weights in a tile of store, about
 MOST_SPLITS = 32
 HEADS, MOST_HEADS = 16, 64                                       # rows of a matrix instruction, and of a program
-MOST_SUMS = 1 << 14                                              # of a program of 4 warps
+MOST_SUMS = 1 << 14                                              # sums in a program of 4 warps
 SCALED = "scale * (code - offset)"
 
 
 def why_not_store(cache: KVCache) -> str:
-    """Why no kernel encodes for this cache; '' where one does."""
+    """The reason why no kernel can encode for this cache; '' if one can."""
     return places.why_not(cache.keys) or places.why_not(cache.values)
 
 
 def store_calls(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequences: Tensor | None) -> Iterator[Call]:
-    """The launches of `store`, for tensors on any device, meta too; why_not_store(cache) must be ''."""
+    """Yields the launches of `store`, for tensors on any device, including meta; why_not_store(cache) must be ''."""
     if slots.numel():
         yield _store_call(cache, cache.keys, k.contiguous(), slots, sequences)
         if cache.tail is not None:
@@ -66,7 +66,7 @@ def _store_call(cache: KVCache, cached: CachedRows, x: Tensor, slots: Tensor, se
 
 
 def settings(cached: CachedRows) -> dict[str, Any]:
-    """The constants of a function of kernels/encode.py, FLOAT to TYPE."""
+    """The constants FLOAT to TYPE of a function in kernels/encode.py."""
     chosen, variant = cached.settings, cached.packed.variant
     kind = number(cached.code_type)
     assert kind is not None
@@ -84,14 +84,14 @@ def settings(cached: CachedRows) -> dict[str, Any]:
 
 
 def _borders(numbers: tuple[float, ...]) -> tuple[Any, ...]:
-    """Of a table of levels the first code, and the borders between neighbours: (border, whether the lower has it, code above)."""
+    """The first code of a table of levels, and its borders: (border, whether the level below has it, code above)."""
     first = {level: code for code, level in reversed(list(enumerate(numbers)))}
     levels = sorted(first)
     return first[levels[0]], *(((low + high) / 2, first[low] < first[high], first[high]) for low, high in pairwise(levels))
 
 
 def _tensors(cached: CachedRows) -> tuple[Tensor | None, ...]:
-    """A kernel's tensors in storage order: 8-bit floats as bytes, None for what is missing."""
+    """A kernel's tensors in storage order: 8-bit floats as bytes, None for missing tensors."""
     return tuple(tensor.view(torch.uint8) if tensor is not None and tensor.dtype.itemsize == 1 and tensor.is_floating_point()
                  else tensor for tensor in map(cached.packed.tensors.get, cached.packed.layout.coded))
 
@@ -100,7 +100,7 @@ def _tensors(cached: CachedRows) -> tuple[Tensor | None, ...]:
 
 
 def why_not_attend(cache: KVCache, q: Tensor) -> str:
-    """Why no kernel attends over this cache for q [B, query heads, head_dim]; '' where one does."""
+    """The reason why no kernel can attend over this cache for q [B, query heads, head_dim]; '' if one can."""
     if q.dtype not in launch.TYPES:
         return f"q is {str(q.dtype)[6:]}"
     behind = sum(cache.keys.appended.values())
@@ -123,9 +123,9 @@ def why_not_attend(cache: KVCache, q: Tensor) -> str:
 
 def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, out: Tensor, scale: float | None = None,
                     sequences: Tensor | None = None, splits: int | None = None) -> Iterator[Call]:
-    """The launches of `attention`, for tensors on any device, meta too; why_not_attend(cache, q) must be ''.
+    """Yields the launches of `attention`, for tensors on any device, including meta; why_not_attend(cache, q) must be ''.
 
-    splits: parts of a sequence, by default as many as give every multiprocessor two programs.
+    splits: parts of a sequence; by default enough to give every multiprocessor two programs.
     """
     (b, heads, x), d, v = q.shape, cache.keys.packed.shape[1], cache.value_dim
     if not b:
@@ -159,7 +159,7 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
 
 
 def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """The tensors that attention reads of keys or values, and the constants that say how."""
+    """The tensors of keys or values that attention reads, and the constants that describe them."""
     kernels, k = cached.packed.layout.kernels, cached.packed.shape[1]
     if _in_order(cached):
         matrix_unit, names = kernels.matrix_unit, cached.packed.layout.coded
@@ -188,7 +188,7 @@ def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dic
 
 
 def _behind(cached: CachedRows) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
-    """The numbers behind the columns of keys, and of each its first channel, how many there are, and how far rows are apart."""
+    """The fields after the columns of keys: their tensors, and (first channel, count, stride of rows) of each."""
     if not cached.appended:
         return (), ()
     planes = [_plane(cached, place[:3], place[3], FLOATS[place[4]]) for place in places.places(cached).appended]
@@ -197,20 +197,20 @@ def _behind(cached: CachedRows) -> tuple[tuple[Tensor, ...], tuple[tuple[int, in
 
 
 def _plane(cached: CachedRows, place: tuple[int, ...], count: int, dtype: torch.dtype) -> Tensor:
-    """`count` numbers of every row, which lie next to one another at a place, as a view [rows, count]."""
+    """`count` neighbouring numbers of every row at a place, as a view [rows, count]."""
     tensor, first, row = place
     stored = cached.packed.tensors[cached.packed.layout.coded[tensor]].view(torch.uint8).flatten()
     return stored.as_strided((cached.packed.shape[0], count * dtype.itemsize), (row, 1), first).view(dtype)
 
 
 def _in_order(cached: CachedRows) -> bool:
-    """Whether codes are int8 or E4M3 row by row, and numbers those of rows."""
+    """Whether codes are int8 or E4M3 in row order, and numbers are per row."""
     matrix_unit = cached.packed.layout.kernels.matrix_unit
     return matrix_unit is not None and matrix_unit.w8a8 is not None and matrix_unit.scale is None
 
 
 def _in_parts(cached: CachedRows) -> bool:
-    """Whether codes are int8 or E4M3, those of a row one after the other, and parts of a row have a scale each and no more."""
+    """Whether codes are int8 or E4M3 in row order, and the only numbers are scales of parts of rows."""
     if places.why_not(cached) or cached.group > 1 or cached.code_type not in ("i8", "e4m3"):
         return False
     where, k = places.places(cached), cached.packed.shape[1]
@@ -221,7 +221,7 @@ def _in_parts(cached: CachedRows) -> bool:
 
 
 def _units(cached: CachedRows) -> int:
-    """Units of codes in a row."""
+    """The number of units of codes in a row."""
     units = axis(cached.packed.layout.kernels.units).extent(*cached.packed.shape, cached.packed.sizes)
     assert units is not None
     return units

@@ -1,4 +1,4 @@
-"""Where the store kernel puts codes and numbers of a row: bytes, by the digits of the layout (runtime/weight/bits.py)."""
+"""Byte positions of a row's codes and numbers for the store kernel, from the digits of the layout (runtime/weight/bits.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TYPES = ("f32", "f16", "bf16", "ue4m3")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Constants of store_rows: a place is (tensor, first byte, bytes of a row); of_groups: where numbers of groups lie.
+    """Constants of store_rows.  A place is (tensor, first byte, bytes of a row); of_groups: the places of groups' numbers.
 
-    appended: of numbers behind the columns of a row also how many, and their type.
+    appended: for numbers after the columns also their count and their type.
     """
 
     static: int | None
@@ -36,12 +36,12 @@ class Places:
 
     @property
     def codes_of_byte(self) -> int:
-        """E: how many codes a byte holds."""
+        """E: the number of codes in a byte."""
         return prod(extent for extent, _, _ in self.bits)
 
 
 def why_not(cached: CachedRows) -> str:
-    """Why no kernel encodes rows of this half of a cache; '' where one does."""
+    """The reason why no kernel can encode rows of these keys or values; '' if one can."""
     packed, variant = cached.packed, cached.packed.variant
     if not variant.scheme or "sums" in variant.roles:
         return f"{packed.format.name}: its scheme has no kernel"
@@ -93,7 +93,7 @@ def places(cached: CachedRows) -> Places:
 
 
 def _appended(cached: CachedRows, name: str) -> tuple[int, int, int, int, str]:
-    """Where numbers behind the columns lie, how many, and their type.  Raises ValueError where they are no run of bytes."""
+    """The place of numbers after the columns, their count and type.  Raises ValueError if they are no run of bytes."""
     tensor, first, row, digits = _placed(cached, name)
     extent, size = prod(extent for extent, _, _ in digits), FLOATS[cached.type_of(name)].itemsize
     if cached.group > 1 or extent & (extent - 1) or digits != ((extent, 1, 8 * size),):
@@ -102,19 +102,19 @@ def _appended(cached: CachedRows, name: str) -> tuple[int, int, int, int, str]:
 
 
 def _ordered(cached: CachedRows) -> list[tuple[str, str]]:
-    """Roles and fields, in the order in which the scheme returns them."""
+    """The pairs of role and field, in the order in which the scheme returns them."""
     variant = cached.packed.variant
     return [(role, variant.roles[role]) for role in SCHEMES[variant.scheme].roles if role in variant.roles]
 
 
 def _columns(cached: CachedRows, name: str) -> int:
-    """How many columns share a number."""
+    """The number of columns that share a number."""
     axes = cached.packed.variant.fields[name].axes
     return axes[1].by(cached.packed.sizes) if len(axes) > 1 else cached.packed.shape[1]
 
 
 def _tensor_of(cached: CachedRows, name: str) -> tuple[int, Piece]:
-    """The tensor that holds a field, and where.  Raises ValueError where that is not one piece."""
+    """The index of a field's tensor, and the field's piece in it.  Raises ValueError if the field has several pieces."""
     layout = cached.packed.layout
     matches = [(at, piece) for at, tensor in enumerate(layout.coded) for piece in pieces(layout.tensors[tensor].bits)
                if piece.field == name]
@@ -124,7 +124,7 @@ def _tensor_of(cached: CachedRows, name: str) -> tuple[int, Piece]:
 
 
 def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, ...]]:
-    """The tensor of a field, its first byte, bytes of a row, and the digits of its columns: (extent, columns, bits)."""
+    """A field's tensor, its first byte, the bytes of a row, and the digits of its columns: (extent, columns, bits)."""
     packed = cached.packed
     at, piece = _tensor_of(cached, name)
     tensor = packed.tensors[packed.layout.coded[at]]
@@ -140,7 +140,7 @@ def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, 
 
 
 def _cut(digits: tuple[Digit, ...]) -> tuple[tuple[Digit, ...], tuple[Digit, ...]]:
-    """Digits of columns as those of bytes, and those of bits in a byte.  Raises ValueError for codes over a byte's end."""
+    """Splits digits of columns into those of bytes and those of bits in a byte.  Raises ValueError for codes that cross bytes."""
     units: list[Digit] = []
     bits: list[Digit] = []
     for extent, weight, step in digits:

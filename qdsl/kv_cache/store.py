@@ -1,4 +1,4 @@
-"""Tokens into a cache and out of it: the reference in torch, and the choice between it and the kernel."""
+"""Stores tokens into a cache and loads them: the reference in torch, and the choice between it and the kernel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def store(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequences: Tensor | None = None) -> None:
-    """Encode keys and values [T, heads, head_dim] into the cache at slots [T], in place; a slot of -1 is left out.
+    """Encodes keys and values [T, heads, head_dim] into the cache at slots [T], in place; a slot of -1 is skipped.
 
-    v: None where values are channels of keys.
-    slots, sequences: int32 or int64.  Tokens of a sequence come in order.  sequences [T]: which sequence a token is of, below the
-    number that `allocate` was called with; needed where keys share numbers among tokens.  A group of keys is encoded when its
-    last token comes; until then they are numbers in the tail.
-    On a GPU a kernel encodes, for schemes that have one, and nothing waits for the host.  Raises FormatError for tensors that do
-    not fit; of numbers that are not finite the reference alone says so.
+    v: None if values are channels of keys.  slots, sequences: int32 or int64.  Tokens of a sequence come in order.  sequences
+    [T]: the sequence of each token, below the number given to `allocate`; needed if tokens share numbers of keys.  A group of
+    keys is encoded when its last token comes; until then the tail holds its keys.  On a GPU a kernel encodes, for schemes that
+    have one, without waiting for the host.  Raises FormatError for tensors that do not fit.  Only the reference raises for
+    numbers that are not finite.
     """
     _check(cache, k, v, slots, sequences)
     if not runs_kernels(k.device) or launch.why_not_store(cache):
@@ -47,9 +46,9 @@ def store_reference(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, 
 
 
 def load(cache: KVCache, slots: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Decoded keys [T, heads, head_dim] and values [T, heads, value_dim] at slots [T], int32 or int64, on any device.
+    """Decodes keys [T, heads, head_dim] and values [T, heads, value_dim] at slots [T], int32 or int64, on any device.
 
-    Keys of a group that is not full are not in their slots yet, but in the tail.
+    Keys of an incomplete group are not in their slots yet, but in the tail.
     """
     rows = cache.rows(slots)
     keys = cache.keys.decoded(rows, dtype)
@@ -57,7 +56,7 @@ def load(cache: KVCache, slots: Tensor, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def _write(cached: CachedRows, tokens: Tensor, rows: Tensor) -> None:
-    """Encode [..., head_dim] into rows [...], whole groups of rows one after the other."""
+    """Encodes [..., head_dim] into rows [...]; each group of rows must be whole and in order."""
     if not rows.numel():
         return
     encoded = cached.encoded(tokens.reshape(-1, tokens.shape[-1])).tensors
@@ -67,13 +66,13 @@ def _write(cached: CachedRows, tokens: Tensor, rows: Tensor) -> None:
 
 
 def _indexable(tensor: Tensor) -> Tensor:
-    """The same bits as integers with a sign, by which torch can index; floats of 16 bits and more as they are."""
+    """A view of the same bits as signed integers, which torch can index; floats of 16 bits or more unchanged."""
     size = tensor.dtype.itemsize
     return tensor if tensor.is_floating_point() and size > 1 else tensor.view(INTEGERS[size])
 
 
 def _store_groups(cache: KVCache, k: Tensor, slots: Tensor, sequences: Tensor) -> None:
-    """Keys that share numbers among tokens: encode the groups that are full now, and keep the others in the tail."""
+    """Stores keys that share numbers among tokens: encodes the groups that are complete, and keeps the others in the tail."""
     group, count = cache.keys.group, slots.numel()
     assert cache.tail is not None
     place = slots % group
