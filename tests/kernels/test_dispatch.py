@@ -1,4 +1,4 @@
-"""bench/dispatch.py: the plan's choice beside the best way, by counts of compiled kernels.  Nothing is compiled here."""
+"""bench/dispatch.py: the choice of plans and the best candidate, by counts of compiled kernels.  Nothing is compiled here."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What tests share: the interpreter with checked addresses, an independent reading of specs, strategies, sample data."""
+"""Shared by tests: an interpreter that checks addresses, an independent reading of specs, strategies, sample data."""

@@ -1,6 +1,6 @@
-"""Known answers: what small weights of a format are, bit for bit, as kept in a file, against what a format does.
+"""Known answers: the exact bits of small weights of a format, kept in files, and their comparison with the format's results.
 
-An array is written as text: dtype[shape] and its bytes in hex, or of a long one the first bytes and half the SHA-256 of all.
+An array is written as text: dtype[shape] and its bytes in hex; for a long array, the first bytes and half the SHA-256 of all.
 tests/support/blessing.py makes the files and proves them.
 """
 

@@ -1,4 +1,4 @@
-"""Making files of known answers.  What the code answers is kept only where a second reading of the spec comes to the same."""
+"""Writes files of known answers.  A result is kept only if an independent reading of the spec gives the same."""
 
 from __future__ import annotations
 

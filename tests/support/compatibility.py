@@ -1,4 +1,4 @@
-"""The pairs of a program and an artefact that live tests prove, as tests/data/compatibility.yaml lists them.
+"""The pairs of a program and an artefact that live tests check, listed in tests/data/compatibility.yaml.
 
     python -m tests.support.compatibility 'make live' REPORT.xml ...
 

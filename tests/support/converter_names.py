@@ -1,8 +1,7 @@
-"""Names that the authors of more diffusion models give tensors, by diffusers' names of them, as qdsl.jobs.gguf.author_names has
-them.
+"""Original tensor names of more diffusion models, by their names in diffusers, in the form of qdsl.jobs.gguf.author_names.
 
-A table lists regular expressions of diffusers' names and what stands in their place, applied in order.  '#0', '#1', ... are
-parts of one tensor, '#swap' has its halves the other way round.
+A table lists regular expressions of diffusers' names and their replacements, applied in order.  '#0', '#1', ... are parts of one
+tensor; '#swap' exchanges its halves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A few formats that stand for all: between them their functions have every line that there is, whatever is named there.
+"""A few formats that represent all: together their functions contain every line of any format's functions, up to names.
 
-Tests that are dear run over these, and over every format where QDSL_TEST_ALL is set (`make test-all`); a format that is not
-among them has no line of its own, and is tested over less.  Where shapes alone are tried, the lines that count are those that
-depend on them (WALK).
+Slow tests run over these formats, or over all if QDSL_TEST_ALL is set (`make test-all`).  Every other format has no line of its
+own, and gets fewer tests.  For tests of shapes alone, only the lines that depend on shapes count (WALK).
 """
 
 from __future__ import annotations

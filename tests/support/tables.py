@@ -226,7 +226,7 @@ def public() -> list[str]:
 
 
 def dispatch() -> list[str]:
-    """What plans choose beside the best way, by counts of compiled kernels."""
+    """The rows of bench/dispatch.py: each plan's choice and the best candidate, by counts of compiled kernels."""
     return rows(ways.HEADS, ways.table(ways.recorded()))
 
 
