@@ -25,6 +25,7 @@ from bench import (
     pretrained,
     quantize,
     report,
+    rounded,
     sharding,
     uncompiled,
 )
@@ -32,9 +33,9 @@ from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "uncompiled": uncompiled,
-          "ggml": ggml, "launch": launch, "dispatch": dispatch, "execute": execute, "sharding": sharding, "loading": loading,
-          "pretrained": pretrained}
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "rounded": rounded,
+          "uncompiled": uncompiled, "ggml": ggml, "launch": launch, "dispatch": dispatch, "execute": execute,
+          "sharding": sharding, "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +27,7 @@ from qdsl.runtime.weight.packed import FormatError
 from tests.support.covering import ALL, covering
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 
-CASES = cases()
+CASES, load = cases(), library.load
 COVERING = covering(CASES, lambda case: [case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.decode])
 NAMES = ("order", "slots", "blocks", "factors", "sources", "arrange", "run")                   # of a source, in one of many
 PARTS = 2                                                        # formats are compiled in so many programs
@@ -217,6 +214,49 @@ def test_products_of_integers_have_the_error_of_x_in_8_bits_alone(name: str, mon
     check(case.module.linear(x[1:], packed), x[1:], weight)
 
 
+# Four columns in a word's bytes; codes over 127; bytes that are put together; and rows in a word, which are transposed.
+@pytest.mark.parametrize(("name", "capability"), [("gptq_v2-bits4", ""), ("gptq_v1-bits2", "DEFAULT"), ("gptq_v2-bits8", ""),
+                                                  ("gptq_p-bits5", ""), ("awq-bits4", ""), ("awq-bits4", "AVX2"),
+                                                  ("awq-bits4", "DEFAULT")])
+def test_products_of_integers_across_rows_are_those_of_whole_numbers(name: str, capability: str, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where x are integers and scales powers of two nothing is rounded: steps of rows, the last rows, and three threads."""
+    own = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2" and own not in ("AVX2", "AVX512"):
+        pytest.skip("this machine has no AVX2")
+    monkeypatch.setattr(loops, "_capability", lambda: capability or own)
+    case = next(case for case in CASES if str(case) == f"int_group.{name}-group128-scale_typef16")
+    fields = random_fields(case, (352, 256), 0)
+    fields |= {"s": torch.exp2(torch.randint(-3, 3, fields["s"].shape)).half()}
+    packed = case.module.pack({name: fields[name] for name in "qzs"}, storage=case.storage, **case.choice)
+    counts = (1, 4) if name in ("gptq_v2-bits4", "awq-bits4") and not capability else (1,)
+    functions = build_at_once({loops.source_for(packed, rows, loops.ROUNDED).text for rows in counts}, tmp_path)
+    monkeypatch.setattr(library, "load", lambda text, options=(): functions.get(text) or load(text, options))
+    x, weight = torch.randint(-127, 128, (6, 256), generator=torch.Generator().manual_seed(1)).float(), plain(packed)
+    x[:, ::32] = 127                                             # the scale of every block is 1
+    for rows, threads in ((6 if len(counts) > 1 else 2, 1), (1, 3)):
+        monkeypatch.setattr(loops, "SHARE", 1 << 18 if threads == 1 else 1 << 8)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        product = loops.product(x[:rows], packed, True)
+        assert product is not None and torch.equal(product.double(), x[:rows].double() @ weight.double().t())
+    x = sample(1, 256)
+    rounded = loops.product(x, packed, True)
+    assert rounded is not None
+    check(rounded, in_8_bits(x), weight, terms=4)
+
+
+def test_without_a_loop_for_8_bits_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a group anywhere, codes across words, and a short block of x."""
+    monkeypatch.setenv("QDSL_CPU_INT8", "1")
+    fields = int_group.unpack(int_group.quantize(sample(64, 256), bits=4, group=64))
+    permuted = int_group.pack(fields | {"g": torch.arange(256, dtype=torch.int32) % 4}, "gptq_v2", bits=4, group=64)
+    for packed in (permuted, int_group.quantize(sample(64, 96), "gptq_v2", bits=3, group=32),
+                   int_group.quantize(sample(64, 144), "gptq_v2", bits=4, group=-1)):
+        assert loops.product(sample(1, packed.shape[1]), packed, True) is None
+    x = sample(1, 256)
+    check(int_group.linear(x, permuted), x, plain(permuted))
+
+
 # Codes that are looked up, with offsets; signed ones of 6 bits; and of a table.
 @pytest.mark.parametrize("name", ["q4_k.gguf", "q6_k.gguf", "iq4_xs.gguf"])
 def test_scales_after_sums_of_codes_leave_weights_exact(name: str) -> None:
@@ -339,6 +379,13 @@ def test_one_library_serves_all_shapes() -> None:
     assert [key[-2] for key in loops._loops] == ["factored", "plain"]         # 32 columns are half a step of codes
 
 
+def test_a_group_of_a_whole_row_is_a_number_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "_new_loop", lambda *_: None)
+    for k in (64, 128):
+        assert loops.product(sample(1, k), int_group.quantize(sample(32, k), bits=4, group=-1)) is None
+    assert len({key[:-3] for key in loops._loops}) == 2
+
+
 def test_rows_of_x_do_not_depend_on_their_neighbours() -> None:
     packed, x = WEIGHTS["q8_0"](), sample(8, 256)
     assert same_bits(q8_0.linear(x[:2], packed)[1:], q8_0.linear(x[1:2], packed))
@@ -437,57 +484,6 @@ def test_without_a_compiler_tiles_do_it_with_one_warning(command: str, message: 
     library.compiler.cache_clear()
     cpu.compile_products(False)
     assert same_bits(product, q8_0.linear(x, packed)) and same_bits(again, product)
-
-
-# -- the cache ---------------------------------------------------------------------------------------------------------
-
-SOURCE = "int run(void) { return 41 + 1; }"
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "qdsl"))
-    return tmp_path / "qdsl" / "cpu"
-
-
-def test_a_library_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert library.load(SOURCE).run() == 42
-    assert [path.suffix for path in cache.iterdir()] == [".so"] and cache.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(subprocess, "run", None)                 # would be called
-    assert library.load(SOURCE).run() == 42
-
-
-@pytest.mark.parametrize("spoiled", [lambda data: data[:-100], lambda data: b"", lambda data: data[:64] + b"x" + data[65:]])
-def test_spoiledd_libraries_are_compiled_anew(cache: Path, spoiled: Callable[[bytes], bytes]) -> None:
-    library.load(SOURCE)
-    path = next(cache.iterdir())
-    whole = path.read_bytes()
-    changed = path.with_name("changed")                          # a new file: the old one is mapped into this process
-    changed.write_bytes(spoiled(whole))
-    changed.chmod(0o700)
-    changed.replace(path)
-    assert library.load(SOURCE).run() == 42 and library._is_whole(path)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
-@pytest.mark.parametrize("attack", ["file", "folder", "link"])
-def test_what_others_can_write_is_not_loaded(cache: Path, attack: str) -> None:
-    library.load(SOURCE)
-    path = next(cache.iterdir())
-    if attack == "link":
-        target = path.rename(path.with_name("elsewhere.so"))
-        path.symlink_to(target)
-    else:
-        (path if attack == "file" else cache).chmod(0o777)
-    with pytest.raises(library.UnsafeCache):
-        library.load(SOURCE)
-
-
-def test_processes_at_once_compile_one_library(cache: Path) -> None:
-    code = f"from qdsl.host import library; print(library.load({SOURCE!r}).run())"
-    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate()[0] for process in processes] == ["42\n"] * 2
-    assert len(list(cache.iterdir())) == 1
 
 
 def test_sources_differ_where_their_loops_do() -> None:

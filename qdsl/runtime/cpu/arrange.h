@@ -1,10 +1,14 @@
 /* Prepares x [K] for products of codes, in steps of COLUMNS columns.
 
    First the columns in the order of use.  Then by step two vectors for all PLACES lanes of scales and offsets: the scales of x,
-   where that has 8 bits, and the sums of x over the columns of a lane, times its factor. */
+   where that has 8 bits, and the sums of x over the columns of a lane, times its factor.  Where ROUNDS_X
+   is 2, the rounded x come last, as floats in their own order. */
 #if ROUNDS_X
 void arrange(const float *x, int8_t *codes, int64_t K) {
     float *vectors = (float *)(codes + K);
+#if ROUNDS_X == 2
+    float *rounded = vectors + K / COLUMNS * 2 * PLACES;
+#endif
     for (int64_t step = 0; step < K / COLUMNS; step++, codes += COLUMNS, vectors += 2 * PLACES) {
         float d[COLUMNS / 32];
         int8_t q[COLUMNS];
@@ -15,13 +19,15 @@ void arrange(const float *x, int8_t *codes, int64_t K) {
                 const vi bits = vload_int32((const uint8_t *)(x + i)) & 0x7FFFFFFF;
                 all = select_int(bits > all, bits, all);
             }
-            int32_t bits = 0;
-            for (int i = 0; i < LANES; i++) if (all[i] > bits) bits = all[i];
-            const float most = bits_to_float(bits);
+            const float most = bits_to_float(largest(all));
             const vf inverse = all_float(most > 0 ? 127 / most : 0);
             d[b] = most / 127;
             for (int i = 0; i < 32; i += LANES) {
-                const vc part = __builtin_convertvector(to_int(vload_float32((const uint8_t *)(x + i)) * inverse), vc);
+                const vi whole = to_int(vload_float32((const uint8_t *)(x + i)) * inverse);
+                const vc part = __builtin_convertvector(whole, vc);
+#if ROUNDS_X == 2
+                store(rounded, to_float(whole) * all_float(d[b])), rounded += LANES;
+#endif
                 memcpy(q + 32 * b + i, &part, sizeof part);
             }
         }

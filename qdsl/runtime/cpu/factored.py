@@ -27,8 +27,8 @@ from qdsl.runtime.cpu.bytes import Bytes, braces, range_of
 from qdsl.runtime.cpu.expressions import Writer, prefetches
 from qdsl.runtime.cpu.language import run
 from qdsl.runtime.cpu.merge import merged, parts
-from qdsl.runtime.cpu.source import LONGEST, SIGNATURE, VECTORS, Reads, Source
-from qdsl.runtime.cpu.trace import ALWAYS, Index, Indivisible, Node, Trace, Unsupported, Use
+from qdsl.runtime.cpu.source import SIGNATURE, VECTORS, Reads, Source, shortest
+from qdsl.runtime.cpu.trace import ALWAYS, Index, Node, Trace, Unsupported, Use
 
 X_BLOCK = 32                                                     # columns of x that share a scale, as in ggml's Q8_0
 ROW = 12                                                         # bytes that a column of x has after `arrange`
@@ -109,17 +109,12 @@ def source_of(reads: Reads, rows: int, width: int, rounds_x: bool) -> Source:
         raise Unsupported("vectors along N")
     alone = Trace("", 1, False)
     run(alone, reads.kernels.decode, reads.pointers(alone), alone.symbol("n"), alone.symbol("u"), reads.sizes)
-    reason = Unsupported("a step that is too long")
+    reason = Unsupported("no weights")
     for count in sorted({1, len(alone.uses)}):
-        length = 4 * width
-        while length <= LONGEST:
-            try:
-                return _Program(reads, rows, width, length, count, rounds_x).source
-            except Indivisible as error:
-                length *= error.factor
-            except Unsupported as error:
-                reason = error
-                break
+        try:
+            return shortest(partial(_Program, reads, rows, width, count=count, rounds_x=rounds_x), 4 * width).source
+        except Unsupported as error:
+            reason = error
     raise reason
 
 
@@ -184,6 +179,16 @@ def _merged(terms: Sequence[_Term]) -> Node | None:
     if nodes and len(nodes) < len(terms):
         raise Unsupported("scales that not all weights have")
     return parts(nodes) if nodes else None
+
+
+def arrange(width: int, order: Sequence[int], tables: dict[str, Sequence[int]], rounds_x: int, is_plain: bool = False,
+            ) -> list[str]:
+    """C lines that arrange x, by step.  tables: of arrange.h.  rounds_x: 1 to 8 bits, 2 too, and floats of it are kept."""
+    return [f"#define LANES {width}", VECTORS.read_text(encoding="utf-8"), f"#define COLUMNS {len(order)}",
+            f"#define PLACES {len(tables['blocks'])}", f"#define ROUNDS_X {rounds_x}",
+            f"#define SIDE_BY_SIDE {4 if is_plain else 1}",
+            *(f"static const int16_t {name}[] = {braces(numbers)};" for name, numbers in ({"order": order} | tables).items()),
+            ARRANGE.read_text(encoding="utf-8")]
 
 
 class _Program:
@@ -299,14 +304,8 @@ class _Program:
         if not self.rounds_x:
             order = [order[first + 4 * lane + byte] for first in range(0, count, 4 * self.width) for byte in range(4)
                      for lane in lanes]
-        tables = [f"static const int16_t {name}[] = {braces(numbers)};" for name, numbers in
-                  (("order", order), ("slots", slots), ("blocks", vectors.blocks), ("factors", vectors.factors),
-                   ("sources", vectors.sources))]
-        head = [f"#define LANES {self.width}", VECTORS.read_text(encoding="utf-8"), f"#define COLUMNS {count}",
-                f"#define PLACES {len(vectors.blocks)}", f"#define ROUNDS_X {int(self.rounds_x)}",
-                f"#define SIDE_BY_SIDE {4 if is_plain else 1}", *tables, ARRANGE.read_text(encoding="utf-8"), SIGNATURE, "{"]
-        tensors = [f"const uint8_t *const t{i} = tensors[{i}];"
-                   for i in range(len(self.reads.dtypes) + len(self.reads.kernels.tables))]
+        head = arrange(self.width, order, {"slots": slots, "blocks": vectors.blocks, "factors": vectors.factors,
+                                           "sources": vectors.sources}, int(self.rounds_x), is_plain)
         sums = [f"a{m}_{i}" for m in range(self.rows) for i in range(2)]
         loops = ["for (int64_t n = first; n < last; n++) {", *(f"vf {name} = {{0}};" for name in sums),
                  *["#pragma GCC unroll 2"] * (self.rows == 1), f"for (int64_t step = 0; step < K / {count}; step++) {{", *ahead]
@@ -316,7 +315,8 @@ class _Program:
             loops += [f"const uint8_t *q{m} = bytes + {m * ROW} * K + step * {size * count};",
                       f"const uint8_t *d{m} = bytes + {m * ROW + size} * K + step * {8 * len(vectors.blocks)};"]
         ends = [f"out[{m} * N + n] = sum(a{m}_0 + a{m}_1);" for m in range(self.rows)]
-        return "\n".join([*head, *tensors, *loops, *self._scaled(), *self._products(), "}", *ends, "}", "}", ""])
+        body = [*self.reads.lines, *loops, *self._scaled(), *self._products()]
+        return "\n".join([*head, SIGNATURE, "{", *body, "}", *ends, "}", "}", ""])
 
     def _lane(self, codes: _Codes, group: int) -> int:
         """Among the lanes of all vectors, that of the scale of four neighbours."""

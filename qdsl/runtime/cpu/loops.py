@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.runtime.cpu import factored, threads
+from qdsl.runtime.cpu import across_rows, factored, threads
 from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
 from qdsl.runtime.cpu.trace import SIZES, Unsupported
 from qdsl.runtime.gpu.configure import grid_axes
@@ -135,8 +135,8 @@ def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | N
     if not all(tensor.is_contiguous() for tensor in packed.tensors.values()):
         return None
     tensors = read_tensors(packed)
-    key = (packed.format, packed.storage, *packed.params.values(), *(tensor is not None and tensor.dtype for tensor in tensors),
-           rows, way, _capability())
+    key = (packed.format, packed.storage, *packed.params.values(), *packed.sizes.values(),
+           *(tensor is not None and tensor.dtype for tensor in tensors), rows, way, _capability())
     if key not in _loops:
         _loops[key] = _new_loop(packed, rows, way)
     loop = _loops[key]
@@ -168,6 +168,8 @@ def source_for(packed: PackedWeight, rows: int, way: str = PLAIN) -> Source:
         raise Unsupported("a dtype that has no form in C")
     width = {"AVX512": 16, "AVX2": 8}.get(_capability(), 4)
     reads = Reads(packed.layout.kernels, dtypes, size_arguments(packed))
+    if way == ROUNDED and packed.layout.kernels.last == "n":
+        return across_rows.source_of(reads, rows, width)
     return source_of(reads, rows, width) if way == PLAIN else factored.source_of(reads, rows, width, way == ROUNDED)
 
 
@@ -200,4 +202,4 @@ def _run(prepared: Prepared, packed: PackedWeight, addresses: Sequence[int], sta
         loop.run(places, x, ordered, out, *packed.shape, start // sums, stop // sums, prepared.units)
     else:
         threads.run_divided(loop.run, (places, x, ordered, out, *packed.shape), (start // sums, stop // sums), prepared.units,
-                            loop.source.step, count)
+                            loop.source.step, count, loop.source.parts)

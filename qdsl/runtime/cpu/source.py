@@ -13,9 +13,11 @@ all shapes.  Where neighbours in memory are neighbours along N, vectors go along
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from qdsl.runtime.cpu.expressions import Writer, prefetches
 from qdsl.runtime.cpu.language import run
@@ -31,13 +33,16 @@ ARRANGE = "void arrange(const float *x, float *ordered, int64_t K)"
 SIGNATURE = ("void run(const uint8_t *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, "
              "int64_t K, int64_t first, int64_t last, int64_t units)")
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Source:
     """C source, and what it asks of a weight: K is a multiple of `divisor`, and the first row of tiles of `step`.
 
     arranged: numbers that a column of x has after the source's function `arrange`; 0 where there is none.
-    has_vectors: whether weights are decoded many at a time; one by one is no faster than torch.
+    has_vectors: whether weights are decoded many at a time; one by one is no faster than torch.  parts: of the rows, that a
+    thread takes on average: many, unless memory is read along rows.
     """
 
     text: str
@@ -45,6 +50,7 @@ class Source:
     step: int
     arranged: int
     has_vectors: bool = True
+    parts: int = 8
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,11 @@ class Reads:
                           (math.floor(min(table.numbers)), math.ceil(max(table.numbers))), table.numbers)
                   for i, table in enumerate(self.kernels.tables)]
         return [*tensors, *tables]
+
+    @property
+    def lines(self) -> list[str]:
+        """The C lines that name them."""
+        return [f"const uint8_t *const t{i} = tensors[{i}];" for i in range(len(self.dtypes) + len(self.kernels.tables))]
 
 
 def source_of(reads: Reads, rows: int, width: int) -> Source:
@@ -119,15 +130,21 @@ class _Steps:
 
 def _steps(reads: Reads, lanes: int) -> _Steps | None:
     """The traces of the shortest step; None where the decode function cannot be run on so many lanes."""
-    length = max(lanes, BLOCK // reads.kernels.sums) if reads.kernels.last == "n" else lanes
+    try:
+        least = BLOCK // reads.kernels.sums if reads.kernels.last == "n" else 0
+        return shortest(partial(_Steps, reads, lanes), max(lanes, least))
+    except Unsupported:
+        return None
+
+
+def shortest(program: Callable[[int], T], length: int) -> T:
+    """`program` of the shortest step, a multiple of `length`, whose divisions leave no remainder.  Raises Unsupported."""
     while length <= LONGEST:
         try:
-            return _Steps(reads, lanes, length)
+            return program(length)
         except Indivisible as error:
             length *= error.factor
-        except Unsupported:
-            break
-    return None
+    raise Unsupported("a step that is too long")
 
 
 class _Program:
@@ -149,14 +166,12 @@ class _Program:
         return Source(self.text, steps.divisor, 1, int(" arrange(" in self.text))
 
     def _text(self) -> str:
-        tensors = [f"const uint8_t *const t{i} = tensors[{i}];"
-                   for i in range(len(self.reads.dtypes) + len(self.reads.kernels.tables))]
         if self.steps is None:
-            body = ["for (int64_t n = first; n < last; n++) {", *self._one_by_one("0"), "}"]
+            body = ["for (int64_t n = first; n < last; n++) {", *one_by_one(self.reads, self.rows, "0"), "}"]
         else:
             body = self._along_rows(self.steps) if self.steps.along_rows else self._along_columns(self.steps)
         head = f"#define LANES {self.lanes}\n{VECTORS.read_text(encoding='utf-8')}\n{self._arrange()}"
-        return head + "\n".join([SIGNATURE, "{", *tensors, *body, "}", ""])
+        return head + "\n".join([SIGNATURE, "{", *self.reads.lines, *body, "}", ""])
 
     def _arrange(self) -> str:
         """A function that puts x in the order of use, step by step; none where it is in that order."""
@@ -185,7 +200,7 @@ class _Program:
         lines += [f"const float *xs = ordered + {columns} * step;"] if self.rows else []
         lines += self._buffers(columns) if is_buffered else []
         lines += [*body, *(self._placed(steps.order(), columns) if is_buffered else []), "}"]
-        return [*lines, *self._one_by_one(f"K / {columns} * {steps.length}", self._totals), "}"]
+        return [*lines, *one_by_one(self.reads, self.rows, f"K / {columns} * {steps.length}", self._totals), "}"]
 
     @property
     def _sums(self) -> int:
@@ -253,12 +268,10 @@ class _Program:
         begin = [f"vf a{part}_{row}_{m} = {{0}};" for part, row, m in names]
         stores = [f"for (int i = 0; i < LANES; i++) out[{m} * N + {self._row(part, row)}] = a{part}_{row}_{m}[i];"
                   for part, row, m in names]
-        whole = f"last / {steps.length}"
         loop = [*begin, "for (int64_t u = 0; u < units; u++) {", *body, "}", *stores] if self.rows else \
             self._row_tiles(steps, body)
-        return [f"for (int64_t step = first / {steps.length}; step < {whole}; step++) {{", *loop, "}",
-                f"for (int64_t n = {whole} * {steps.length} > first ? {whole} * {steps.length} : first; n < last; n++) {{",
-                *self._one_by_one("0"), "}"]
+        return [f"for (int64_t step = first / {steps.length}; step < last / {steps.length}; step++) {{", *loop, "}",
+                *last_rows(self.reads, self.rows, steps.length)]
 
     def _row_tiles(self, steps: _Steps, body: Sequence[str]) -> list[str]:
         """Lines that decode a step's rows: some units into a tile, a column after the other, then rows out of it."""
@@ -282,24 +295,31 @@ class _Program:
         assert self.steps is not None
         return f"(step * {self.steps.length} + {part * self.lanes} + i) * {self.tiles} + {row}"
 
-    # -- weight by weight ----------------------------------------------------------------------------------------------
 
-    def _one_by_one(self, start: str, total: object = None) -> list[str]:
-        """Lines for the units of row n from `start` on, and that store its sums."""
-        trace = Trace("", 1, False)
-        run(trace, self.reads.kernels.decode, self.reads.pointers(trace), trace.symbol("n"), trace.symbol("u"), self.reads.sizes)
-        writer, body = Writer(1), []
-        for use in trace.uses:
-            weight, column = writer.write(use.weight), use.columns.text()
-            body += writer.flush()
-            condition = " && ".join(filter(None, (f"{column} < K", use.live.text)))
-            takes = [f"s{use.row}_{m} += {weight} * x[{m} * K + {column}];" for m in range(self.rows)] or [
-                f"out[(n * {self.tiles} + {use.row}) * K + {column}] = {weight};"]
-            body.append(f"if ({condition}) {{ {' '.join(takes)} }}")
-        names = [(row, m) for row in range(self.tiles) for m in range(self.rows)]
-        begin = [f"float s{row}_{m} = {total(row, m) if callable(total) else 0};" for row, m in names]
-        stores = [f"out[{m} * N + n * {self.tiles} + {row}] = s{row}_{m};" for row, m in names]
-        return [*begin, f"for (int64_t u = {start}; u < units; u++) {{", *body, "}", *stores]
+def one_by_one(reads: Reads, rows: int, start: str, total: Callable[[int, int], str] | None = None, x: str = "x", row: str = "K",
+               ) -> list[str]:
+    """Lines for the units of row n from `start` on, and that store its sums, which begin with `total`; row: numbers in one."""
+    trace, tiles = Trace("", 1, False), reads.kernels.sums
+    run(trace, reads.kernels.decode, reads.pointers(trace), trace.symbol("n"), trace.symbol("u"), reads.sizes)
+    writer, body = Writer(1), []
+    for use in trace.uses:
+        weight, column = writer.write(use.weight), use.columns.text()
+        body += writer.flush()
+        condition = " && ".join(filter(None, (f"{column} < K", use.live.text)))
+        takes = [f"s{use.row}_{m} += {weight} * {x}[{m} * {row} + {column}];" for m in range(rows)] or [
+            f"out[(n * {tiles} + {use.row}) * K + {column}] = {weight};"]
+        body.append(f"if ({condition}) {{ {' '.join(takes)} }}")
+    names = [(own, m) for own in range(tiles) for m in range(rows)]
+    begin = [f"float s{own}_{m} = {total(own, m) if total else 0};" for own, m in names]
+    stores = [f"out[{m} * N + n * {tiles} + {own}] = s{own}_{m};" for own, m in names]
+    return [*begin, f"for (int64_t u = {start}; u < units; u++) {{", *body, "}", *stores]
+
+
+def last_rows(reads: Reads, rows: int, length: int, x: str = "x", row: str = "K") -> list[str]:
+    """Lines for the rows that no whole step of `length` has left."""
+    whole = f"last / {length} * {length}"
+    return [f"for (int64_t n = {whole} > first ? {whole} : first; n < last; n++) {{",
+            *one_by_one(reads, rows, "0", None, x, row), "}"]
 
 
 def _commas(numbers: Sequence[int]) -> str:

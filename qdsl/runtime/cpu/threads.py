@@ -16,19 +16,19 @@ from typing import Any
 
 from qdsl.host import library
 
-PARTS = 8                                                        # average parts per thread
 SOURCE = Path(__file__).with_name("threads.c")
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
-def run_divided(run: Any, arguments: tuple[Any, ...], rows: tuple[int, int], units: int, step: int, count: int) -> None:
+def run_divided(run: Any, arguments: tuple[Any, ...], rows: tuple[int, int], units: int, step: int, count: int,
+                parts: int) -> None:
     """Call run(*arguments, begin, end, units) for parts of `rows`, multiples of `step`, on `count` threads.
 
-    arguments: addresses of tensors, x, arranged x and out; N and K.
+    arguments: addresses of tensors, x, arranged x and out; N and K.  parts: per thread, on average.
     """
     first, last = rows
-    part = max(1, -(-(last - first) // (count * PARTS * step))) * step
+    part = max(1, -(-(last - first) // (count * parts * step))) * step
     *places, n, k = arguments
     addresses = [ctypes.cast(place, ctypes.c_void_p).value or 0 for place in (run, *places)]
     work = (ctypes.c_int64 * 11)(first, last, part, *addresses, n, k, units)

@@ -105,7 +105,9 @@ class Index:
             return self._by_index("/", by)
         whole, left = self._divided(by)
         if self.is_uniform and left:
-            return self.trace.symbol(f"({self.text()}) / {by}", set())
+            unit = math.gcd(by, *(factor for _, factor in self.terms))
+            units = self._with({name: factor // unit for name, factor in self.terms}, [self.lanes[0] // unit])
+            return self.trace.symbol(f"({units.text()}) / {by // unit}", set())
         return self._with(whole, [lane // by for lane in self.lanes])
 
     def __mod__(self, by: Any) -> Index:

@@ -157,6 +157,15 @@ INLINE vi gather_int8(const uint8_t *p, vi at) { LOOP(vi, (int8_t)p[at[i]]); }
 INLINE vf gather_float16(const uint8_t *p, vi at) { LOOP(vf, load_float16(p + at[i])); }
 INLINE vf gather_bfloat16(const uint8_t *p, vi at) { LOOP(vf, load_bfloat16(p + at[i])); }
 
+INLINE int32_t largest(vi a) {                                   /* of lanes that are not negative */
+#if LANES == 16 && defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)a);
+#else
+    int32_t value = 0;
+    for (int i = 0; i < LANES; i++) value = a[i] > value ? a[i] : value;
+    return value;
+#endif
+}
 INLINE vf all_float(float value) { return value - (vf){0}; }
 INLINE vi all_int(int32_t value) { return value - (vi){0}; }
 INLINE vi select_int(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
@@ -165,6 +174,8 @@ INLINE void store(float *p, vf value) { memcpy(p, &value, sizeof value); }
 INLINE vf permute_two(vf a, vf b, vi i_) {                       /* lanes of a, and from LANES on of b */
 #if LANES == 16 && defined(__AVX512F__)
     return (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)i_, (__m512)b);
+#elif LANES == 8 && defined(__AVX2__)
+    return (vf)_mm256_blendv_ps((__m256)permute(a, i_), (__m256)permute(b, i_), (__m256)(i_ << 28));
 #else
     LOOP(vf, i_[i] < LANES ? a[i_[i]] : b[i_[i] - LANES]);
 #endif
@@ -199,6 +210,7 @@ INLINE void transpose(float *out, int64_t step, const float *from, int64_t lengt
 /* Vectors of bytes, four for each lane. */
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vs __attribute__((vector_size(4 * LANES)));
+typedef int16_t vh __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vt __attribute__((vector_size(16)));
 INLINE vb vload_bytes(const uint8_t *p) { vb value; memcpy(&value, p, sizeof value); return value; }
 INLINE vt vload_16(const uint8_t *p) { vt value; memcpy(&value, p, sizeof value); return value; }
@@ -271,25 +283,47 @@ INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const u
 INLINE vb lookup(vt table, vb at) { vb value; for (int i = 0; i < 4 * LANES; i++) value[i] = table[at[i] & 15]; return value; }
 #endif
 
-/* The sum of four products of unsigned codes and signed x, in each lane. */
-INLINE vi dot(vb codes, vb x) {
+/* A sum, and four products of unsigned codes and signed x, in each lane.  A product fits 16 bits, as do two of codes up to 127. */
+INLINE vi halves_sum(vh a) { return ((vi)a << 16 >> 16) + ((vi)a >> 16); }
+INLINE vi add_dot(vi sum, vb codes, vb x) {
 #if LANES == 16 && defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)codes, (__m512i)x);
-#elif LANES == 8 && defined(__AVX2__)                             /* even and odd bytes as halves: sums of two fit 32 bits */
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif LANES == 8 && defined(__AVX2__)                             /* even and odd bytes as halves */
     const __m256i c = (__m256i)codes, even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8);
-    return (vi)_mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), even),
-                                _mm256_madd_epi16(_mm256_srli_epi16(c, 8), _mm256_srai_epi16((__m256i)x, 8)));
+    return sum + (vi)_mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), even),
+                                      _mm256_madd_epi16(_mm256_srli_epi16(c, 8), _mm256_srai_epi16((__m256i)x, 8)));
 #else
-    vi sum = {0};                                                /* bytes of a lane by shifts: any vector unit has them */
-    for (int i = 0; i < 4; i++) sum += ((vi)codes >> 8 * i & 255) * ((vi)x << 24 - 8 * i >> 24);
-    return sum;
+    return sum + halves_sum(((vh)codes & 255) * ((vh)x << 8 >> 8)) + halves_sum((vh)((vs)codes >> 8) * ((vh)x >> 8));
 #endif
 }
-INLINE vi small_dot(vb codes, vb x) {                            /* of codes up to 127: sums of two fit 16 bits */
-#if LANES == 8 && defined(__AVX2__)
-    return (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)x), _mm256_set1_epi16(1));
+INLINE vi add_small_dot(vi sum, vb codes, vb x) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return add_dot(sum, codes, x);
+#elif LANES == 8 && defined(__AVX2__)
+    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)x), _mm256_set1_epi16(1));
 #else
-    return dot(codes, x);
+    return sum + halves_sum(((vh)codes & 255) * ((vh)x << 8 >> 8) + (vh)((vs)codes >> 8) * ((vh)x >> 8));
+#endif
+}
+INLINE vi dot(vb codes, vb x) { return add_dot((vi){0}, codes, x); }
+INLINE vi small_dot(vb codes, vb x) { return add_small_dot((vi){0}, codes, x); }
+
+/* Bytes i, 4 + i, 8 + i and 12 + i of 16 of each of four vectors: as four of a lane, which come from one vector each.  Vector j
+   then has the bytes 4 * j and following, a lane each: squares of four bytes are transposed. */
+INLINE void transpose_bytes(vb *v) {
+#if LANES == 16 && defined(__AVX512BW__)
+#define UNPACK(half, size, a, b) (vb)_mm512_unpack##half##_epi##size((__m512i)a, (__m512i)b)
+#elif LANES == 8 && defined(__AVX2__)
+#define UNPACK(half, size, a, b) (vb)_mm256_unpack##half##_epi##size((__m256i)a, (__m256i)b)
+#endif
+#ifdef UNPACK
+    const vb a = UNPACK(lo, 8, v[0], v[1]), b = UNPACK(lo, 8, v[2], v[3]), c = UNPACK(hi, 8, v[0], v[1]), d = UNPACK(hi, 8, v[2], v[3]);
+    v[0] = UNPACK(lo, 16, a, b), v[1] = UNPACK(hi, 16, a, b), v[2] = UNPACK(lo, 16, c, d), v[3] = UNPACK(hi, 16, c, d);
+#undef UNPACK
+#else
+    vb w[4];
+    for (int i = 0; i < 4 * LANES; i++) for (int k = 0; k < 4; k++) w[i / 4 % 4][i / 16 * 16 + i % 4 * 4 + k] = v[k][i];
+    for (int j = 0; j < 4; j++) v[j] = w[j];
 #endif
 }
 
