@@ -84,11 +84,13 @@ class GroupSettings:
 class Refusal:
     """Settings that a program does not load.  when: settings and values; why: the reason, '' to name the first of them.
 
-    removes: the readers that it excludes, by their names in `readers`.
+    removes: the readers that it excludes, by their names in `readers`.  uneven: the setting with the extents of blocks; loads
+    fail only where some weight has several blocks along N or K, and the last is a part of one.
     """
 
     program: str
-    when: Mapping[str, Sequence[Any]]
+    when: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    uneven: str = ""
     why: str = ""
     removes: tuple[str, ...] = ()
 
@@ -263,8 +265,8 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "experts": _one_of(EXPERT_NAMES),
     "readers": _record(Readers, {
         "programs": _words, "diffusers": _words, "notes": _mapping_of(_word),
-        "refuses": _list_of(_record(Refusal, {"program": _word, "when": _mapping_of(_list_of(_any)), "why": _word,
-                                              "removes": _words}, ["program", "when"]))}),
+        "refuses": _list_of(_record(Refusal, {"program": _word, "when": _mapping_of(_list_of(_any)), "uneven": _word,
+                                              "why": _word, "removes": _words}, ["program"]))}),
     "header": _record(Header, {"weights": _word, "plain": _mapping_of(_any), "layers": _word, "tensor": _word,
                                "prefixes": _list_of(_any), "marker": _word}),
     "formats": _rules,

@@ -171,6 +171,15 @@ def test_who_reads_zero_points(tmp_path: Path, to: str, symmetric: bool, readers
     assert quantize(path, tmp_path / "out", to, {"symmetric": symmetric})["readers"] == {"": f"qdsl, {readers}"}
 
 
+@pytest.mark.parametrize(("shape", "reads"), [((64, 256), True), ((256, 384), True), ((192, 256), False), ((256, 576), False)])
+def test_who_reads_blocks_that_are_not_whole(tmp_path: Path, shape: tuple[int, int], reads: bool) -> None:
+    """transformers divides N by the number of scales to get the rows of a block: right for one block, wrong for 192 rows."""
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(*shape)})
+    report = quantize(path, tmp_path / "out", "fp8_block")
+    assert report["readers"] == {"": "qdsl, transformers, vLLM" if reads else "qdsl, vLLM"}
+    assert ("last block" in report["not_read_by"][""].get("transformers", "")) != reads
+
+
 def test_a_file_by_itself_gets_a_config(tmp_path: Path) -> None:
     """So that a storage whose tensors fit several ways is read."""
     write(tmp_path / "model.safetensors", {"up.weight": drawn(ROWS, COLUMNS)}, {"format": "pt"})

@@ -45,11 +45,12 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
     method = settings.get("quant_method", OWN)
     loading = producers().of(method).readers
     others = list(loading.diffusers if of_diffusers else loading.programs)
+    shapes = [layer.shape for layer in (*plan.changed, *plan.kept)]
     why = dict.fromkeys(programs, "its own loaders know no settings of qdsl" if method == OWN else
                         f"its loaders know no quant_method {method}")
     for refusal in loading.refuses:
         removed = refusal.removes or (refusal.program,)
-        wrong = _refused(refusal, settings)
+        wrong = _refused(refusal, settings, shapes)
         if wrong and not {*removed}.isdisjoint(others):
             others = [program for program in others if program not in removed]
             why[refusal.program] = refusal.why or f"its loaders know no {method} with {wrong}"
@@ -59,16 +60,20 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
             {program: reason for program, reason in why.items() if program not in named})
 
 
-def _refused(refusal: Refusal, settings: Mapping[str, Any]) -> str:
-    """The first setting that a program refuses, with its value; '' if some setting is one that it accepts.
+def _refused(refusal: Refusal, settings: Mapping[str, Any], shapes: Sequence[tuple[int, int]]) -> str:
+    """The first setting that a program refuses, with its value; '' if some setting, or all shapes, are what it accepts.
 
-    Settings of groups count like those of the whole checkpoint.
+    Settings of groups count like those of the whole checkpoint.  shapes: (N, K) of the weights.
     """
     groups = [group["weights"] for key in producers().keys(settings["quant_method"]).groups
               for group in _mappings(settings.get(key)) if isinstance(group.get("weights"), Mapping)]
     for whole in ([{**settings, **weights} for weights in groups] or [dict(settings)]):
-        if all(any(same(whole.get(key), value) for value in values) for key, values in refusal.when.items()):
-            return next(f"{key} {whole[key]}" for key in refusal.when)
+        blocks = whole.get(refusal.uneven) or ()
+        uneven = next((f"{refusal.uneven} {whole[refusal.uneven]} for {N} x {K}" for N, K in shapes for extent, block in
+                       zip((N, K), blocks, strict=False) if extent > block > 0 and extent % block), "")
+        if (not refusal.uneven or uneven) and all(any(same(whole.get(key), value) for value in values)
+                                                  for key, values in refusal.when.items()):
+            return uneven or next((f"{key} {whole[key]}" for key in refusal.when), "")
     return ""
 
 
