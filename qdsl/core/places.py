@@ -55,5 +55,6 @@ def find(name: str) -> Path:
             return path
     names = [path.stem for path in (*shipped(), *own)]
     near = get_close_matches(name.lower().removesuffix(".yaml"), names, n=1)
-    raise UnknownSpec(f"{name}: no such file" if name.endswith((".yaml", ".yml")) else f"no spec '{name}'; "
-                      + (f"did you mean '{near[0]}'? `qdsl list` prints all" if near else f"known are {', '.join(names)}"))
+    kind = "file" if name.endswith((".yaml", ".yml")) else "spec"
+    raise UnknownSpec(f"no {kind} '{name}': expected a file, or a name that `qdsl list` prints"
+                      + (f"; did you mean '{near[0]}'?" if near else ""))

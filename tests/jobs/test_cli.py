@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_a_message(folder: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("inspect", "none.gguf"), 1, "No such file"), (("inspect", "a.gguf"), 1, "a.gguf: "), (("show", "q40"), 2, "did you mean"),
-    (("show", "w4.yaml"), 2, "w4.yaml: no such file"), (("show", "xyz"), 2, "no spec 'xyz'; known are "),
+    (("show", "w4.yaml"), 2, "no file 'w4.yaml': expected"), (("show", "xyz"), 2, "a name that `qdsl list` prints"),
     (("inspect", "--frobnicate"), 2, "No such option"), (("frobnicate",), 2, "No such command"),
     (("quantize", "a.gguf", "--type", "q9", "-o", "b"), 2, "no mix 'q9'"),
     (("dequantize", "a.gguf", "-o", "a.gguf"), 2, "the input"),
