@@ -168,7 +168,7 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     if rule is None:
         alike = len({*plan.storages}) == 1
         why = f"layers differ in {'parameters' if alike else 'format'}" if rules or not alike else \
-            f"it is not known how other loaders name {plan.format}.{plan.aim.storage}"
+            f"qdsl knows no other loader of {plan.format}.{plan.aim.storage}"
         return _ours(folder, plan, layers), f"{why}: the config says qdsl"
     scaled = [f"{layer.name}.{name}" for layer in plan.changed for name in OF_X if name in layer.others]
     if scaled and not same(method, rule["quant_method"]):        # a loader that does not know it would ignore it
