@@ -79,9 +79,8 @@ def new(name: Annotated[str | None, typer.Argument(help="The format: the files a
     from qdsl.host.files import check_output, write_text
     from qdsl.infer.start import starting_spec
 
+    _check_name(name)
     spec, golden = Path(f"{name}.yaml"), Path(f"{name}.safetensors")
-    if not name.isidentifier():
-        fail(f"'{name}' is no name of a format: expected small letters, digits and _", 2)
     with reported():
         check_output(spec, *([file] if file else []), force=force)
         text = starting_spec(name, bits, group)
@@ -100,9 +99,20 @@ def new(name: Annotated[str | None, typer.Argument(help="The format: the files a
     test(str(spec), golden if tensors else None, as_json)
 
 
+def _check_name(name: str) -> None:
+    """Exit with code 2 for a name that no format may have, or that one has which ships with qdsl."""
+    from qdsl.core import places
+
+    if not name.isidentifier():
+        fail(f"'{name}' is no name of a format: expected small letters, digits and _", 2)
+    if name in [path.stem for path in places.shipped()]:
+        fail(f"'{name}' is a format that ships with qdsl, and QDSL_SPECS would refuse another one: choose another name", 2)
+
+
 def _asked(file: Path | None) -> tuple[str, Path | None, dict[str, Any]]:
     """(name, file, options) of a new format, as a user answers.  Raises Exit for a file that cannot be read."""
     name = typer.prompt("Name of the format")
+    _check_name(name)
     if file is None:
         answer = typer.prompt("File with its stored tensors and decoded weights (.safetensors, .npz; empty for none)", default="",
                               show_default=False)

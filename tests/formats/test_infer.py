@@ -388,6 +388,8 @@ def test_new_writes_a_spec_and_a_golden_file_and_tests_them(tmp_path: Path, monk
     code, printed = run("new", "mine", "--from-infer", str(written(tmp_path)), "--packed", "a.w", "--scales", "a.s")
     assert code == 0 and "16384 weights are those of mine.safetensors" in printed and " 0 failed" in printed
     assert run("new", "mine")[0] == 2                            # it is there already
+    for code, printed in (run("new", "q4_0"), run_with("q4_0\n", "new")):
+        assert code == 2 and "'q4_0' is a format that ships with qdsl" in printed and not (tmp_path / "q4_0.yaml").exists()
     code, printed = run_with("mine2\na.safetensors\n\n\n\n", "new")    # what it asks for, with the defaults that it offers
     assert code == 0 and "16384 weights are those of mine2.safetensors" in printed and "a.w: uint8 [64, 128]" in printed
     assert (tmp_path / "mine2.yaml").read_text() == (tmp_path / "mine.yaml").read_text().replace("mine", "mine2")
