@@ -52,6 +52,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
     from qdsl.checkpoint.detect.shaped import shaped_layers
     from qdsl.checkpoint.files.folder import Folder
+    from qdsl.host.files import check_output
     from qdsl.host.progress import progress
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
@@ -63,6 +64,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits)
+    with reported():
+        check_output(out, folder)                                # before layers are detected, which may take long
     with reported(), exit_on_sigterm(), Folder(folder) as source:
         detected = shaped_layers(source, layer_shapes)
         report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=partial(progress, unit="B"))

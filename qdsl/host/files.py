@@ -73,12 +73,12 @@ def identity(path: Path) -> list[Any]:
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds this file name to system errors that name no file, such as those of reads and writes."""
+def naming(path: str | os.PathLike[str], part: Path | None = None) -> Iterator[None]:
+    """Adds this file name to system errors that name no file, such as those of reads and writes, or that name `part`."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None or error.filename not in (None, part, os.fspath(part or "")):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
@@ -118,6 +118,7 @@ class OutputError(OSError):
 def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], force: bool = True) -> None:
     """Raises OutputError if `out` is an input, links to one, lies in an input folder, or is a folder that contains an input.
 
+    Raises OSError, with this path, where its folder cannot be written, or cannot be created.
     force: an existing file may be replaced; without it, that raises OutputError too.
     """
     target = Path(os.path.realpath(out))
@@ -137,6 +138,9 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
     nearest = next(folder for folder in target.parents if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{out} cannot be written: {nearest} is no folder")
+    into = target if target.is_dir() else nearest
+    if code := system.write_error(into):
+        raise OSError(code, f"cannot write into {into}: {os.strerror(code)}", os.fspath(out))
 
 
 def _is_same(a: Path, b: Path) -> bool:
@@ -165,7 +169,8 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f"{prefix}{key[:16] or secrets.token_hex(8)}.part"
     _remove_abandoned(target.parent, prefix, part)
-    file = _open_locked(part)
+    with naming(path, part):
+        file = _open_locked(part)
     try:
         with naming(path), file:
             if target.exists():

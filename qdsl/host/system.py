@@ -75,6 +75,13 @@ def open_new(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
 
 
+def write_error(folder: Path) -> int:
+    """The error number of new files in a folder, by its permissions and those of the disk; 0 where they are allowed."""
+    if os.access(folder, os.W_OK | os.X_OK):
+        return 0
+    return errno.EROFS if hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+
+
 def copy_mode(source: Path, file: BinaryIO) -> None:
     """Give an open file the permissions of another, if files have permissions."""
     if hasattr(os, "fchmod"):

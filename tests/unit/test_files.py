@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.safetensors import CheckpointError, read_header, write
+from qdsl.cli import app
 from qdsl.host.files import OutputError, check_output, replacing, write_text
 from qdsl.jobs.gguf import imatrix
 from tests.support.paths import ROOT
@@ -104,6 +107,48 @@ def test_an_output_is_no_input(tmp_path: Path) -> None:
         check_output(tmp_path, source)
     check_output(folder / "b.gguf", source)
     check_output(tmp_path / "out", tmp_path / "hard", folder)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that this user cannot write into; root is told so, who can."""
+    folder = tmp_path / "read_only"
+    (folder / "sub").mkdir(parents=True)
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    else:
+        folder.chmod(0o500)
+    return folder
+
+
+@pytest.mark.parametrize("out", ["x.gguf", "new/x.gguf", ""])
+def test_a_folder_that_cannot_be_written_is_refused(read_only: Path, tmp_path: Path, out: str) -> None:
+    with pytest.raises(PermissionError, match=r"cannot write into .*read_only: Permission denied") as caught:
+        check_output(read_only / out)
+    assert caught.value.filename == str(read_only / out)
+    check_output(read_only / "sub" / "x.gguf")
+    check_output(tmp_path / "new" / "x.gguf")
+
+
+@pytest.mark.parametrize("command", ["quantize IN --type q8_0", "quantize IN --format fp8_block", "convert IN --to awq",
+                                     "compress IN --format hlane"])
+def test_an_output_is_checked_before_the_input_is_read(read_only: Path, tmp_path: Path, command: str) -> None:
+    """The input is no checkpoint: what comes first is reported."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.safetensors").write_bytes(b"no header")
+    words = command.replace("IN", str(tmp_path / "in")).split()
+    result = CliRunner().invoke(app, [*words, "--out", str(read_only / "out")])
+    assert result.exit_code == 1
+    assert result.stderr == f"error: {read_only}/out: cannot write into {read_only}: Permission denied\n"
+
+
+def test_errors_of_a_hidden_file_name_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str, *flags: int) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    monkeypatch.setattr("qdsl.host.system.open_new", refused)
+    with pytest.raises(PermissionError) as caught:
+        write_text(tmp_path / "x", "text")
+    assert caught.value.filename == str(tmp_path / "x")
 
 
 def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
