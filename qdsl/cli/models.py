@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Force, Json, Params, app, fail, print_table, read_param, refuse_options, reported
+from qdsl.cli.app import Force, Json, Params, app, fail, read_param, refuse_options, reported
 
 if TYPE_CHECKING:
     from qdsl.models.language import Generation, LanguageModel
@@ -104,7 +104,10 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
              context: Annotated[int, typer.Option("--context", "-c", min=4, help="Tokens of a chunk.")] = 512,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw divergence over bits per weight.")] = None,
              device: Device = None, dtype: DType = "auto", force: Force = False, as_json: Json = False) -> None:
-    """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them."""
+    """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them.
+
+    The row of a model is printed as soon as it is known.
+    """
     if against is None and (format or svg):
         fail("--format and --svg compare with a model: name it with --against", 2)
     _check_formats([form.split()[0] for form in format or () if form.split()])
@@ -119,20 +122,20 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         base = None if against is None else measure.Base(language.load_language_model(against, None, device, dtype))
         chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)
         results = []
+        width = max(map(len, [*models, *(f"{against} as {form}" for form in format or ())]))
         for name, form in [*((name, None) for name in models), *((str(against), form) for form in format or ())]:
             quantized, *params = form.split() if form else (None,)
             loaded = language.load_language_model(name, quantized, device, dtype, dict(map(read_param, params)))
             own = chunks or measure.chunks(loaded.tokenizer, content, context)
             results.append(measure.evaluate(loaded, own, base))
             del loaded
-        heads, rows = measure.table(results)
+            if not as_json:                                      # models may take hours
+                typer.echo(measure.last_row(results, width))
         if svg is not None:
             write_text(svg, measure.svg(f"{text.name}: divergence from {against}", results))
     if as_json:
         typer.echo(json.dumps({"schema": 1, "text": str(text), "context": context, "against": against,
                                "models": [finite(asdict(evaluation)) for evaluation in results]}))
-        return
-    print_table(heads, rows)
 
 
 def finite(value: Any) -> Any:

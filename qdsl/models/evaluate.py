@@ -21,6 +21,8 @@ from qdsl.models.plan import LoadError
 from qdsl.runtime.torch.module import PackedModule
 
 LEAST = 1e-7                                                     # divergence that a drawing shows, in nats
+# Headings after the name of a model, and the widths of their columns.
+COLUMNS = {"bits/weight": 11, "packed": 6, "perplexity": 20, "KL mean": 9, "KL 99 %": 9, "same top token": 14, "least SNR": 9}
 MOST_KEPT = 2 << 30                                              # bytes of a base's log-probabilities
 
 
@@ -130,18 +132,16 @@ def _dense(other: Any) -> Tensor | None:
     return weight.detach().float() if isinstance(weight, Tensor) else None
 
 
-def table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: one model each, most bits first."""
-    heads = ["model", "bits/weight", "packed", "perplexity", "KL mean", "KL 99 %", "same top token", "least SNR"]
-    rows = []
-    for evaluation in sorted(evaluations, key=lambda evaluation: -evaluation.bits_per_weight):
-        least = min(evaluation.snr.values(), default=None)
-        rows.append([evaluation.name, f"{evaluation.bits_per_weight:.2f}", str(evaluation.packed),
-                     f"{evaluation.perplexity:.4f} ± {evaluation.perplexity_error:.4f}",
-                     *("" if value is None else f"{value:.6f}" for value in (evaluation.divergence, evaluation.percentile)),
-                     "" if evaluation.agreement is None else f"{evaluation.agreement:.2%}",
-                     "" if least is None else f"{least:.1f} dB"])
-    return heads, rows
+def last_row(evaluations: Sequence[Evaluation], width: int) -> str:
+    """The line of a table for the last model, below a line of headings if it is the first.  width: of the longest name."""
+    last = evaluations[-1]
+    least = min(last.snr.values(), default=None)
+    row = [last.name, f"{last.bits_per_weight:.2f}", str(last.packed), f"{last.perplexity:.4f} ± {last.perplexity_error:.4f}",
+           *("" if value is None else f"{value:.6f}" for value in (last.divergence, last.percentile)),
+           "" if last.agreement is None else f"{last.agreement:.2%}", "" if least is None else f"{least:.1f} dB"]
+    widths = [width, *COLUMNS.values()]
+    return "\n".join("  ".join(f"{cell:<{size}}" for cell, size in zip(cells, widths, strict=True)).rstrip()
+                     for cells in ([["model", *COLUMNS], row] if len(evaluations) == 1 else [row]))
 
 
 def svg(title: str, evaluations: Sequence[Evaluation]) -> str:
