@@ -334,10 +334,16 @@ def write_pipeline(folder: Path) -> None:
     write_diffusion_models()
 
 
+def write_packing(folder: Path) -> None:
+    """The module that the page shows."""
+    [module] = [block for block in blocks(ROOT / "docs" / "infer.md", "python") if block.startswith("def pack")]
+    (folder / "packing.py").write_text(module)
+
+
 PAGES: dict[str, Callable[[Path], None]] = {
     "README.md": write_smollm2, "docs/python.md": write_demo, "docs/checkpoints.md": write_folders,
     "docs/lossless.md": write_folders, "docs/gguf.md": write_gguf_files,
-    "docs/kernels.md": lambda folder: None, "docs/tutorial.md": lambda folder: None, "docs/infer.md": lambda folder: None,
+    "docs/kernels.md": lambda folder: None, "docs/tutorial.md": lambda folder: None, "docs/infer.md": write_packing,
     "docs/kv_cache.md": lambda folder: None,
     "docs/tasks/qwen3-fp8-int8.md": write_qwen3, "docs/tasks/gptq-to-int4pack.md": write_qwen3,
     "docs/tasks/gguf-for-diffusion.md": write_pipeline, "docs/tasks/df11-z-image.md": write_pipeline,
