@@ -28,7 +28,7 @@ from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several iterations of every loop
-ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "gfx942")
+ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "sm_89", "gfx942")
 META, X = torch.device("meta"), torch.bfloat16
 
 

@@ -4,7 +4,7 @@ Nothing is timed: seconds are modelled (qdsl/runtime/gpu/costs.py).  `python -m 
 shipped counts, and so shows what classes of rows cost.  For SAMPLE it compiles the kernels for their GPUs.
 
 `python -m bench.dispatch` compiles the kernels of all products for their own GPUs, and compares by these counts.  It shows what
-the shipped table costs by having counts of few configurations.  It takes half a day of one core.  Counts are kept in $QDSL_CACHE:
+the shipped table costs by having counts of few configurations.  It takes a night of one core.  Counts are kept in $QDSL_CACHE:
 re-run the same command to resume.  Several processes may share the file, for example one per GPU.
 """
 

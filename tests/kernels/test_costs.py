@@ -33,6 +33,11 @@ SPILLING = {
             "int_group.pack_quantized bits=7": 151, "kivi.planar bits=2": 95, "quanto.planar bits=2": 30},
         "skinny R=2": {"ik_iq3_k.planar": 23, "ik_iq5_k.planar": 13, "q2_k.planar": 53},
     },
+    "sm_89": {
+        "matvec": {"hqq.planar bits=1": 299, "hqq.planar bits=2": 66, "int_group.pack_quantized bits=3": 93,
+            "int_group.pack_quantized bits=5": 121, "int_group.pack_quantized bits=7": 185, "kivi.planar bits=2": 79,
+            "mlx.planar bits=2": 25, "quanto.planar bits=2": 11},
+    },
     "sm_90": {
         "matvec": {"hqq.planar bits=1": 331, "hqq.planar bits=2": 11, "int_group.pack_quantized bits=3": 75,
             "int_group.pack_quantized bits=7": 141, "kivi.planar bits=2": 83, "mlx.planar bits=2": 19,
@@ -54,8 +59,9 @@ SPILLING = {
 }
 # Of how many storages kernel `gemm` spills, by rows of x.
 SPILLING_GEMM = {
-    "sm_80": {"gemm 16": 34, "gemm 32": 2, "gemm 64": 46}, "sm_90": {"gemm 16": 37, "gemm 32": 2, "gemm 64": 55},
-    "sm_100": {"gemm 16": 1, "gemm 64": 14}, "sm_120": {"gemm 16": 1, "gemm 64": 1}, "gfx942": {"gemm 16": 1, "gemm 64": 1},
+    "sm_80": {"gemm 16": 34, "gemm 32": 2, "gemm 64": 46}, "sm_89": {"gemm 16": 37, "gemm 32": 3, "gemm 64": 54},
+    "sm_90": {"gemm 16": 37, "gemm 32": 2, "gemm 64": 55}, "sm_100": {"gemm 16": 35, "gemm 32": 3, "gemm 64": 37},
+    "sm_120": {"gemm 16": 32, "gemm 32": 1, "gemm 64": 48}, "gfx942": {"gemm 16": 1, "gemm 64": 1},
 }
 
 
