@@ -270,7 +270,7 @@ def test_there_and_back_again(tmp_path: Path, file: str) -> None:
     """Every number stays, and torchao's files come back: all tensors, and all that the header says of them."""
     path = first = alone(tmp_path, file, CONFIG)
     for to in AWAY[file]:
-        converted(path, out := tmp_path / to, to)
+        converted(path, out := tmp_path / to.replace(".", "-"), to)
         path = out
     assert same(decoded(path), expected(file))
     left = [label for label, _ in DETECTED[file].values()
@@ -279,7 +279,7 @@ def test_there_and_back_again(tmp_path: Path, file: str) -> None:
     assert not any("_type" in text for text in metadata(path).values()) and "tensor_names" not in metadata(path)
     for to in AWAY[file]:
         format = to.split(".")[0]
-        converted(path, out := tmp_path / f"back {to}", f"{format}.{BACK.get(format, 'torchao')}")
+        converted(path, out := tmp_path / f"back-{format}", f"{format}.{BACK.get(format, 'torchao')}")
         path = out
     assert same(decoded(path), expected(file))
     after, before = metadata(path), metadata(first)

@@ -89,7 +89,7 @@ def test_hqq_of_experts_in_one_tensor_is_refused(tmp_path: Path) -> None:
     every = [source(seed).tensors for seed in range(2)]
     experts = {f"up.{key}": torch.stack([tensors[key] for tensors in every]) for key in every[0]}
     path = folders.folder(tmp_path / "in", experts)
-    with pytest.raises(RewriteError, match=r"cannot be hqq: .* none says of experts in one tensor"):
+    with pytest.raises(RewriteError, match=r"cannot be hqq: .* have no form for experts in one tensor"):
         requantized(path, "hqq", bits=4, group=32)
     assert not (tmp_path / "out").exists()
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from qdsl.generated import bnb_int8, fp8_block, int8_block, int8_channel, int8_tensor
+from qdsl.host import library
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
+from qdsl.runtime.cpu import loops
 from tests.support.formats import same_bits
 
 
@@ -28,9 +30,13 @@ def assert_rounded_once(product: Tensor, x: Tensor, packed: PackedWeight) -> Non
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """M, N and K of every call of torch's kernel, which are checked: others would end this process."""
+    """M, N and K of every call of torch's kernel without a compiler.  Calls are checked: wrong ones would end this process."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("torch has no vectors for int8 codes here")
+    monkeypatch.setattr(library, "has_compiler", lambda: False)
+    monkeypatch.setattr(loops, "are_compiled", lambda packed: True)
+    monkeypatch.setattr(loops, "product", lambda *_: None)
+    monkeypatch.setattr(loops, "decoded_tiles", lambda *_: None)
     seen: list[tuple[int, int, int]] = []
     multiply = torch.ops.aten._weight_int8pack_mm
 
@@ -106,3 +112,16 @@ def test_what_the_int8_kernel_does_not_take_goes_by_tiles(calls: list[tuple[int,
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     int8_channel.linear(x, int8_weight(48, 64))
     assert not calls
+
+
+def test_the_int8_kernel_stands_in_for_loops_that_cannot_be_compiled(calls: list[tuple[int, int, int]],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that would not be compiled have the bits of tiles, on every machine."""
+    packed, x = int8_weight(48, 64), sample(2, 64, dtype=torch.bfloat16)
+    tiles = torch.nn.functional.linear(x, int8_channel.dequantize(packed, torch.bfloat16))
+    for module, name, answer in ((library, "has_compiler", True), (loops, "are_compiled", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_, answer=answer: answer)
+            assert same_bits(int8_channel.linear(x, packed), tiles) and not calls
+    int8_channel.linear(x, packed)
+    assert calls

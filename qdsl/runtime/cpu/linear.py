@@ -3,9 +3,9 @@
 QDSL_CPU_COMPILE says which weights have compiled loops: 'auto', the default, those of 2^16 numbers and more; 'always' all;
 'never' none.  A format's loop is compiled at its first product, which waits for that; the cache folder keeps it for all shapes
 and all processes.  The compiled decode makes the bits of the plain one.  Up to 8 rows of x meet exact float32 weights in a loop
-that decodes, multiplies and sums at once; tiles hold weights rounded to x's dtype.  Where nothing is compiled torch's own kernel
-multiplies x in bfloat16 with int8 codes that have a scale per row: exact weights, too.  Which of the ways is taken depends on
-the weight, on shapes and on that choice, never on how often a product was asked for.
+that decodes, multiplies and sums at once; tiles hold weights rounded to x's dtype.  Without a compiler, torch's own kernel
+multiplies x in bfloat16 with int8 codes that have a scale per row, also exactly, if the weight would be compiled.  The choice
+depends on the weight, on shapes and on that setting, never on how often a product was asked for.
 
 QDSL_CPU_INT8=1 rounds up to 8 rows of x to 8 bits, with a scale for every 32 columns, where weights are codes with scales.
 """
@@ -98,7 +98,9 @@ def _int8_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tenso
     that is no multiple of 32, or of codes no multiple of 16, that ends the process.  Places are 32-bit integers.
     """
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not 0 < x.numel() <= INT8_ROWS * x.shape[1] or x.shape[1] % 16 \
-            or not has_torch_kernels() or torch.compiler.is_compiling() or (rows := _int8_rows(packed)) is None:
+            or not has_torch_kernels() or torch.compiler.is_compiling():
+        return None
+    if not loops.are_compiled(packed) or library.has_compiler() or (rows := _int8_rows(packed)) is None:
         return None
     x, out = _aligned(x, 32), x.new_empty(x.shape[0], packed.shape[0])
     for start, stop in row_tiles(packed, weights=TILE):          # codes in a mapped file may lie at any address
