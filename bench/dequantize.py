@@ -19,7 +19,7 @@ from bench.figure import Figure, rates, ratios
 from bench.timing import Side, calls
 from bench.weights import BF16_BYTES, F32_BYTES, SHAPE, format_of, packed, storages, title
 
-GOALS = {"int_group bits=4 gptq_v2": 1.0, "fp8_block": 2.0, "q4_k": 2.0, "q6_k": 2.0}              # GB/s
+GOALS = {"int_group bits=4 gptq_v2": 1.0, "fp8_block safetensors": 2.0, "q4_k": 2.0, "q6_k": 2.0}              # GB/s
 
 
 def figures(rounds: int) -> Iterator[Figure]:

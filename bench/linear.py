@@ -15,14 +15,15 @@ from torch import Tensor
 
 from bench.figure import Figure, rates, ratios
 from bench.timing import Side, calls
-from bench.weights import BF16_BYTES, SHAPE, floats, format_of, packed, storages, title
+from bench.weights import BF16_BYTES, SHAPE, floats, format_of, packed, title, titled
 
 THREADS = 2
 ROWS = (1, 2, 8, 32, 256)
-WHOLE = ("q8_0", "q4_0")                                         # measured at every M and beside gguf-py
-OTHERS = ("q4_k", "q6_k", "fp8_block", "int8_channel", "int_group bits=4 gptq_v2", "int_group bits=4 awq")    # at 1 and 32
-RATE_GOALS = {"q8_0": 15.0, "q4_0": 12.0}                        # GB/s at M = 1, compiled
-TIME_GOALS = {"q8_0": 2.5, "q4_0": 4.0}                          # times the time of F.linear on the dense weight, at M = 32
+WHOLE = ("q8_0", "q4_0 gguf")                                    # measured at every M and beside gguf-py
+OTHERS = ("q4_k", "q6_k", "fp8_block safetensors", "int8_channel safetensors", "int_group bits=4 gptq_v2",
+          "int_group bits=4 awq")                                # at 1 and 32
+RATE_GOALS = {"q8_0": 15.0, "q4_0 gguf": 12.0}                   # GB/s at M = 1, compiled
+TIME_GOALS = {"q8_0": 2.5, "q4_0 gguf": 4.0}                     # times the time of F.linear on the dense weight, at M = 32
 THREADS_GOAL = 1.7                                               # of two threads, as a multiple of the speed of one
 CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
 
@@ -32,22 +33,19 @@ FUSED = ("int_group", "gptq_v2", {"bits": 4})                    # measured thro
 
 def figures(rounds: int) -> Iterator[Figure]:
     """Rates of the compiled products, the time of both ways beside dense bfloat16, and that of torch's int4 operation to both."""
-    for name, storage, params in storages():
-        what = title(name, storage, params)
-        if what not in WHOLE + OTHERS:
-            continue
-        for rows in ROWS if name in WHOLE else (1, 32):
+    for what, name, storage, params in titled(WHOLE + OTHERS):
+        for rows in ROWS if what in WHOLE else (1, 32):
             arguments = {"name": name, "storage": storage, "params": params, "rows": rows}
             sides = [Side(dense, {"rows": rows}), Side(ours, {**arguments, "compiled": True}),
                      Side(ours, {**arguments, "compiled": False})]
-            if name in WHOLE:
+            if what in WHOLE:
                 sides.append(Side(gguf_py, {"name": name, "rows": rows}))
             nbytes = packed(name, storage, **params).nbytes
             counts = [_copies(BF16_BYTES), _copies(nbytes), _copies(nbytes), 1]
             times = [[seconds / count for seconds in side]
                      for side, count in zip(calls(sides, rounds, same=False), counts, strict=False)]
             yield from _figures(what, rows, nbytes, *times)
-    for name in (*WHOLE, "q4_k"):                                # whose loop takes columns of x in another order
+    for name in ("q8_0", "q4_0", "q4_k"):                        # whose loop takes columns of x in another order
         arguments = {"name": name, "storage": "gguf", "params": {}, "rows": 1, "compiled": True}
         one, two = calls([Side(ours, {**arguments, "threads": threads}) for threads in (1, THREADS)], rounds)
         yield Figure(f"linear {name}, M = 1, compiled, two threads to one", "x", ratios(one, two), THREADS_GOAL)

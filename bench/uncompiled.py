@@ -13,17 +13,14 @@ from torch import Tensor
 from bench import linear
 from bench.figure import Figure, ratios
 from bench.timing import Side, calls
-from bench.weights import packed, storages, title
+from bench.weights import packed, titled
 
 WEIGHTS = ("q4_0 gguf", "q8_0", "q4_k", "q6_k", "fp8_block safetensors", "int8_channel safetensors", "int_group bits=4 gptq_v2")
 
 
 def figures(rounds: int) -> Iterator[Figure]:
     """The time of the product by torch as a multiple of the compiled one's; the notes have milliseconds."""
-    for name, storage, params in storages():
-        what = title(name, storage, params)
-        if what not in WEIGHTS:
-            continue
+    for what, name, storage, params in titled(WEIGHTS):
         arguments = {"name": name, "storage": storage, "params": params, "rows": 1, "threads": 1}
         sides = {"compiled": Side(linear.ours, {**arguments, "compiled": True}),
                  "tiles": Side(linear.ours, {**arguments, "compiled": False})}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +56,12 @@ def title(name: str, storage: str, params: dict[str, Any]) -> str:
     chosen = [f"{key}={value}" for key, value in params.items()]
     several = len(set(format_of(name).storages) - {PLANAR}) > 1
     return " ".join([name, *chosen, *([storage] if several else [])])
+
+
+def titled(titles: Iterable[str]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Storages with their titles.  Raises KeyError for a title that no storage has."""
+    by_title = {title(*storage): storage for storage in storages()}
+    return ((what, *by_title[what]) for what in titles)
 
 
 def floats(dtype: torch.dtype = torch.float32) -> Tensor:

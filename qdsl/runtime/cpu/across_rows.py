@@ -115,7 +115,7 @@ class _Program:
         for first in range(0, self.length, self.lanes):
             uses, ahead = (self._uses(range(first, first + self.lanes), range(start, start + self.units), "b")
                            for start in (0, self.units))
-            vectors.append((self._words if self.tile == 1 else self._transposed)(first, uses))
+            vectors.append((self._row_vectors if self.tile == 1 else self._column_vectors)(first, uses))
             for code in _split([use.weight for use in ahead if use.row == 0])[0] if first * 4 % CACHE_LINE == 0 else ():
                 places = [self.writer.start(pointer, min(pointer.at.lanes)) for pointer in _loads(code)]
                 body += [f"__builtin_prefetch({place}, 0, 2);" for place in places]
@@ -131,7 +131,7 @@ class _Program:
             raise Unsupported("columns that are not those of a block")
         return list(dict.fromkeys(body))
 
-    def _words(self, first: int, uses: Sequence[Use]) -> Iterator[tuple[int, list[int], str, int]]:
+    def _row_vectors(self, first: int, uses: Sequence[Use]) -> Iterator[tuple[int, list[int], str, int]]:
         """Vectors of codes of one row: their sums, the four weights of a unit that they are, their name, and the largest code."""
         codes, sums = _split([use.weight for use in uses])[0], first // self.lanes
         self.places |= {(first + lane, 0): (sums, lane) for lane in range(self.lanes)}
@@ -147,7 +147,7 @@ class _Program:
         for (word, shift, mask), own in words.items():
             yield sums, [own[byte] for byte in range(4)], self._masked(self.writer.write(word), shift, mask), mask
 
-    def _transposed(self, first: int, uses: Sequence[Use]) -> Iterator[tuple[int, list[int], str, int]]:
+    def _column_vectors(self, first: int, uses: Sequence[Use]) -> Iterator[tuple[int, list[int], str, int]]:
         """The same of words that hold a column of several rows."""
         rows = [[_bits(code) for code in _split([use.weight for use in uses if use.row == row])[0]] for row in range(self.tile)]
         words = [bits and bits[0] for bits in rows[0]]

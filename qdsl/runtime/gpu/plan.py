@@ -47,8 +47,7 @@ class Option:
 class Choice:
     """The candidate for a product.  is_tuned: `qdsl.tune` timed it as the fastest.
 
-    options: all legal candidates, the cheapest first.  The order multiplies a candidate's time by costs.EXTRAPOLATED if its
-    counts are those of another configuration.
+    options: all legal candidates, the cheapest first.  The order multiplies a candidate's time by costs.doubt.
     """
 
     candidate: Candidate
