@@ -61,15 +61,30 @@ class CompiledCosts:
         self.compiles, self.fresh = compiles, 0
         self.used: dict[str, None] = {}
         self._kernels = dict(_rows(self.file))
+        self._seen: dict[tuple[Any, ...], tuple[PackedWeight, Counted | None]] = {}      # keeps weights alive: ids stay unique
 
     def counted(self, packed: PackedWeight, candidate: Candidate, m: int, arch: str) -> Counted | None:
         """The kernel of a candidate for m rows of x; None if the launch does not state its iterations, as for DF11.
 
         If programs share K, the kernel without split K is counted: the model has a separate term for adding partial sums.
         """
+        config = tuple(sorted((name, value) for name, value in candidate.config.items() if name != "SPLIT"))
+        key = id(packed), candidate.kind, config, m == 1, arch   # no kernel depends on m but for 1 and the config
+        if key not in self._seen:
+            self._seen[key] = packed, self._compiled(packed, candidate, m, arch)
+        return self._seen[key][1]
+
+    def _compiled(self, packed: PackedWeight, candidate: Candidate, m: int, arch: str) -> Counted | None:
         call = _call(packed, candidate, m)
         if call is None:
             return None
+        kernel = self.of_call(call, arch)
+        if candidate.kind == "decode" and kernel.cost is not None and kernel.cost.trip:
+            return kernel._replace(cost=replace(kernel.cost, rows=call.weights / packed.shape[1]))
+        return kernel
+
+    def of_call(self, call: Call, arch: str) -> Counted:
+        """The kernel of a launch."""
         key = kernel_key(call, arch)
         if key not in self._kernels:
             if not self.compiles:
@@ -78,10 +93,7 @@ class CompiledCosts:
             self.fresh += 1
             self._append(key, self._kernels[key])
         self.used[key] = None
-        kernel = self._kernels[key]
-        if candidate.kind == "decode" and kernel.cost is not None and kernel.cost.trip:
-            return kernel._replace(cost=replace(kernel.cost, rows=call.weights / packed.shape[1]))
-        return kernel
+        return self._kernels[key]
 
     def _append(self, key: str, counted: Counted) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)

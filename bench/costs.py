@@ -1,33 +1,43 @@
 """`python -m bench.costs`: compile the kernels of all formats and count their instructions, for qdsl/runtime/gpu/costs.json.
 
-Runs nothing, and needs no GPU.  Takes three hours on one core; existing entries of the file are kept unless --anew.
+Runs nothing, and needs no GPU.  Takes a night of one core, or minutes after `python -m bench.dispatch`, which keeps the counts of
+the same kernels.  Existing entries of the file are kept unless --anew.
+
+Variants are kernels with other warps or chunks per iteration than usual, or with partial tiles.  The file has a variant's counts
+if the usual kernel's counts, scaled, give another time.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from qdsl.analyze import AnalyzeError, report
+from bench.compiled_costs import CompiledCosts
+from qdsl.analyze import AnalyzeError
 from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
 from qdsl.analyze.gpus import GPUS, arch_of
-from qdsl.analyze.predict import cost as cost_of
 from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several iterations of every loop
+UNEVEN = (4096, 14336)                                           # 7 * 2048 columns: tiles of many storages are partial
+SAME = 1.03                                                      # ratio of times up to which a variant needs no counts
+COMPARED = ((1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))     # shapes in which times are compared
 ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "sm_89", "gfx942")
 META, X = torch.device("meta"), torch.bfloat16
 
@@ -50,16 +60,12 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
 
 
 def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
-    """The launches to count for the table, by costs.config_key."""
+    """The launches to count for the table, by costs.config_key: those with the usual constants first."""
     n, k = packed.shape
-    wide = torch.empty(1, k, dtype=torch.float32, device="meta")
-    out = wide.new_empty(1, n)
-    plain = list(launch.linear_calls(wide, packed, None, out))
     decode = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch)
     with configure.assumed(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
-        if len(plain) == 1:                                      # the kernel for any x; other dtypes use it too
-            yield costs.config_key("matvec"), _narrowed(plain[0], (wide, out))
+        yield from _plain_calls(packed)
         if len(decode) == 1:
             yield costs.config_key("dequantize"), decode[0]
         for rows in (1, 8, 16):
@@ -68,73 +74,118 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
         if packed.layout.kernels.matrix_unit is not None and not packed.layout.streams:
             yield from _matrix_calls(packed)
-        if {option.kind for option in plan.candidates(packed, 16, X, META)} <= {"gemm", "decode"} and not packed.layout.streams:
-            yield from _gemm_calls(packed)
+        yield from ((key, call) for key, call in _plain_calls(with_shape(packed, UNEVEN)) if "E=0" in key)
 
 
-def _gemm_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
-    """The launches of `gemm`: in each default tile, then in the small one."""
-    for rows, tile in ((16, 0), (64, 0), (configure.SMALL, configure.SMALL)) if configure.has_gemm(X, META) else ():
-        if (config := configure.gemm(packed, rows, 1, META, tile)) is not None:
-            x, out = _x(rows, packed.shape[1]), _x(rows, packed.shape[0])
-            [call] = launch.linear_calls(x, packed, None, out, candidate=plan.gemm(packed, rows, config))
-            yield costs.config_key("gemm", *costs.configuration(config)), call
+def with_shape(packed: PackedWeight, shape: tuple[int, int]) -> PackedWeight:
+    """A weight of the same storage and parameters in another shape, or itself if it has none of that shape."""
+    try:
+        return packed.format.empty(shape, packed.storage, **dict[str, Any](packed.params))
+    except FormatError:
+        return packed
+
+
+def _plain_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
+    """The launches of `matvec`, and of `gemm` if no kernel for matrix units applies: in each default tile, then the small one."""
+    if packed.layout.streams:
+        return
+    ways = [(1, plan.matvec(packed, 1))]
+    if {option.kind for option in plan.candidates(packed, 16, X, META)} <= {"gemm", "decode"} and configure.has_gemm(X, META):
+        for rows, tile in (16, 0), (64, 0), (configure.SMALL, configure.SMALL):
+            if (config := configure.gemm(packed, rows, 1, META, tile)) is not None:
+                ways.append((rows, plan.gemm(packed, rows, config)))
+    for rows, way in ways:
+        launched = list(launch.linear_calls(_x(rows, packed.shape[1]), packed, None, _x(rows, packed.shape[0]), candidate=way))
+        if len(launched) == 1:
+            yield key_of(way), launched[0]
+
+
+def key_of(candidate: Candidate) -> str:
+    """The key in the table of a candidate's kernel."""
+    return costs.config_key(candidate.kind, *costs.configuration(candidate.config), costs.variant(candidate.config))
 
 
 def is_wanted(key: str, entry: Mapping[str, Sequence[float]]) -> bool:
     """Whether to count a kernel, given the counts of the storage's others: the small tile of `gemm` only if those spill."""
-    return key != costs.config_key("gemm", columns=configure.SMALL) or any(
+    return not key.startswith(costs.config_key("gemm", columns=configure.SMALL)) or any(
         len(row) > 11 and row[11] for other, row in entry.items() if other.startswith("gemm") and other != key)
 
 
 def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
     """The launches of kernels for matrix units, in each configuration of `configs`."""
     n, k = packed.shape
-    for kind, rows in (("gemv", 1), ("skinny", 8), ("tile_gemm", 16)):
-        for config in configs(packed, kind) if launch.fits_matrix_units(_x(rows, k), packed) else ():
-            rows = config.get("BM", rows)
+    for kind in ("gemv", "skinny", "tile_gemm"):
+        for config in configs(packed, kind):
+            rows = _rows(kind, config)
             if kind in plan.kinds(packed, rows, X, META):
-                candidate = costs.Candidate(kind, config)
+                candidate = Candidate(kind, config)
                 for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
                     if call.kernel is not scale_columns:         # scale_columns reads no weight
-                        yield costs.config_key(kind, *costs.configuration(config)), call
+                        yield key_of(candidate), call
+
+
+def _rows(kind: str, config: Mapping[str, int]) -> int:
+    """The rows of x of one program of a matrix-unit kernel."""
+    return 1 if kind == "gemv" else config.get("BM", 8)
 
 
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
-    """Launch configurations of a matrix-unit kernel to count; counts of other numbers of warps follow from these."""
+    """Launch configurations of a matrix-unit kernel to count: the usual ones, then their variants."""
     if kind != "tile_gemm":
-        for rows in ({}, {"BM": 16}) if kind == "skinny" else ({},):
-            yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True, **rows} for r in (1, 2))
+        for warps in (4, 1, 8) if kind == "gemv" else (4, 1, 2, 8):
+            for rows in ({}, {"BM": 16}) if kind == "skinny" else ({},):
+                yield from ({"R": r, "WN": 1, "WK": warps, "EVEN": True, **rows} for r in (1, 2))
         return
-    for bm in sorted({16, 32, configure.most_columns(packed)}):
-        stages = 3 if bm < 128 else 2
-        yield from ({"R": r, "W": 4, "BM": bm, "STAGES": stages, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1} for r in (1, 2))
+    for bm, r in itertools.product((16, 32, 64), (1, 2)):
+        yield {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
+    for tile in configure.TALL if configure.is_tall(packed) else ():
+        whole = packed.shape[1] if tile.whole else 0
+        yield {"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": whole, "SPLIT": 1}
+
+
+def needed(packed: PackedWeight, arch: str, entry: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The counts of a storage without the variants whose times, by the usual kernel's scaled counts, differ less than SAME."""
+    kept = dict(entry)
+    for kind in ("gemv", "skinny", "tile_gemm"):
+        for config in configs(packed, kind):
+            key = key_of(Candidate(kind, config))
+            if key in entry and costs.variant(config) and _scales(packed, kind, config, arch, entry):
+                del kept[key]
+    return kept
+
+
+def _scales(packed: PackedWeight, kind: str, config: dict[str, int], arch: str, entry: Mapping[str, list[float]]) -> bool:
+    """Whether scaled counts give a variant the time of its own counts."""
+    r, columns = costs.configuration(config)
+    own = costs.read(entry[costs.config_key(kind, r, columns, costs.variant(config))])
+    scaled = costs.scaled(entry, kind, r, columns, costs.warps_of(config))
+    for gpu, shape, blocks in itertools.product((gpu for gpu in GPUS.values() if gpu.arch == arch), COMPARED, (1, 3)):
+        rows, weight = 1 if kind == "gemv" else blocks * _rows(kind, config), with_shape(packed, shape)
+        candidate = plan.lane_candidate(kind, weight, rows, config)
+        times = [costs.seconds(weight, candidate, rows, X, gpu, counts) for counts in (own, scaled)]
+        if max(times) > SAME * min(times) or own.spills != scaled.spills:
+            return False
+    return True
 
 
 def _x(rows: int, columns: int) -> torch.Tensor:
     return torch.empty(rows, columns, dtype=X, device="meta")
 
 
-def _narrowed(call: Call, floats: tuple[torch.Tensor, ...]) -> Call:
-    """A launch with its arguments x and out in dtype X."""
-    return replace(call, arguments=tuple(
-        value.to(X) if isinstance(value, torch.Tensor) and any(value is one for one in floats) else value
-        for value in call.arguments))
-
-
-def row(call: Call, arch: str) -> list[float]:
+def row(call: Call, arch: str, compiled: CompiledCosts) -> list[float]:
     """The fields of a Cost, rounded; rows only for a `dequantize` kernel with a loop, and spills only if there are any.
 
     Raises AnalyzeError if `skinny` with 16 rows of x, or `tile_gemm` with 64, spills: plans only use these with counts.
     """
-    counts = report(call, arch)
-    if counts.spills and call.constants.get("BM", 8) == {"skinny": 16, "tile_gemm": 64}.get(call.family):
-        raise AnalyzeError(f"{counts.spills} spills with {call.constants['BM']} rows of x")
-    cost = cost_of(counts)
+    cost, spills, refused = compiled.of_call(call, arch)
+    if cost is None:
+        raise AnalyzeError(refused)
+    if spills and call.constants.get("BM", 8) == {"skinny": 16, "tile_gemm": 64}.get(call.family):
+        raise AnalyzeError(f"{spills} spills with {call.constants['BM']} rows of x")
     values = [*astuple(cost)[:4], *(round(value) for value in (cost.trip, cost.fixed, cost.chain)), round(cost.chain_loads, 2),
               round(cost.start), round(cost.start_loads, 2)]
-    rows = counts.weights / SHAPE[1] if counts.has_loop and "x" not in call.kernel.arg_names else 0
-    return [*values, rows, counts.spills] if counts.spills else [*values, rows] if rows else values
+    rows = call.weights / SHAPE[1] if cost.trip and "x" not in call.kernel.arg_names else 0
+    return [*values, rows, spills] if spills else [*values, rows] if rows else values
 
 
 def main() -> None:
@@ -146,6 +197,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=costs.TABLE)
     options = parser.parse_args()
     kernels = json.loads(options.file.read_text())["kernels"] if options.file.is_file() else {}
+    compiled = CompiledCosts()
     for arch in options.arch or ARCHS:
         for packed in weights(options.only):
             storage = costs.storage_key(packed)
@@ -155,10 +207,10 @@ def main() -> None:
             for key, call in calls(packed, arch):
                 if key not in entry and key.split()[0] in (options.kind or costs.USUAL) and is_wanted(key, entry):
                     try:
-                        entry[key] = row(call, arch)
+                        entry[key] = row(call, arch, compiled)
                     except AnalyzeError as error:
                         print(f"{storage} {key}: {error}", file=sys.stderr)
-            if entry:
+            if entry := needed(packed, arch, entry):
                 kernels.setdefault(arch, {})[storage] = entry
                 options.file.write_text(text(kernels))
                 print(f"{arch} {storage}: {len(entry)} kernels", file=sys.stderr)

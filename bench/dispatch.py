@@ -4,8 +4,8 @@ Nothing is timed: seconds are modelled (qdsl/runtime/gpu/costs.py).  `python -m 
 shipped counts, and so shows what classes of rows cost.  For SAMPLE it compiles the kernels for their GPUs.
 
 `python -m bench.dispatch` compiles the kernels of all products for their own GPUs, and compares by these counts.  It shows what
-the shipped table costs by having counts of few configurations.  It takes a night of one core.  Counts are kept in $QDSL_CACHE:
-re-run the same command to resume.  Several processes may share the file, for example one per GPU.
+the shipped table costs by having counts of few shapes.  It takes a night of one core.  Counts are kept in $QDSL_CACHE: re-run
+the same command to resume.  Several processes may share the file, for example one per GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,9 +159,13 @@ def least_seconds(packed: PackedWeight, candidate: costs.Candidate, m: int, gpu:
 # -- which products ---------------------------------------------------------------------------------------------------
 
 
-def products(gpu: str, only: str = "") -> Iterator[tuple[PackedWeight, int, str]]:
-    """Every product to compare on a GPU: a weight, a number of rows of x and the GPU."""
-    return ((packed, m, gpu) for shape in SHAPES for packed in storages(shape, only) for m in EDGES)
+def products(gpus: Sequence[str], only: str = "") -> Iterator[tuple[PackedWeight, int, str]]:
+    """Every product to compare, one storage after the other: a weight, a number of rows of x and a GPU."""
+    by_storage: dict[str, list[PackedWeight]] = {}
+    for packed in (packed for shape in SHAPES for packed in storages(shape, only)):
+        by_storage.setdefault(costs.storage_key(packed), []).append(packed)
+    for weights in by_storage.values():
+        yield from itertools.product(weights, EDGES, gpus)
 
 
 def pairs(only: str = "") -> Iterator[tuple[PackedWeight, int, str]]:
@@ -222,18 +226,34 @@ def rows(every: Iterable[tuple[PackedWeight, int, str]], compiled: CompiledCosts
             continue
 
 
-def table(compared_rows: Sequence[Row]) -> list[list[str]]:
-    """A line per GPU: how many products were compared, how many ratios exceed WORST, and the worst product."""
-    cells = []
-    for gpu in COMPARED:
-        of_gpu = [row for row in compared_rows if row.product.gpu == gpu]
-        worst = max(of_gpu, key=lambda row: row.ratio, default=None)
-        if worst is not None:
-            is_exact = worst.ratio > EXACT
-            cells.append([GPUS[gpu].title, str(len(of_gpu)), str(sum(row.ratio > WORST for row in of_gpu)),
-                          f"{worst.ratio:.2f}" if is_exact else f"at most {EXACT:.2f}",
-                          str(worst.product).rpartition(",")[0] if is_exact else ""])
-    return cells
+@dataclass
+class Summary:
+    """The products of a GPU: how many were compared, how many ratios exceed WORST, and the worst one."""
+
+    products: int = 0
+    above: int = 0
+    worst: Row | None = None
+
+    def add(self, row: Row) -> None:
+        self.products += 1
+        self.above += row.ratio > WORST
+        if self.worst is None or row.ratio > self.worst.ratio:
+            self.worst = row
+
+    def cells(self) -> list[str]:
+        """A line of the table below HEADS."""
+        assert self.worst is not None
+        product, ratio = self.worst
+        return [GPUS[product.gpu].title, f"{self.products:,}", str(self.above),
+                *([f"{ratio:.2f}", str(product).rpartition(",")[0]] if ratio > EXACT else [f"at most {EXACT:.2f}", ""])]
+
+
+def summaries(compared_rows: Iterable[Row]) -> dict[str, Summary]:
+    """A summary of each GPU's products."""
+    by_gpu = {gpu: Summary() for gpu in COMPARED}
+    for row in compared_rows:
+        by_gpu[row.product.gpu].add(row)
+    return {gpu: summary for gpu, summary in by_gpu.items() if summary.products}
 
 
 def recorded() -> list[Row]:
@@ -276,20 +296,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", action="store_true", help="a sample: GPU, rows, shape and kind of storage meet in pairs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no product after so many")
     parser.add_argument("--counted", action="store_true", help="only products whose kernels are all counted; compile none")
-    parser.add_argument("--record", action="store_true", help=f"write rows and kernels to {RECORD.name} and {KERNELS.name}")
+    parser.add_argument("--record", action="store_true",
+                        help=f"with --pairs: write rows and kernels to {RECORD.name} and {KERNELS.name}")
     options = parser.parse_args(arguments)
+    if options.record and not options.pairs:
+        parser.error("--record needs --pairs")
     gpus, compiled = options.gpu or COMPARED, CompiledCosts(compiles=not options.counted)
-    every = pairs(options.only) if options.pairs else itertools.chain.from_iterable(products(gpu, options.only) for gpu in gpus)
-    compared_rows = []
-    for row in rows((product for product in every if product[2] in gpus), compiled, options.seconds):
-        compared_rows.append(row)
+    every = pairs(options.only) if options.pairs else products(gpus, options.only)
+    compared_rows: list[Row] = []
+
+    def shown(row: Row) -> Row:
+        compared_rows.extend([row] if options.pairs else ())     # all products would take a gigabyte
         if row.ratio > WORST:
             print(f"{row.product}: {row.ratio:.2f}", file=sys.stderr, flush=True)
-    print("\n".join(f"| {' | '.join(cells)} |" for cells in [HEADS, ["---"] * len(HEADS), *table(compared_rows)]))
+        return row
+
+    by_gpu = summaries(map(shown, rows((product for product in every if product[2] in gpus), compiled, options.seconds)))
+    lines = [HEADS, ["---"] * len(HEADS), *(summary.cells() for summary in by_gpu.values())]
+    print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     print(f"\n{compiled.fresh} kernels were compiled, {len(compiled.used)} compared.")
     if options.record:
         record(compared_rows, compiled)
-    return int(any(row.ratio > WORST for row in compared_rows))
+    return int(any(summary.above for summary in by_gpu.values()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ published microbenchmarks agree on within a few cycles; none was measured here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> t
     """
     hot = loop or range(0)
     parts = dict(zip(hot, strides.missed([code.instructions[place] for place in hot]), strict=True))
-    steps = [Step(instruction, *accesses(instruction), pipes.busy(instruction, arch), parts.get(place, 1.0), is_of_x)
+    steps = [_step(instruction, arch, parts.get(place, 1.0), is_of_x)
              for place, (instruction, is_of_x) in enumerate(zip(code.instructions, following(code.instructions, x), strict=True))]
     fast, slow = (_measured(steps, loop, latency) for latency in (FAST, SLOW))
     outside, trip = (straight_line(*ends) for ends in zip(fast, slow, strict=True))
@@ -73,14 +73,30 @@ def _measured(steps: Sequence[Step], loop: range | None, latency: int) -> tuple[
 class Step(NamedTuple):
     """An instruction: what it writes and reads, for how long it is busy, how often it fetches a sector, whether it follows from
     the address of x.
+
+    used: what it writes or reads.  latency: cycles until its results can be read; None for loads of global memory and atomics,
+    whose time the warp knows.  waits: whether it may wait for copies or for the warp group's matrix instructions.
     """
 
     instruction: Instruction
+    base: str
     written: list[str]
     read: list[str]
+    used: list[str]
     busy: dict[str, float]
     missed: float
     is_of_x: bool
+    latency: float | None
+    waits: bool
+
+
+def _step(instruction: Instruction, arch: str, missed: float, is_of_x: bool) -> Step:
+    busy, base, pipe = pipes.busy(instruction, arch), instruction.base, pipes.pipe_of(instruction)
+    latency = LATENCY[pipe] + (busy.get(pipe, 0.0) if pipe == "tensor" else 0.0)
+    is_far = instruction.loaded or base in ("ATOM", "ATOMG")
+    written, read = accesses(instruction)
+    return Step(instruction, base, written, read, [*written, *read], busy, missed, is_of_x, None if is_far else latency,
+                base in ("DEPBAR", "WARPGROUP"))
 
 
 @dataclass(slots=True)
@@ -103,30 +119,28 @@ class _Warp:
         return self.now
 
     def _issue(self, step: Step) -> None:
-        instruction, ready, free = step.instruction, self.ready, self.free
-        start = max(self.now, self._waited(instruction))
-        for names, times in ((step.read, ready), (step.written, ready), (step.busy, free)):
-            for name in names:
-                if name in times and times[name] > start:
-                    start = times[name]
+        ready, free, start = self.ready, self.free, self.now
+        if step.waits:
+            start = max(start, self._waited(step.instruction))
+        start = _latest(free, step.busy, _latest(ready, step.used, start))
         for name, cycles in step.busy.items():
             free[name] = start + cycles
-        self.now = start + 1 + (BARRIER if instruction.base == "BAR" else 0)
+        self.now = start + 1 + (BARRIER if step.base == "BAR" else 0)
         is_looked_up = not self.loaded.isdisjoint(step.read)
-        end = start + self._latency(step, is_looked_up)
-        if instruction.base == "LDGSTS":
+        end = start + (self._latency(step, is_looked_up) if step.latency is None else step.latency)
+        if step.base == "LDGSTS":
             self.copied = max(self.copied, end)
-        elif instruction.base == "LDGDEPBAR":
+        elif step.base == "LDGDEPBAR":
             self.copies.append(self.copied)
             self.copied = 0.0
-        elif "gdesc" in instruction.line:
+        elif "gdesc" in step.instruction.line:
             self.products = max(self.products, end)
         for name in step.written:
             ready[name] = end
-            if instruction.base == "LDG" or is_looked_up:
-                self.loaded.add(name)
-            else:
-                self.loaded.discard(name)
+        if step.base == "LDG" or is_looked_up:
+            self.loaded.update(step.written)
+        else:
+            self.loaded.difference_update(step.written)
 
     def _waited(self, instruction: Instruction) -> float:
         """When what a barrier waits for has happened."""
@@ -139,11 +153,17 @@ class _Warp:
         return self.products if instruction.opcode.startswith("WARPGROUP.DEPBAR") else 0.0
 
     def _latency(self, step: Step, is_looked_up: bool) -> float:
-        if step.instruction.loaded:
-            far = SHARED if step.is_of_x else self.latency
-            return CACHED if is_looked_up else CACHED + step.missed * (far - CACHED)
-        if step.instruction.base in ("ATOM", "ATOMG"):
+        """Cycles until loaded data, or the result of an atomic, can be read."""
+        if step.base in ("ATOM", "ATOMG"):
             return self.latency
-        pipe = pipes.pipe_of(step.instruction)
-        return LATENCY[pipe] + (step.busy.get(pipe, 0.0) if pipe == "tensor" else 0.0)
+        far = SHARED if step.is_of_x else self.latency
+        return CACHED if is_looked_up else CACHED + step.missed * (far - CACHED)
 
+
+def _latest(times: Mapping[str, float], names: Iterable[str], start: float) -> float:
+    """The latest of `start` and the times of names."""
+    for name in names:
+        time = times.get(name, start)
+        if time > start:                                         # faster than max(), in the innermost loop
+            start = time
+    return start

@@ -14,6 +14,7 @@ _PREDICATE = re.compile(r"\bU?P[0-6]\b")
 _STORES = ("STG", "STS", "STL", "ST", "RED", "REDG", "LDGSTS", "BAR", "BRA", "EXIT", "DEPBAR", "LDGDEPBAR", "WARPGROUP", "NOP")
 
 
+@lru_cache(1 << 14)
 def accesses(instruction: Instruction) -> tuple[list[str], list[str]]:
     """Registers and predicates that an instruction writes, and that it reads."""
     parts = instruction.operands

@@ -162,14 +162,14 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
         rule, *others = _tall(m, n, k, device)
     elif kind == "tile_gemm":
         rule = _many(min(m, most_columns(packed)), n, device)
-        others = [{**rule, "R": r, "BM": bm, "STAGES": stages} for bm in dict.fromkeys((rule["BM"], min(32, rule["BM"])))
-                  for r in (1, 2) for stages in (3, 2, 4)]       # the table counts 3, so 3 is first of equals
-        others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
+        # 2 and 4 stages would save 5 % at most by counts; 2 took longer than modelled on an H100.
+        others = [{**rule, "R": r, "BM": bm} for bm in dict.fromkeys((rule["BM"], min(32, rule["BM"]))) for r in (1, 2)]
     else:
         kernels = packed.layout.kernels.matrix_unit
         trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else TRIP
         rule = lane_tiles(n, k, device, trip)
-        others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
+        shared = (8, 4, 1) if kind == "gemv" else (8, 4, 2, 1)   # by counts, two warps are never the fastest `gemv`
+        others = [_split(r, wk, k, trip) for r in (2, 1) for wk in shared if trip * wk <= k]
         if kind == "skinny" and m > 8:
             others += [{**config, "BM": 16} for config in (rule, *others)]
     configs = [rule, *(other for i, other in enumerate(others) if other != rule and other not in others[:i])]
@@ -205,7 +205,7 @@ def gemm(packed: PackedWeight, m: int, split: int, device: torch.device, bm: int
     exceeds_sms = programs > SPLIT_PROGRAMS * target(device).multiprocessors
     if split > 1 and (exceeds_sms or (split - 1) * cdiv(steps, split) >= steps):
         return None
-    return {"BN": bn, "BK": bk, "BM": bm, "SPLIT": split}
+    return {"BN": bn, "BK": bk, "BM": bm, "SPLIT": split, "EVEN": is_even(packed, bn, bk)}
 
 
 def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
@@ -358,6 +358,12 @@ def product_tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]
         return tile(last, rows, units, max(128, UNITS // sums))
     long = min(128, power(rows), max(8, power(rows // PROGRAMS)))
     return long, min(UNITS // long, power(units))
+
+
+def is_even(packed: PackedWeight, bn: int, bk: int) -> bool:
+    """Whether tiles of BN rows and BK units cover the weight exactly; rows past the end may be clamped."""
+    rows, units = grid_axes(packed)
+    return units % bk == 0 and (packed.layout.kernels.last == "k" or rows % bn == 0)
 
 
 def grid_axes(packed: PackedWeight) -> tuple[int, int]:

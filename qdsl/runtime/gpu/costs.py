@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -35,7 +35,7 @@ EXPOSED = 0.4                                                    # share of the 
 WAIT = 150                                                       # cycles from an MMA of a warp group to an MMA that needs its sum
 MORE_REGISTERS = 8                                               # other Triton releases or M = 1 may need them
 EXTRAPOLATED = 1.1                                               # factor on the time of a kernel whose own counts the table lacks
-RESCALED = 1.05                                                  # the same if it counts half or twice as many warps
+WARPS = 4                                                        # of the kernels in the table whose keys name no warps
 REACHABLE = 0.9                                                  # share of the bandwidth that a plain copy reaches, rounded
 L2_BYTES = 28                                                    # bytes of x per clock and SM, loaded from the L2 cache
 COPIED_BYTES = 64                                                # the same of asynchronous copies, at the SM's full width
@@ -55,9 +55,9 @@ class Candidate:
     """One candidate for computing x @ w.T: a kernel and its launch configuration.
 
     kind: a kernel ('matvec', 'gemm', 'gemv', 'skinny', 'tile_gemm'), or 'decode': dequantize and the vendor's matmul.  config:
-    the constants of the launch by name.  'gemv' and 'skinny' have R, WN and WK, 'skinny' BM too where it is 16.  'tile_gemm' has
-    R, W, BM, UNROLL and SPLIT.  'matvec' has BN and BK, 'gemm' BM and SPLIT too.  Entropy codes: R, W, BLOCKS.  grid: of the
-    launch.  'decode' has neither config nor grid.
+    the constants of the launch by name.  'gemv' and 'skinny' have R, WN, WK and EVEN, 'skinny' BM too where it is 16.
+    'tile_gemm' has R, W, BM, UNROLL and SPLIT.  'matvec' has BN, BK and EVEN, 'gemm' BM and SPLIT too.  Entropy codes: R, W,
+    BLOCKS.  grid: of the launch.  'decode' has neither config nor grid.
     """
 
     kind: str
@@ -248,12 +248,10 @@ def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch
 
     kind: a Candidate's, or 'dequantize'.
     """
-    cost = _cost(storage_key(packed), kind, *configuration(config), _warps(config), arch)
-    waits_twice = config.get("STAGES") == 2 and config["BM"] < 128    # the table counts 3 stages: copies begin earlier
-    return replace(cost, chain_loads=2 * cost.chain_loads) if waits_twice else cost
+    return _cost(storage_key(packed), kind, *configuration(config), warps_of(config), variant(config), arch)
 
 
-def _warps(config: Mapping[str, int]) -> int:
+def warps_of(config: Mapping[str, int]) -> int:
     """Warps per program by the constants of the launch; 0 if the constants do not determine them."""
     return config["WN"] * config["WK"] if "WK" in config else config.get("W", 0)
 
@@ -263,18 +261,30 @@ def configuration(config: Mapping[str, int]) -> tuple[int, int]:
     return (0, config["BLOCKS"]) if "BLOCKS" in config else (config.get("R", 0), config.get("BM", 0))
 
 
+def variant(config: Mapping[str, int]) -> str:
+    """The part of config_key for constants other than the table's usual ones: ' W=8', ' U=2', ' E=0' or ''.
+
+    W: warps.  U: chunks per iteration.  E=0: partial tiles.
+    """
+    if "BLOCKS" in config:
+        return ""
+    even = config.get("EVEN", True) or "BK" not in config
+    parts = ("W", warps_of(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1), ("E", int(even), 1)
+    return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
+
+
 def storage_key(packed: PackedWeight) -> str:
     """The table's key of a storage, with the parameters that choose among kernels: 'int_group.planar bits=4'."""
     chosen = "".join(f" {name}={packed.params[name]}" for name in packed.format.by)
     return f"{packed.format.name}.{packed.storage}{chosen}"
 
 
-def config_key(kind: str, r: int = 0, columns: int = 0) -> str:
-    """The table's key of a kernel in a launch configuration: 'tile_gemm R=2 64'.
+def config_key(kind: str, r: int = 0, columns: int = 0, variant: str = "") -> str:
+    """The table's key of a kernel in a launch configuration: 'tile_gemm R=2 64', 'skinny R=1 W=8'.
 
     r: tiles of 16 rows of w per warp.  columns: rows of x per program, for kernels with several choices of it.
     """
-    return " ".join([kind, *([f"R={r}"] if r else ()), *([str(columns)] if columns else ())])
+    return " ".join([kind, *([f"R={r}"] if r else ()), *([str(columns)] if columns else ())]) + variant
 
 
 @cache
@@ -284,14 +294,24 @@ def table() -> dict[str, dict[str, dict[str, list[float]]]]:
 
 
 @lru_cache(maxsize=4096)
-def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) -> Cost:
-    """The table's entry for the nearest number of rows of x, scaled to `warps` per program."""
+def _cost(storage: str, kind: str, r: int, columns: int, warps: int, variant: str, arch: str) -> Cost:
+    """The table's entry for a configuration, or the nearest one."""
     counted = counted_on(storage, kind, arch)
     if counted is None:
         return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
-    kernels = {key: row for key, row in table()[counted][storage].items() if key.split()[0] == kind}
-    exact = kernels.get(config_key(kind, r, columns)) or kernels[min(kernels, key=lambda key: _distance(key, r, columns))]
-    return _with_warps(_read(exact), warps)
+    entry = table()[counted][storage]
+    own = entry.get(config_key(kind, r, columns, variant))
+    return scaled(entry, kind, r, columns, warps) if own is None or not variant else read(own)
+
+
+def scaled(entry: Mapping[str, Sequence[float]], kind: str, r: int, columns: int, warps: int) -> Cost:
+    """Counts of a configuration by those of the usual kernel with the nearest number of rows of x, scaled to `warps` per program.
+
+    entry: the rows of a storage in the table, by config_key.
+    """
+    usual = [key for key in entry if key.split()[0] == kind and "=" not in key.replace("R=", "")]
+    exact = config_key(kind, r, columns)
+    return _with_warps(read(entry[exact if exact in usual else min(usual, key=lambda key: _distance(key, r, columns))]), warps)
 
 
 def counted_on(storage: str, kind: str, arch: str) -> str | None:
@@ -301,21 +321,22 @@ def counted_on(storage: str, kind: str, arch: str) -> str | None:
 
 
 def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | None:
-    """The table's counts for exactly a candidate's configuration, but any number of warps; None if the table has none."""
-    storage = storage_key(packed)
+    """The table's counts for a candidate's configuration; None if the table has none.
+
+    The table omits variants (of warps, stages) for which the usual kernel's counts give the same time.
+    """
+    storage, config, own = storage_key(packed), candidate.config, variant(candidate.config)
     counted = counted_on(storage, candidate.kind, arch)
-    row = table()[counted][storage].get(config_key(candidate.kind, *configuration(candidate.config))) if counted else None
-    return None if row is None else _read(row)
+    entry = table()[counted][storage] if counted else {}
+    keys = (config_key(candidate.kind, *configuration(config), text) for text in (own, ""))
+    return next((read(entry[key]) for key in keys if key in entry), None)
 
 
 def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
-    """Factor on the candidate's modelled time: above 1 if the table counts its kernel only with other constants or warps."""
-    own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
-    if own is None:
-        return 1.0 if counted_on(storage_key(packed), candidate.kind, arch) is None else EXTRAPOLATED
-    if warps in (0, own.warps):
+    """Factor on the candidate's modelled time: above 1 if the table has counts of its kernel, but not in its configuration."""
+    if own_cost(packed, candidate, arch) is not None or counted_on(storage_key(packed), candidate.kind, arch) is None:
         return 1.0
-    return RESCALED if warps in (own.warps // 2, 2 * own.warps) else EXTRAPOLATED
+    return EXTRAPOLATED
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:
@@ -335,7 +356,8 @@ def _distance(key: str, r: int, columns: int) -> tuple[int, int]:
     return abs(next((int(part) for part in parts if part.isdigit()), 0) - columns), abs(has_r - r)
 
 
-def _read(row: list[float]) -> Cost:
+def read(row: Sequence[float]) -> Cost:
+    """A row of the table."""
     registers, shared, warps, step, *cycles = row
     return Cost(int(registers), int(shared), int(warps), int(step), *cycles)
 

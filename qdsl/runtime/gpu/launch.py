@@ -90,7 +90,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         yield _lane_call(x, packed, bias, out, candidate.kind, candidate.config)
         return
     bn, bk = candidate.config["BN"], candidate.config["BK"]
-    constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides, "EVEN": _is_even(packed, bn, bk)}
+    constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides, "EVEN": candidate.config["EVEN"]}
     for part, result in _parts(x, out, 1):
         yield Call(matvec, (_planes(packed), part, bias, result, *packed.shape, size_arguments(packed), rows, units),
                    constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
@@ -253,8 +253,8 @@ def _gemm_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     scratch = scratch_of(grid[0] * grid[1], split * config["BM"] * kernels.sums * bn, x.device) if split > 1 else ()
     return Call(gemm, (_planes(packed), x, bias, out, *(scratch or (None, None)), x.shape[0], *packed.shape,
                        size_arguments(packed), rows, units),
-                {**_constants(packed, bn, bk), **config, "DIVIDES": kernels.divides, "EVEN": _is_even(packed, bn, bk),
-                 "F": TYPES[x.dtype]}, grid, {"num_warps": WARPS, "num_stages": 1},
+                {**_constants(packed, bn, bk), **config, "DIVIDES": kernels.divides, "F": TYPES[x.dtype]}, grid,
+                {"num_warps": WARPS, "num_stages": 1},
                 weights=_weights(packed, bn, cdiv(cdiv(units, bk), split) * bk),
                 step=_weights(packed, bn, bk), scratch=scratch)
 
@@ -328,12 +328,6 @@ def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
     """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the integer type of offsets."""
     return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk),
             "GAPS": strides.has_gaps(packed)}
-
-
-def _is_even(packed: PackedWeight, bn: int, bk: int) -> bool:
-    """Whether tiles of BN rows and BK units cover the weight exactly; rows past the end may be clamped."""
-    rows, units = configure.grid_axes(packed)
-    return units % bk == 0 and (packed.layout.kernels.last == "k" or rows % bn == 0)
 
 
 def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:

@@ -139,7 +139,7 @@ def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.de
     """The kernel and configuration, one for all m, that give a row of x the same bits whatever the other rows are."""
     if not fits_matrix_units(packed, dtype, device, is_aligned, skinny=True):
         return matvec(packed, m)
-    return _lane_candidate("skinny", packed, m, configure.candidates("skinny", packed, m, device)[0])
+    return lane_candidate("skinny", packed, m, configure.candidates("skinny", packed, m, device)[0])
 
 
 def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
@@ -147,7 +147,7 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
     """All legal candidates for x [m, K]."""
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
-        ways = (_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
+        ways = (lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
         legal += [way for way in ways if _has_registers(way, packed, configure.gpu(device).arch)]
     if 1 < m <= GEMM and not legal and not packed.layout.streams and configure.has_gemm(dtype, device):
         legal += _gemm_candidates(packed, m, device)
@@ -187,7 +187,7 @@ def matvec(packed: PackedWeight, m: int) -> Candidate:
     kernels = packed.layout.kernels
     rows, units = configure.grid_axes(packed)
     bn, bk = configure.product_tile(kernels.last, rows, units, kernels.sums)
-    return Candidate("matvec", {"BN": bn, "BK": bk}, (cdiv(rows, bn), m))
+    return Candidate("matvec", {"BN": bn, "BK": bk, "EVEN": configure.is_even(packed, bn, bk)}, (cdiv(rows, bn), m))
 
 
 def gemm(packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
@@ -197,7 +197,8 @@ def gemm(packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
     return Candidate("gemm", config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
 
 
-def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
+def lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
+    """A candidate of 'gemv', 'skinny' or 'tile_gemm'."""
     n = packed.shape[0]
     if kind == "tile_gemm":
         grid = (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"]))

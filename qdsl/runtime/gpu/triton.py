@@ -74,8 +74,8 @@ class MissingName:
 
 class _MissingTriton(MissingName):
     @staticmethod
-    def jit(function: Callable[..., Any]) -> MissingKernel:
-        return MissingKernel(function)
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return MissingKernel if function is None else MissingKernel(function)
 
 
 try:

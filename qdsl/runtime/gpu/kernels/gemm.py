@@ -71,7 +71,7 @@ def operand(weights, j: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, F: t
     return w.reshape(w.shape[0], len(weights) * BN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm(
     tensors, x, bias, out, parts, arrivals, M, N, K, sizes, tiles, count,
     decode: tl.constexpr, DIVIDES: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

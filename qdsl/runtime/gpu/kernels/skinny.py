@@ -50,7 +50,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
         return group_numbers.by_group(plane, row, group_numbers.count(at[2], columns), at[1], at[4], columns, kind)[at[3]]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def skinny(
     tensors, x, bias, out, M, N, K, pitch, tiles, early,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, LEVELS: tl.constexpr, scale: tl.constexpr,

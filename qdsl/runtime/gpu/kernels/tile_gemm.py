@@ -55,7 +55,7 @@ def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: t
     return tile.points(plane, group_numbers.blocks(at[0], rows), count, at[1], columns, at[3], at[4])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def tile_gemm(
     tensors, x, bias, out, parts, arrivals, M, N, K, pitch,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, LEVELS: tl.constexpr, scale: tl.constexpr,

@@ -71,7 +71,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
         return tile.of_rows(plane, eight_bit.block(at[0], at[1], rows, at[4]), count, at[2], columns, kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def w8a8(
     tensors, w, x, x_scale, x_sum, bias, out, parts, arrivals, M, N, K, pitch,
     scale: tl.constexpr, finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
