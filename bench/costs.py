@@ -35,9 +35,9 @@ from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several iterations of every loop
-UNEVEN = (4096, 14336)                                           # 7 * 2048 columns: tiles of many storages are partial
+# Other shapes: tiles of `matvec` have other rows, and are partial for some storages with 7 * 2048 columns.
+OTHERS = ((1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (152064, 4096))
 SAME = 1.03                                                      # ratio of times up to which a variant needs no counts
-COMPARED = ((1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))     # shapes in which times are compared
 ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "sm_89", "gfx942")
 META, X = torch.device("meta"), torch.bfloat16
 
@@ -74,7 +74,8 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
         if packed.layout.kernels.matrix_unit is not None and not packed.layout.streams:
             yield from _matrix_calls(packed)
-        yield from ((key, call) for key, call in _plain_calls(with_shape(packed, UNEVEN)) if "E=0" in key)
+        for shape in OTHERS:
+            yield from _plain_calls(with_shape(packed, shape), usual=False)
 
 
 def with_shape(packed: PackedWeight, shape: tuple[int, int]) -> PackedWeight:
@@ -85,8 +86,11 @@ def with_shape(packed: PackedWeight, shape: tuple[int, int]) -> PackedWeight:
         return packed
 
 
-def _plain_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
-    """The launches of `matvec`, and of `gemm` if no kernel for matrix units applies: in each default tile, then the small one."""
+def _plain_calls(packed: PackedWeight, usual: bool = True) -> Iterator[tuple[str, Call]]:
+    """The launches of `matvec`, and of `gemm` if no kernel for matrix units applies: in each default tile, then the small one.
+
+    usual: they are the usual kernels, else variants alone.
+    """
     if packed.layout.streams:
         return
     ways = [(1, plan.matvec(packed, 1))]
@@ -96,8 +100,13 @@ def _plain_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
                 ways.append((rows, plan.gemm(packed, rows, config)))
     for rows, way in ways:
         launched = list(launch.linear_calls(_x(rows, packed.shape[1]), packed, None, _x(rows, packed.shape[0]), candidate=way))
-        if len(launched) == 1:
-            yield key_of(way), launched[0]
+        if len(launched) == 1 and (usual or costs.variant(way.config)):
+            yield usual_key(way) if usual else key_of(way), launched[0]
+
+
+def usual_key(candidate: Candidate) -> str:
+    """The key in the table of the usual kernel for a candidate."""
+    return costs.config_key(candidate.kind, *costs.configuration(candidate.config))
 
 
 def key_of(candidate: Candidate) -> str:
@@ -145,27 +154,35 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
 
 def needed(packed: PackedWeight, arch: str, entry: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The counts of a storage without the variants whose times, by the usual kernel's scaled counts, differ less than SAME."""
-    kept = dict(entry)
+    differs: dict[str, bool] = {}
+    for weight in (with_shape(packed, shape) for shape in OTHERS):
+        for candidate, rows in _variants(weight):
+            if (key := key_of(candidate)) in entry and key != usual_key(candidate):
+                differs[key] = differs.get(key, False) or _differs(weight, candidate, rows, arch, entry)
+    return {key: row for key, row in entry.items() if differs.get(key, True)}
+
+
+def _variants(packed: PackedWeight) -> Iterator[tuple[Candidate, int]]:
+    """The candidates of a weight in every configuration of the table, each for one and for three programs' rows of x."""
+    if packed.layout.streams:
+        return
+    yield plan.matvec(packed, 1), 1
     for kind in ("gemv", "skinny", "tile_gemm"):
         for config in configs(packed, kind):
-            key = key_of(Candidate(kind, config))
-            if key in entry and costs.variant(config) and _scales(packed, kind, config, arch, entry):
-                del kept[key]
-    return kept
+            for rows in {1} if kind == "gemv" else {_rows(kind, config), 3 * _rows(kind, config)}:
+                yield plan.lane_candidate(kind, packed, rows, config), rows
 
 
-def _scales(packed: PackedWeight, kind: str, config: dict[str, int], arch: str, entry: Mapping[str, list[float]]) -> bool:
-    """Whether scaled counts give a variant the time of its own counts."""
-    r, columns = costs.configuration(config)
-    own = costs.read(entry[costs.config_key(kind, r, columns, costs.variant(config))])
-    scaled = costs.scaled(entry, kind, r, columns, costs.warps_of(config))
-    for gpu, shape, blocks in itertools.product((gpu for gpu in GPUS.values() if gpu.arch == arch), COMPARED, (1, 3)):
-        rows, weight = 1 if kind == "gemv" else blocks * _rows(kind, config), with_shape(packed, shape)
-        candidate = plan.lane_candidate(kind, weight, rows, config)
-        times = [costs.seconds(weight, candidate, rows, X, gpu, counts) for counts in (own, scaled)]
-        if max(times) > SAME * min(times) or own.spills != scaled.spills:
-            return False
-    return True
+def _differs(packed: PackedWeight, candidate: Candidate, rows: int, arch: str, entry: Mapping[str, list[float]]) -> bool:
+    """Whether scaled counts of the usual kernel give a candidate another time than its own counts."""
+    own = costs.read(entry[key_of(candidate)])
+    scaled = costs.scaled(entry, candidate.kind, *costs.configuration(candidate.config), costs.warps_of(candidate.config))
+    for gpu in GPUS.values():
+        if gpu.arch == arch:
+            times = [costs.seconds(packed, candidate, rows, X, gpu, counts) for counts in (own, scaled)]
+            if max(times) > SAME * min(times) or own.spills != scaled.spills:
+                return True
+    return False
 
 
 def _x(rows: int, columns: int) -> torch.Tensor:

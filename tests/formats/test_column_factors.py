@@ -80,5 +80,6 @@ def test_kernels_for_matrix_units_take_x_with_the_factor(has_factor: bool) -> No
     calls = list(launch.linear_calls(x, weight, None, out, candidate=Candidate("skinny", config, (1,))))
     assert [call.family for call in calls] == (["scale_columns"] if has_factor else []) + ["skinny"]
     assert any(tensor is x for tensor in calls[0].tensors) or not has_factor
-    (matvec, *_) = launch.linear_calls(x, weight, None, out, candidate=Candidate("matvec", {"BN": 16, "BK": 16}, (1,)))
+    plain = Candidate("matvec", {"BN": 16, "BK": 16, "EVEN": True}, (1,))
+    (matvec, *_) = launch.linear_calls(x, weight, None, out, candidate=plain)
     assert matvec.family == "matvec"

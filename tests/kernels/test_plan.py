@@ -353,7 +353,7 @@ def test_prepared_launches() -> None:
     kernels = {row["case"]: row["kernels"] for row in rows}
     assert {len(names) for names in kernels.values()} == {1, 2}   # two: x is quantized, or a code decoded, by one of its own
     eighteen, sixteen, seventeen = (kernels[f"q4_0.planar ({m}, 256) torch.bfloat16 None 0"] for m in (18, 16, 17))
-    assert eighteen == seventeen != sixteen                      # 16 divides M: Triton compiles another kernel
+    assert eighteen == seventeen == sixteen                      # M only bounds loads and stores: one kernel serves all
     assert without == {"case": "hook False", "prepared": [True], "hook": False}
     assert len(called.pop("gradients")) <= 17                    # torch asks for what its own derivatives need
     assert all(len(functions) <= 12 for functions in called.values()), called

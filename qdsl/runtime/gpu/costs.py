@@ -264,12 +264,13 @@ def configuration(config: Mapping[str, int]) -> tuple[int, int]:
 def variant(config: Mapping[str, int]) -> str:
     """The part of config_key for constants other than the table's usual ones: ' W=8', ' U=2', ' E=0' or ''.
 
-    W: warps.  U: chunks per iteration.  E=0: partial tiles.
+    W: warps.  U: chunks per iteration.  E=0: partial tiles.  B: BN of `matvec`, whose usual one the shape decides.
     """
     if "BLOCKS" in config:
         return ""
     even = config.get("EVEN", True) or "BK" not in config
-    parts = ("W", warps_of(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1), ("E", int(even), 1)
+    rows = config["BN"] if "BK" in config and "BM" not in config else 0
+    parts = ("W", warps_of(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1), ("E", int(even), 1), ("B", rows, 0)
     return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
 
 
@@ -309,8 +310,8 @@ def scaled(entry: Mapping[str, Sequence[float]], kind: str, r: int, columns: int
 
     entry: the rows of a storage in the table, by config_key.
     """
-    usual = [key for key in entry if key.split()[0] == kind and "=" not in key.replace("R=", "")]
-    exact = config_key(kind, r, columns)
+    keys, exact = [key for key in entry if key.split()[0] == kind], config_key(kind, r, columns)
+    usual = [key for key in keys if "=" not in key.replace("R=", "")] or keys
     return _with_warps(read(entry[exact if exact in usual else min(usual, key=lambda key: _distance(key, r, columns))]), warps)
 
 
