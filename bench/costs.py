@@ -3,8 +3,7 @@
 Runs nothing, and needs no GPU.  Takes a night of one core, or minutes after `python -m bench.dispatch`, which keeps the counts of
 the same kernels.  Existing entries of the file are kept unless --anew.
 
-Variants are kernels with other warps or chunks per iteration than usual, or with partial tiles.  The file has a variant's counts
-if the usual kernel's counts, scaled, give another time.
+Variants are kernels with other warps or chunks per iteration than usual, with partial tiles, or with other rows of `matvec`.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several iterations of every loop
-# Other shapes: tiles of `matvec` have other rows, and are partial for some storages with 7 * 2048 columns.
+# Other shapes, for variants: tiles of `matvec` have other rows, and tiles are partial for some storages with 7 * 2048 columns.
 OTHERS = ((1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (152064, 4096))
-SAME = 1.03                                                      # ratio of times up to which a variant needs no counts
 ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "sm_89", "gfx942")
 META, X = torch.device("meta"), torch.bfloat16
 
@@ -72,10 +70,11 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
             if configure.has_skinny_streams(_x(rows, k), packed):
                 for call in streams.skinny_calls(_x(rows, k), packed, None, _x(rows, n)):
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
-        if packed.layout.kernels.matrix_unit is not None and not packed.layout.streams:
-            yield from _matrix_calls(packed)
+        yield from _matrix_calls(packed)
         for shape in OTHERS:
-            yield from _plain_calls(with_shape(packed, shape), usual=False)
+            weight = with_shape(packed, shape)
+            yield from _plain_calls(weight, usual=False)
+            yield from (pair for pair in _matrix_calls(weight) if "E=0" in pair[0])
 
 
 def with_shape(packed: PackedWeight, shape: tuple[int, int]) -> PackedWeight:
@@ -124,65 +123,28 @@ def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
     """The launches of kernels for matrix units, in each configuration of `configs`."""
     n, k = packed.shape
     for kind in ("gemv", "skinny", "tile_gemm"):
-        for config in configs(packed, kind):
-            rows = _rows(kind, config)
-            if kind in plan.kinds(packed, rows, X, META):
-                candidate = Candidate(kind, config)
-                for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
-                    if call.kernel is not scale_columns:         # scale_columns reads no weight
-                        yield key_of(candidate), call
-
-
-def _rows(kind: str, config: Mapping[str, int]) -> int:
-    """The rows of x of one program of a matrix-unit kernel."""
-    return 1 if kind == "gemv" else config.get("BM", 8)
+        for config in configs(packed, kind) if kind in plan.kinds(packed, 1 if kind == "gemv" else 16, X, META) else ():
+            rows, candidate = 1 if kind == "gemv" else config.get("BM", 8), Candidate(kind, config)
+            for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
+                if call.kernel is not scale_columns:             # scale_columns reads no weight
+                    yield key_of(candidate), call
 
 
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     """Launch configurations of a matrix-unit kernel to count: the usual ones, then their variants."""
     if kind != "tile_gemm":
-        for warps in (4, 1, 8) if kind == "gemv" else (4, 1, 2, 8):
-            for rows in ({}, {"BM": 16}) if kind == "skinny" else ({},):
-                yield from ({"R": r, "WN": 1, "WK": warps, "EVEN": True, **rows} for r in (1, 2))
+        kernels, k = packed.layout.kernels.matrix_unit, packed.shape[1]
+        trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else configure.TRIP
+        for warps, r in itertools.product((4, 1, 8) if kind == "gemv" else (4, 1, 2, 8), (1, 2)):
+            if trip * warps <= k:
+                tile = configure.lane_tile(r, warps, k, trip)
+                yield from (tile, {**tile, "BM": 16}) if kind == "skinny" else (tile,)
         return
     for bm, r in itertools.product((16, 32, 64), (1, 2)):
         yield {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
-    for tile in configure.TALL if configure.is_tall(packed) else ():
-        whole = packed.shape[1] if tile.whole else 0
-        yield {"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": whole, "SPLIT": 1}
-
-
-def needed(packed: PackedWeight, arch: str, entry: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """The counts of a storage without the variants whose times, by the usual kernel's scaled counts, differ less than SAME."""
-    differs: dict[str, bool] = {}
-    for weight in (with_shape(packed, shape) for shape in OTHERS):
-        for candidate, rows in _variants(weight):
-            if (key := key_of(candidate)) in entry and key != usual_key(candidate):
-                differs[key] = differs.get(key, False) or _differs(weight, candidate, rows, arch, entry)
-    return {key: row for key, row in entry.items() if differs.get(key, True)}
-
-
-def _variants(packed: PackedWeight) -> Iterator[tuple[Candidate, int]]:
-    """The candidates of a weight in every configuration of the table, each for one and for three programs' rows of x."""
-    if packed.layout.streams:
-        return
-    yield plan.matvec(packed, 1), 1
-    for kind in ("gemv", "skinny", "tile_gemm"):
-        for config in configs(packed, kind):
-            for rows in {1} if kind == "gemv" else {_rows(kind, config), 3 * _rows(kind, config)}:
-                yield plan.lane_candidate(kind, packed, rows, config), rows
-
-
-def _differs(packed: PackedWeight, candidate: Candidate, rows: int, arch: str, entry: Mapping[str, list[float]]) -> bool:
-    """Whether scaled counts of the usual kernel give a candidate another time than its own counts."""
-    own = costs.read(entry[key_of(candidate)])
-    scaled = costs.scaled(entry, candidate.kind, *costs.configuration(candidate.config), costs.warps_of(candidate.config))
-    for gpu in GPUS.values():
-        if gpu.arch == arch:
-            times = [costs.seconds(packed, candidate, rows, X, gpu, counts) for counts in (own, scaled)]
-            if max(times) > SAME * min(times) or own.spills != scaled.spills:
-                return True
-    return False
+    for tall in configure.TALL if configure.is_tall(packed) else ():
+        yield {"R": tall.R, "W": tall.W, "BM": 128, "STAGES": 2, "UNROLL": tall.unroll,
+               "WHOLE": packed.shape[1] if tall.whole else 0, "SPLIT": 1}
 
 
 def _x(rows: int, columns: int) -> torch.Tensor:
@@ -192,13 +154,11 @@ def _x(rows: int, columns: int) -> torch.Tensor:
 def row(call: Call, arch: str, compiled: CompiledCosts) -> list[float]:
     """The fields of a Cost, rounded; rows only for a `dequantize` kernel with a loop, and spills only if there are any.
 
-    Raises AnalyzeError if `skinny` with 16 rows of x, or `tile_gemm` with 64, spills: plans only use these with counts.
+    Raises AnalyzeError if the kernel does not compile.
     """
     cost, spills, refused = compiled.of_call(call, arch)
     if cost is None:
         raise AnalyzeError(refused)
-    if spills and call.constants.get("BM", 8) == {"skinny": 16, "tile_gemm": 64}.get(call.family):
-        raise AnalyzeError(f"{spills} spills with {call.constants['BM']} rows of x")
     values = [*astuple(cost)[:4], *(round(value) for value in (cost.trip, cost.fixed, cost.chain)), round(cost.chain_loads, 2),
               round(cost.start), round(cost.start_loads, 2)]
     rows = call.weights / SHAPE[1] if cost.trip and "x" not in call.kernel.arg_names else 0
@@ -227,7 +187,7 @@ def main() -> None:
                         entry[key] = row(call, arch, compiled)
                     except AnalyzeError as error:
                         print(f"{storage} {key}: {error}", file=sys.stderr)
-            if entry := needed(packed, arch, entry):
+            if entry:
                 kernels.setdefault(arch, {})[storage] = entry
                 options.file.write_text(text(kernels))
                 print(f"{arch} {storage}: {len(entry)} kernels", file=sys.stderr)

@@ -169,7 +169,7 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
         trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else TRIP
         rule = lane_tiles(n, k, device, trip)
         shared = (8, 4, 1) if kind == "gemv" else (8, 4, 2, 1)   # by counts, two warps are never the fastest `gemv`
-        others = [_split(r, wk, k, trip) for r in (2, 1) for wk in shared if trip * wk <= k]
+        others = [lane_tile(r, wk, k, trip) for r in (2, 1) for wk in shared if trip * wk <= k]
         if kind == "skinny" and m > 8:
             others += [{**config, "BM": 16} for config in (rule, *others)]
     configs = [rule, *(other for i, other in enumerate(others) if other != rule and other not in others[:i])]
@@ -390,8 +390,9 @@ def lane_tiles(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[s
     wk = 1
     while wk < 8 and cdiv(n, 16 * r) * wk < WARPS * multiprocessors and 2 * trip * wk <= k:
         wk *= 2
-    return _split(r, wk, k, trip)
+    return lane_tile(r, wk, k, trip)
 
 
-def _split(r: int, wk: int, k: int, trip: int) -> dict[str, int]:
+def lane_tile(r: int, wk: int, k: int, trip: int) -> dict[str, int]:
+    """A tile of `gemv` or `skinny`: R tiles of 16 rows, and WK warps that share K, `trip` columns each per iteration."""
     return {"R": r, "WN": 1, "WK": wk, "EVEN": k % (trip * wk) == 0}

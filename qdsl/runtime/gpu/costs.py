@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
+from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ class Cost:
     registers: per thread.  shared: bytes per program.  warps: per program.  step: weights that a program takes in one loop
     iteration.  trip, fixed: cycles for which a warp occupies its scheduler's busiest pipe, per iteration and outside of the loop.
     chain, chain_loads: the dependence chain of an iteration, for a warp that runs alone: cycles, and memory latencies.  start,
-    start_loads: the same outside of the loop.  rows: rows of w per program of a `dequantize` kernel with a loop, or a fraction of
-    one.  0 if the grid or step gives them.  spills: register spill instructions.
+    start_loads: the same outside of the loop.  rows: rows of w per program of a `dequantize` kernel with a loop, when it was
+    counted; else 0.  spills: register spill instructions.
     """
 
     registers: int
@@ -268,9 +269,9 @@ def variant(config: Mapping[str, int]) -> str:
     """
     if "BLOCKS" in config:
         return ""
-    even = config.get("EVEN", True) or "BK" not in config
     rows = config["BN"] if "BK" in config and "BM" not in config else 0
-    parts = ("W", warps_of(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1), ("E", int(even), 1), ("B", rows, 0)
+    parts = (("W", warps_of(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1),
+             ("E", int(config.get("EVEN", 1)), 1), ("B", rows, 0))
     return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
 
 
@@ -387,7 +388,7 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     tiles = 1 if packed.layout.streams else min(n, cdiv(n * k, DECODED))
     rows = cdiv(n, tiles)
     cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
-    per_program = int(cost.rows * k) or cost.step
+    per_program = streams.block_rows(packed)[0] * k if cost.rows else cost.step
     moved = nbytes // tiles + size * rows * k
     decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, Work(), target)
     return tiles * (decoded.seconds + matmul_seconds(m, rows, k, size, target))

@@ -196,8 +196,12 @@ def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict
 
 def has_rows(packed: PackedWeight, run: int) -> bool:
     """Whether kernels can decode chosen rows: runs of `run` rows that begin at a multiple of it."""
-    heights = [LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
-    return has_plain_rows(packed) and all(height and run % height == 0 for height in heights)
+    return has_plain_rows(packed) and all(height and run % height == 0 for height in block_rows(packed))
+
+
+def block_rows(packed: PackedWeight) -> list[int]:
+    """The rows that a program decodes of each stream; 0 if programs do not decode whole rows."""
+    return [LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
 
 
 def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None:
