@@ -74,15 +74,14 @@ class Step(NamedTuple):
     """An instruction: what it writes and reads, for how long it is busy, how often it fetches a sector, whether it follows from
     the address of x.
 
-    used: what it writes or reads.  latency: cycles until its results can be read; None for loads of global memory and atomics,
-    whose time the warp knows.  waits: whether it may wait for copies or for the warp group's matrix instructions.
+    latency: cycles until its results can be read; None for loads of global memory and atomics, whose time the warp knows.
+    waits: whether it may wait for copies or for the warp group's matrix instructions.
     """
 
     instruction: Instruction
     base: str
     written: list[str]
     read: list[str]
-    used: list[str]
     busy: dict[str, float]
     missed: float
     is_of_x: bool
@@ -93,10 +92,8 @@ class Step(NamedTuple):
 def _step(instruction: Instruction, arch: str, missed: float, is_of_x: bool) -> Step:
     busy, base, pipe = pipes.busy(instruction, arch), instruction.base, pipes.pipe_of(instruction)
     latency = LATENCY[pipe] + (busy.get(pipe, 0.0) if pipe == "tensor" else 0.0)
-    is_far = instruction.loaded or base in ("ATOM", "ATOMG")
-    written, read = accesses(instruction)
-    return Step(instruction, base, written, read, [*written, *read], busy, missed, is_of_x, None if is_far else latency,
-                base in ("DEPBAR", "WARPGROUP"))
+    return Step(instruction, base, *accesses(instruction), busy, missed, is_of_x,
+                None if instruction.loaded or base in ("ATOM", "ATOMG") else latency, base in ("DEPBAR", "WARPGROUP"))
 
 
 @dataclass(slots=True)
@@ -122,7 +119,7 @@ class _Warp:
         ready, free, start = self.ready, self.free, self.now
         if step.waits:
             start = max(start, self._waited(step.instruction))
-        start = _latest(free, step.busy, _latest(ready, step.used, start))
+        start = _latest(free, step.busy, _latest(ready, step.read, _latest(ready, step.written, start)))
         for name, cycles in step.busy.items():
             free[name] = start + cycles
         self.now = start + 1 + (BARRIER if step.base == "BAR" else 0)

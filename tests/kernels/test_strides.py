@@ -104,7 +104,7 @@ def test_products_unit_by_unit(name: str) -> None:
     part = part_of(case, 1)
     assert part is not None and strides.has_gaps(part)
     x = torch.randn(3, part.shape[1]).to(DEVICE).half()
-    config = {"BN": 16, "BK": 16, "BM": 16, "SPLIT": 1}
+    config = {"BN": 16, "BK": 16, "BM": 16, "SPLIT": 1, "EVEN": configure.is_even(part, 16, 16)}
     for candidate in (plan.matvec(part, 3), plan.gemm(part, 3, config)):
         assert_equal_products(x, part, lambda x, packed, out, candidate=candidate: [
             *launch.linear_calls(x, packed, None, out, candidate=candidate)])

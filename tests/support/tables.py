@@ -227,7 +227,7 @@ def public() -> list[str]:
 
 def dispatch() -> list[str]:
     """The rows of bench/dispatch.py: each plan's choice and the best candidate, by counts of compiled kernels."""
-    return rows(ways.HEADS, ways.table(ways.recorded()))
+    return rows(ways.HEADS, (summary.cells() for summary in ways.summaries(ways.recorded()).values()))
 
 
 def bandwidth() -> list[str]:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-TILE = 1 << 19                                                   # weights of both that are decoded at a time
-PACKED = 1 << 22                                                 # the same if packed weights are compared
+TILE, PACKED = 1 << 19, 1 << 22                                  # weights of both at a time: decoded, or compared as stored
 
 
 @dataclass(frozen=True, slots=True)

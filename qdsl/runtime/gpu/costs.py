@@ -245,14 +245,11 @@ def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target:
 
 
 def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch: str) -> Cost:
-    """Counts of a storage's kernel in a launch configuration, from the table's nearest one; USUAL if the table has none.
-
-    kind: a Candidate's, or 'dequantize'.
-    """
-    return _cost(storage_key(packed), kind, *configuration(config), warps_of(config), variant(config), arch)
+    """Counts of a storage's kernel, a Candidate's kind or 'dequantize', from the table's nearest one; USUAL if it has none."""
+    return _cost(storage_key(packed), kind, *configuration(config), _warps(config), variant(config), arch)
 
 
-def warps_of(config: Mapping[str, int]) -> int:
+def _warps(config: Mapping[str, int]) -> int:
     """Warps per program by the constants of the launch; 0 if the constants do not determine them."""
     return config["WN"] * config["WK"] if "WK" in config else config.get("W", 0)
 
@@ -269,9 +266,8 @@ def variant(config: Mapping[str, int]) -> str:
     """
     if "BLOCKS" in config:
         return ""
-    rows = config["BN"] if "BK" in config and "BM" not in config else 0
-    parts = (("W", warps_of(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1),
-             ("E", int(config.get("EVEN", 1)), 1), ("B", rows, 0))
+    parts = (("W", _warps(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1), ("E", int(config.get("EVEN", 1)), 1),
+             ("B", config["BN"] if "BK" in config and "BM" not in config else 0, 0))
     return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
 
 
@@ -297,23 +293,16 @@ def table() -> dict[str, dict[str, dict[str, list[float]]]]:
 
 @lru_cache(maxsize=4096)
 def _cost(storage: str, kind: str, r: int, columns: int, warps: int, variant: str, arch: str) -> Cost:
-    """The table's entry for a configuration, or the nearest one."""
+    """The table's entry for a configuration; else the usual kernel for the nearest number of rows of x, scaled to `warps`."""
     counted = counted_on(storage, kind, arch)
     if counted is None:
         return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
-    entry = table()[counted][storage]
-    own = entry.get(config_key(kind, r, columns, variant))
-    return scaled(entry, kind, r, columns, warps) if own is None or not variant else read(own)
-
-
-def scaled(entry: Mapping[str, Sequence[float]], kind: str, r: int, columns: int, warps: int) -> Cost:
-    """Counts of a configuration by those of the usual kernel with the nearest number of rows of x, scaled to `warps` per program.
-
-    entry: the rows of a storage in the table, by config_key.
-    """
-    keys, exact = [key for key in entry if key.split()[0] == kind], config_key(kind, r, columns)
+    entry, exact = table()[counted][storage], config_key(kind, r, columns)
+    if variant and exact + variant in entry:
+        return _read(entry[exact + variant])
+    keys = [key for key in entry if key.split()[0] == kind]
     usual = [key for key in keys if "=" not in key.replace("R=", "")] or keys
-    return _with_warps(read(entry[exact if exact in usual else min(usual, key=lambda key: _distance(key, r, columns))]), warps)
+    return _with_warps(_read(entry[exact if exact in usual else min(usual, key=lambda key: _distance(key, r, columns))]), warps)
 
 
 def counted_on(storage: str, kind: str, arch: str) -> str | None:
@@ -323,15 +312,11 @@ def counted_on(storage: str, kind: str, arch: str) -> str | None:
 
 
 def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | None:
-    """The table's counts for a candidate's configuration; None if the table has none.
-
-    The table omits variants (of warps, stages) for which the usual kernel's counts give the same time.
-    """
-    storage, config, own = storage_key(packed), candidate.config, variant(candidate.config)
-    counted = counted_on(storage, candidate.kind, arch)
-    entry = table()[counted][storage] if counted else {}
-    keys = (config_key(candidate.kind, *configuration(config), text) for text in (own, ""))
-    return next((read(entry[key]) for key in keys if key in entry), None)
+    """The table's counts for a candidate's configuration, or of the usual kernel for its rows; None if the table has none."""
+    counted, own = counted_on(storage_key(packed), candidate.kind, arch), variant(candidate.config)
+    entry = table()[counted][storage_key(packed)] if counted else {}
+    keys = (config_key(candidate.kind, *configuration(candidate.config), text) for text in (own, ""))
+    return next((_read(entry[key]) for key in keys if key in entry), None)
 
 
 def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
@@ -358,8 +343,7 @@ def _distance(key: str, r: int, columns: int) -> tuple[int, int]:
     return abs(next((int(part) for part in parts if part.isdigit()), 0) - columns), abs(has_r - r)
 
 
-def read(row: Sequence[float]) -> Cost:
-    """A row of the table."""
+def _read(row: Sequence[float]) -> Cost:
     registers, shared, warps, step, *cycles = row
     return Cost(int(registers), int(shared), int(warps), int(step), *cycles)
 
@@ -388,7 +372,7 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     tiles = 1 if packed.layout.streams else min(n, cdiv(n * k, DECODED))
     rows = cdiv(n, tiles)
     cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
-    per_program = streams.block_rows(packed)[0] * k if cost.rows else cost.step
+    per_program = int(next(iter(streams.block_rows(packed)), cost.rows) * k) if cost.rows else cost.step
     moved = nbytes // tiles + size * rows * k
     decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, Work(), target)
     return tiles * (decoded.seconds + matmul_seconds(m, rows, k, size, target))

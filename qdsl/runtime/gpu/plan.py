@@ -139,7 +139,7 @@ def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.de
     """The kernel and configuration, one for all m, that give a row of x the same bits whatever the other rows are."""
     if not fits_matrix_units(packed, dtype, device, is_aligned, skinny=True):
         return matvec(packed, m)
-    return lane_candidate("skinny", packed, m, configure.candidates("skinny", packed, m, device)[0])
+    return _lane_candidate("skinny", packed, m, configure.candidates("skinny", packed, m, device)[0])
 
 
 def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
@@ -147,7 +147,7 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
     """All legal candidates for x [m, K]."""
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
-        ways = (lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
+        ways = (_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
         legal += [way for way in ways if _has_registers(way, packed, configure.gpu(device).arch)]
     if 1 < m <= GEMM and not legal and not packed.layout.streams and configure.has_gemm(dtype, device):
         legal += _gemm_candidates(packed, m, device)
@@ -197,8 +197,7 @@ def gemm(packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
     return Candidate("gemm", config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
 
 
-def lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
-    """A candidate of 'gemv', 'skinny' or 'tile_gemm'."""
+def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
     n = packed.shape[0]
     if kind == "tile_gemm":
         grid = (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"]))
