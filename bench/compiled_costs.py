@@ -69,7 +69,7 @@ class CompiledCosts:
         If programs share K, the kernel without split K is counted: the model has a separate term for adding partial sums.
         """
         config = tuple(sorted((name, value) for name, value in candidate.config.items() if name != "SPLIT"))
-        key = id(packed), candidate.kind, config, m == 1, arch   # no kernel depends on m but for 1 and the config
+        key = id(packed), candidate.kind, config, arch           # of m only the grid depends
         if key not in self._seen:
             self._seen[key] = packed, self._compiled(packed, candidate, m, arch)
         return self._seen[key][1]

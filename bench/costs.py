@@ -3,7 +3,7 @@
 Runs nothing, and needs no GPU.  Takes a night of one core, or minutes after `python -m bench.dispatch`, which keeps the counts of
 the same kernels.  Existing entries of the file are kept unless --anew.
 
-Variants are kernels with other warps or chunks per iteration than usual, with partial tiles, or with other rows of `matvec`.
+Variants are kernels with other warps than usual, with partial tiles, or with other rows of `matvec`.
 """
 
 from __future__ import annotations
@@ -140,11 +140,8 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
                 tile = configure.lane_tile(r, warps, k, trip)
                 yield from (tile, {**tile, "BM": 16}) if kind == "skinny" else (tile,)
         return
-    for bm, r in itertools.product((16, 32, 64), (1, 2)):
-        yield {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
-    for tall in configure.TALL if configure.is_tall(packed) else ():
-        yield {"R": tall.R, "W": tall.W, "BM": 128, "STAGES": 2, "UNROLL": tall.unroll,
-               "WHOLE": packed.shape[1] if tall.whole else 0, "SPLIT": 1}
+    for bm, r in itertools.product(sorted({16, 32, 64, configure.most_columns(packed)}), (1, 2)):
+        yield {"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
 
 
 def _x(rows: int, columns: int) -> torch.Tensor:

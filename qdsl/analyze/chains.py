@@ -9,7 +9,7 @@ published microbenchmarks agree on within a few cycles; none was measured here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,8 +80,8 @@ class Step(NamedTuple):
 
     instruction: Instruction
     base: str
-    written: list[str]
-    read: list[str]
+    written: tuple[str, ...]
+    read: tuple[str, ...]
     busy: dict[str, float]
     missed: float
     is_of_x: bool
@@ -116,12 +116,13 @@ class _Warp:
         return self.now
 
     def _issue(self, step: Step) -> None:
-        ready, free, start = self.ready, self.free, self.now
-        if step.waits:
-            start = max(start, self._waited(step.instruction))
-        start = _latest(free, step.busy, _latest(ready, step.read, _latest(ready, step.written, start)))
+        start = max(self.now, self._waited(step.instruction)) if step.waits else self.now
+        for names, times in ((step.read, self.ready), (step.written, self.ready), (step.busy, self.free)):
+            for name in names:
+                if name in times and times[name] > start:
+                    start = times[name]
         for name, cycles in step.busy.items():
-            free[name] = start + cycles
+            self.free[name] = start + cycles
         self.now = start + 1 + (BARRIER if step.base == "BAR" else 0)
         is_looked_up = not self.loaded.isdisjoint(step.read)
         end = start + (self._latency(step, is_looked_up) if step.latency is None else step.latency)
@@ -133,7 +134,7 @@ class _Warp:
         elif "gdesc" in step.instruction.line:
             self.products = max(self.products, end)
         for name in step.written:
-            ready[name] = end
+            self.ready[name] = end
         if step.base == "LDG" or is_looked_up:
             self.loaded.update(step.written)
         else:
@@ -155,12 +156,3 @@ class _Warp:
             return self.latency
         far = SHARED if step.is_of_x else self.latency
         return CACHED if is_looked_up else CACHED + step.missed * (far - CACHED)
-
-
-def _latest(times: Mapping[str, float], names: Iterable[str], start: float) -> float:
-    """The latest of `start` and the times of names."""
-    for name in names:
-        time = times.get(name, start)
-        if time > start:                                         # faster than max(), in the innermost loop
-            start = time
-    return start

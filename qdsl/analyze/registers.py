@@ -15,7 +15,7 @@ _STORES = ("STG", "STS", "STL", "ST", "RED", "REDG", "LDGSTS", "BAR", "BRA", "EX
 
 
 @lru_cache(1 << 14)
-def accesses(instruction: Instruction) -> tuple[list[str], list[str]]:
+def accesses(instruction: Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Registers and predicates that an instruction writes, and that it reads."""
     parts = instruction.operands
     first = 0
@@ -31,7 +31,7 @@ def accesses(instruction: Instruction) -> tuple[list[str], list[str]]:
                 written += _names(parts[first], 1)               # a carry, or a second result
                 first += 1
     read = [name for place, part in enumerate(parts[first:], first) for name in _names(part, _read_width(instruction, place))]
-    return written, [*read, *_names(instruction.guard, 1)]
+    return tuple(written), (*read, *_names(instruction.guard, 1))
 
 
 def following(instructions: Sequence[Instruction], place: int | None) -> list[bool]:

@@ -44,6 +44,7 @@ def verify(*arguments: str | Path) -> Result:
 @pytest.mark.parametrize("tile", [64, 1 << 19])
 def test_storages_of_one_format_are_equal(tmp_path: Path, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(module, "PACKED", tile)
     packed = gptq()
     a = stored(tmp_path / "a", {"w": packed}, norm=torch.ones(3), w_bias=torch.ones(16))
     b = stored(tmp_path / "b", {"w": int_group.convert(packed, "awq")}, AWQ, norm=torch.ones(3), w_bias=torch.ones(16))
@@ -51,10 +52,33 @@ def test_storages_of_one_format_are_equal(tmp_path: Path, tile: int, monkeypatch
     assert verify(a, b).exit_code == 1 and verify(a, b, "--decoded").stdout == "equal\n"
 
 
+@pytest.mark.parametrize("name", ["qweight", "qzeros", "scales"])
+@pytest.mark.parametrize("storage", ["awq", "gptq_v2"])
+def test_one_changed_bit_is_found(tmp_path: Path, name: str, storage: str) -> None:
+    """In the same storage and in another one."""
+    packed = int_group.convert(gptq(), storage)
+    bits = packed.tensors[name].clone()
+    bits.view(torch.uint8)[1, 5] ^= 1
+    changed = packed.derive({**packed.tensors, name: bits})
+    apart = (int_group.dequantize(changed, torch.float32) - int_group.dequantize(packed, torch.float32)).abs()
+    a = stored(tmp_path / "a", {"w": gptq()})
+    b = stored(tmp_path / "b", {"w": changed}, AWQ if storage == "awq" else None)
+    [difference] = decoded_differences(a, b)
+    assert difference.values is not None and apart[difference.values.index] == difference.values.distance == apart.max() > 0
+
+
+def test_equal_bits_of_other_types_are_other_numbers(tmp_path: Path) -> None:
+    scales = gptq().tensors["scales"].view(torch.bfloat16)
+    other = int_group.quantize(weight(), "gptq_v2", bits=4, group=32, scale_type="bf16")
+    b = stored(tmp_path / "b", {"w": other.derive({**gptq().tensors, "scales": scales})})
+    assert len(decoded_differences(stored(tmp_path / "a", {"w": gptq()}), b)) == 1
+
+
 @pytest.mark.parametrize("tile", [64, 1 << 19])
 def test_the_numbers_that_lie_farthest_apart(tmp_path: Path, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers of two formats, and of one beside the floats that it was made of; within a tolerance they are equal."""
     monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(module, "PACKED", tile)
     other = fp8_block.quantize(weight(), bn=32, bk=32)
     a, b = stored(tmp_path / "a", {"w": gptq()}), stored(tmp_path / "b", {"w": other}, FP8)
     plain = stored(tmp_path / "plain", {}, {}, w_weight=weight())

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from qdsl.runtime.gpu import configure, costs, devices, launch, plan
 from qdsl.runtime.gpu.costs import Candidate, Cost, Work, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
+from qdsl.runtime.weight import streams
 from tests.support import compiling
 from tests.support.paths import ROOT
 
@@ -26,19 +28,25 @@ X = torch.bfloat16
 COST = Cost(registers=64, shared=1024, warps=4, step=4096, trip=100, fixed=50, chain=200, chain_loads=1, start=300, start_loads=1)
 ROW = {"R": 1, "WN": 1, "WK": 4, "EVEN": 1}
 PLAIN = {"BN": 8, "BK": 128, "EVEN": 1}
-# Of how many storages a kernel, in whatever variant, moves registers to memory and back; the costs of its trips have that too.
-SPILLING: dict[str, dict[str, int]] = {
-    "gfx942": {"gemm 16": 1, "gemm 64": 1},
-    "sm_100": {"gemm 16": 37, "gemm 32": 3, "gemm 64": 37, "gemv R=1": 1, "gemv R=2": 10, "matvec": 9, "skinny R=1": 1,
-        "skinny R=1 16": 3, "skinny R=2": 14, "skinny R=2 16": 1},
-    "sm_120": {"gemm 16": 32, "gemm 32": 1, "gemm 64": 48, "gemv R=1": 5, "gemv R=2": 7, "matvec": 3, "skinny R=1": 3,
-        "skinny R=1 16": 3, "skinny R=2": 6, "skinny R=2 16": 1},
-    "sm_80": {"gemm 16": 34, "gemm 32": 1, "gemm 64": 46, "gemv R=1": 4, "gemv R=2": 3, "matvec": 9, "skinny R=1": 4,
-        "skinny R=1 16": 2, "skinny R=2": 10, "skinny R=2 16": 1},
-    "sm_89": {"gemm 16": 37, "gemm 32": 3, "gemm 64": 54, "gemv R=1": 4, "gemv R=2": 6, "matvec": 10, "skinny R=1": 3,
-        "skinny R=1 16": 12, "skinny R=2": 7, "skinny R=2 16": 1},
-    "sm_90": {"gemm 16": 36, "gemm 32": 1, "gemm 64": 54, "gemv R=1": 1, "gemv R=2": 9, "matvec": 10, "skinny R=1": 6,
-        "skinny R=1 16": 11, "skinny R=2": 11, "skinny R=2 16": 6, "tile_gemm R=2 32": 7},
+# Of how many storages a kernel, in whatever variant, moves registers to memory and back, and by how many instructions together;
+# the costs of its trips have that too.
+SPILLING: dict[str, dict[str, tuple[int, int]]] = {
+    "gfx942": {"gemm 16": (1, 46), "gemm 64": (1, 102)},
+    "sm_100": {"gemm 16": (37, 9815), "gemm 32": (3, 27), "gemm 64": (38, 9646), "gemv R=1": (1, 3), "gemv R=2": (10, 65),
+        "matvec": (9, 613), "skinny R=1": (1, 4), "skinny R=1 16": (3, 39), "skinny R=2": (14, 175),
+        "skinny R=2 16": (1, 18)},
+    "sm_120": {"gemm 16": (32, 4779), "gemm 32": (1, 19), "gemm 64": (48, 14164), "gemv R=1": (5, 14), "gemv R=2": (7, 38),
+        "matvec": (3, 985), "skinny R=1": (3, 24), "skinny R=1 16": (3, 34), "skinny R=2": (6, 147),
+        "skinny R=2 16": (1, 8)},
+    "sm_80": {"gemm 16": (34, 8055), "gemm 32": (1, 23), "gemm 64": (48, 15147), "gemv R=1": (4, 13), "gemv R=2": (3, 15),
+        "matvec": (9, 2791), "skinny R=1": (4, 69), "skinny R=1 16": (2, 12), "skinny R=2": (10, 303),
+        "skinny R=2 16": (1, 2)},
+    "sm_89": {"gemm 16": (37, 10271), "gemm 32": (3, 98), "gemm 64": (54, 23808), "gemv R=1": (4, 21), "gemv R=2": (6, 33),
+        "matvec": (10, 3052), "skinny R=1": (4, 32), "skinny R=1 16": (12, 52), "skinny R=2": (8, 242),
+        "skinny R=2 16": (1, 6)},
+    "sm_90": {"gemm 16": (36, 8867), "gemm 32": (1, 21), "gemm 64": (54, 22810), "gemv R=1": (1, 8), "gemv R=2": (9, 58),
+        "matvec": (10, 2886), "skinny R=1": (6, 32), "skinny R=1 16": (11, 117), "skinny R=2": (11, 160),
+        "skinny R=2 16": (6, 44), "tile_gemm R=2 32": (7, 73)},
 }
 
 
@@ -177,12 +185,12 @@ def test_every_storage_has_its_kernels() -> None:
     table = costs.table()["sm_90"]
     lacking = []
     for packed in writer.weights():
-        streams = packed.layout.streams.values()
+        coded = packed.layout.streams.values()
         decoded = list(launch.dequantize_calls(packed, torch.empty(packed.shape, dtype=X, device="meta")))
-        if any(stream.coding == "huffman_windows" for stream in streams) or len(decoded) > 1:
+        if any(stream.coding == "huffman_windows" for stream in coded) or len(decoded) > 1:
             continue
-        lanes = None if streams else packed.layout.kernels.matrix_unit
-        wanted = {"dequantize"} if streams else {"matvec", "dequantize"}
+        lanes = None if coded else packed.layout.kernels.matrix_unit
+        wanted = {"dequantize"} if coded else {"matvec", "dequantize"}
         wanted |= {kind for kind in ("skinny", "gemv") if lanes is not None and getattr(lanes, kind) is not None}
         kinds = {key.split()[0] for key in table.get(costs.storage_key(packed), {})}
         lacking += [f"{costs.storage_key(packed)}: {kind}" for kind in sorted(wanted - kinds)]
@@ -190,13 +198,14 @@ def test_every_storage_has_its_kernels() -> None:
 
 
 def test_no_kernel_spills() -> None:
-    """But for some storages'; their number may only become smaller but for new storages.  Plans take none of lane kernels."""
-    spilling: dict[str, dict[str, set[str]]] = {}
+    """But for some storages'; the numbers may only become smaller but for new storages.  Plans take none of lane kernels."""
+    spilling: dict[str, dict[str, Counter[str]]] = {}
     for arch, storage, key, row in rows_of_the_table():
         if len(row) > 11 and row[11]:
             usual = " ".join(part for part in key.split() if part[:2] not in ("W=", "U=", "E=", "B="))
-            spilling.setdefault(arch, {}).setdefault(usual, set()).add(storage)
-    assert {arch: {key: len(names) for key, names in kinds.items()} for arch, kinds in spilling.items()} == SPILLING
+            spilling.setdefault(arch, {}).setdefault(usual, Counter())[storage] += int(row[11])
+    assert {arch: {key: (len(counts), counts.total()) for key, counts in kinds.items()} for arch, kinds in spilling.items()
+            } == SPILLING
 
 
 def rows_of_the_table() -> Iterator[tuple[str, str, str, list[float]]]:
@@ -242,6 +251,36 @@ def test_configurations_that_the_table_lacks_follow_from_near_ones() -> None:
     assert costs.kernel_cost(packed, "tile_gemm", {"R": 2, "W": 4, "BM": 48}, "sm_90").step == entry["tile_gemm R=2 32"][3]
     assert costs.kernel_cost(packed, "gemv", ROW, "sm_89") == costs.kernel_cost(packed, "gemv", ROW, "sm_120")
     assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.USUAL["gemv"]
+
+
+def test_variants_have_counts_of_their_own() -> None:
+    """Other warps, partial tiles and other rows of `matvec`.  A configuration without counts is doubted."""
+    packed, gpu = launches.weight(launches.module("int_group"), (4096, 4096), "planar", {"bits": 4}), GPUS["h100"]
+    entry, lanes = costs.table()["sm_90"]["int_group.planar bits=4"], {**ROW, "R": 2}
+    for kind, config, key in (("skinny", {**lanes, "WK": 8}, "skinny R=2 W=8"), ("gemv", {**lanes, "WK": 1}, "gemv R=2 W=1"),
+                              ("skinny", {**lanes, "WK": 1, "BM": 16}, "skinny R=2 16 W=1"),
+                              ("gemv", {**lanes, "WK": 8, "EVEN": 0}, "gemv R=2 W=8 E=0")):
+        cost = costs.kernel_cost(packed, kind, config, "sm_90")
+        assert [cost.registers, cost.shared, cost.warps, cost.step, cost.trip] == entry[key][:5], key
+        assert costs.doubt(packed, Candidate(kind, config), "sm_90") == 1
+    assert costs.doubt(packed, Candidate("gemv", {**ROW, "WK": 2}), "sm_90") == costs.RESCALED
+    assert costs.doubt(packed, Candidate("skinny", {**ROW, "WK": 16}), "sm_90") == costs.EXTRAPOLATED
+    plain = weight("any_precision", "any_precision", (4096, 14336))
+    candidate = plan.matvec(plain, 1)
+    row = costs.table()["sm_90"]["any_precision.any_precision"][f"matvec E=0 B={candidate.config['BN']}"]
+    assert costs.kernel_cost(plain, "matvec", candidate.config, "sm_90").trip == row[4]
+    with configure.assumed(9, gpu.multiprocessors, gpu):
+        assert plan.best(plain, 1, X, torch.device("meta")).kind == "decode"     # partial tiles take longer
+
+
+@pytest.mark.parametrize("k", [1024, 4096, 8192])
+def test_a_program_that_decodes_streams_takes_the_weights_of_its_launch(k: int) -> None:
+    """At every K: a program takes a chunk of its rows."""
+    packed, gpu = streams.usual(weight("hlane", "hlane", (4096, k))), GPUS["h200"]
+    out = torch.empty(packed.shape, dtype=X, device="meta")
+    [call] = launch.dequantize_calls(packed, out)
+    times = {seconds(packed, Candidate("decode"), 1, X, gpu, replace(COST, rows=rows)) for rows in (1, call.weights / k, 64)}
+    assert len(times) == 1 and streams.program_weights(packed) == call.weights
 
 
 def test_the_table_is_what_the_compiler_makes() -> None:

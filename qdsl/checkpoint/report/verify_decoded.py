@@ -229,7 +229,7 @@ def _same_tensors(x: PackedWeight, y: PackedWeight) -> bool:
     """Whether the tensors of x, moved to the storage of y, are those of y; False if they cannot be moved word by word."""
     from qdsl.runtime.weight.convert import moved
 
-    tensors = x.tensors if x.storage == y.storage else moved(x, y.storage) if x.params == y.params else {}
+    tensors = {} if x.params != y.params else x.tensors if x.storage == y.storage else moved(x, y)
     return bool(tensors) and tensors.keys() == y.tensors.keys() and all(
         _same_bits(tensor, y.tensors[name]) for name, tensor in tensors.items())
 
@@ -245,7 +245,7 @@ def _same_fields(x: PackedWeight, y: PackedWeight) -> bool:
 def _same_bits(x: Tensor, y: Tensor) -> bool:
     import torch
 
-    return x.dtype == y.dtype and torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8))
+    return x.dtype == y.dtype and torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (x, y)))
 
 
 def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> Apart:

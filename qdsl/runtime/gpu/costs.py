@@ -34,8 +34,9 @@ LAUNCH = 2.5e-6                                                  # seconds from 
 LATENCY = 300e-9                                                 # seconds from a load to its data
 EXPOSED = 0.4                                                    # share of the shorter of memory and SM time not overlapped
 WAIT = 150                                                       # cycles from an MMA of a warp group to an MMA that needs its sum
-MORE_REGISTERS = 8                                               # other Triton releases or M = 1 may need them
+MORE_REGISTERS = 8                                               # other Triton releases may need them
 EXTRAPOLATED = 1.1                                               # factor on the time of a kernel whose own counts the table lacks
+RESCALED = 1.05                                                  # the same if it counts half or twice as many warps
 WARPS = 4                                                        # of the kernels in the table whose keys name no warps
 REACHABLE = 0.9                                                  # share of the bandwidth that a plain copy reaches, rounded
 L2_BYTES = 28                                                    # bytes of x per clock and SM, loaded from the L2 cache
@@ -260,14 +261,14 @@ def configuration(config: Mapping[str, int]) -> tuple[int, int]:
 
 
 def variant(config: Mapping[str, int]) -> str:
-    """The part of config_key for constants other than the table's usual ones: ' W=8', ' U=2', ' E=0' or ''.
+    """The part of config_key for constants other than the table's usual ones: ' W=8', ' E=0' or ''.
 
-    W: warps.  U: chunks per iteration.  E=0: partial tiles.  B: BN of `matvec`, whose usual one the shape decides.
+    W: warps.  E=0: partial tiles.  B: BN of `matvec`, whose usual one the shape decides.
     """
     if "BLOCKS" in config:
         return ""
-    parts = (("W", _warps(config) or WARPS, WARPS), ("U", config.get("UNROLL", 1), 1), ("E", int(config.get("EVEN", 1)), 1),
-             ("B", config["BN"] if "BK" in config and "BM" not in config else 0, 0))
+    rows = config["BN"] if "BK" in config and "BM" not in config else 0
+    parts = ("W", _warps(config) or WARPS, WARPS), ("E", int(config.get("EVEN", 1)), 1), ("B", rows, 0)
     return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
 
 
@@ -293,16 +294,22 @@ def table() -> dict[str, dict[str, dict[str, list[float]]]]:
 
 @lru_cache(maxsize=4096)
 def _cost(storage: str, kind: str, r: int, columns: int, warps: int, variant: str, arch: str) -> Cost:
-    """The table's entry for a configuration; else the usual kernel for the nearest number of rows of x, scaled to `warps`."""
+    """The table's entry for a configuration, or the usual kernel for the nearest number of rows of x, scaled to `warps`."""
     counted = counted_on(storage, kind, arch)
     if counted is None:
         return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
-    entry, exact = table()[counted][storage], config_key(kind, r, columns)
-    if variant and exact + variant in entry:
-        return _read(entry[exact + variant])
+    entry = table()[counted][storage]
+    if (own := _own(entry, kind, r, columns, variant)) is not None:
+        return _with_warps(own, warps)
     keys = [key for key in entry if key.split()[0] == kind]
     usual = [key for key in keys if "=" not in key.replace("R=", "")] or keys
-    return _with_warps(_read(entry[exact if exact in usual else min(usual, key=lambda key: _distance(key, r, columns))]), warps)
+    return _with_warps(_read(entry[min(usual, key=lambda key: _distance(key, r, columns))]), warps)
+
+
+def _own(entry: Mapping[str, Sequence[float]], kind: str, r: int, columns: int, variant: str) -> Cost | None:
+    """A storage's counts for a configuration, or of the usual kernel for its rows; None if the table has none."""
+    keys = (config_key(kind, r, columns, text) for text in (variant, ""))
+    return next((_read(entry[key]) for key in keys if key in entry), None)
 
 
 def counted_on(storage: str, kind: str, arch: str) -> str | None:
@@ -312,18 +319,18 @@ def counted_on(storage: str, kind: str, arch: str) -> str | None:
 
 
 def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | None:
-    """The table's counts for a candidate's configuration, or of the usual kernel for its rows; None if the table has none."""
-    counted, own = counted_on(storage_key(packed), candidate.kind, arch), variant(candidate.config)
+    """The table's counts for a candidate's configuration, perhaps with other warps; None if the table has none."""
+    counted, config = counted_on(storage_key(packed), candidate.kind, arch), candidate.config
     entry = table()[counted][storage_key(packed)] if counted else {}
-    keys = (config_key(candidate.kind, *configuration(candidate.config), text) for text in (own, ""))
-    return next((_read(entry[key]) for key in keys if key in entry), None)
+    return _own(entry, candidate.kind, *configuration(config), variant(config))
 
 
 def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
-    """Factor on the candidate's modelled time: above 1 if the table has counts of its kernel, but not in its configuration."""
-    if own_cost(packed, candidate, arch) is not None or counted_on(storage_key(packed), candidate.kind, arch) is None:
-        return 1.0
-    return EXTRAPOLATED
+    """Factor on the candidate's modelled time: above 1 if the table counts its kernel only with other constants or warps."""
+    own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
+    if own is None:
+        return 1.0 if counted_on(storage_key(packed), candidate.kind, arch) is None else EXTRAPOLATED
+    return 1.0 if warps in (0, own.warps) else RESCALED if warps in (own.warps // 2, 2 * own.warps) else EXTRAPOLATED
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:
@@ -372,7 +379,7 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     tiles = 1 if packed.layout.streams else min(n, cdiv(n * k, DECODED))
     rows = cdiv(n, tiles)
     cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
-    per_program = int(next(iter(streams.block_rows(packed)), cost.rows) * k) if cost.rows else cost.step
+    per_program = (streams.program_weights(packed) or int(cost.rows * k)) if cost.rows else cost.step
     moved = nbytes // tiles + size * rows * k
     decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, Work(), target)
     return tiles * (decoded.seconds + matmul_seconds(m, rows, k, size, target))

@@ -254,8 +254,7 @@ def _gemm_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     return Call(gemm, (_planes(packed), x, bias, out, *(scratch or (None, None)), x.shape[0], *packed.shape,
                        size_arguments(packed), rows, units),
                 {**_constants(packed, bn, bk), **config, "DIVIDES": kernels.divides, "F": TYPES[x.dtype]}, grid,
-                {"num_warps": WARPS, "num_stages": 1},
-                weights=_weights(packed, bn, cdiv(cdiv(units, bk), split) * bk),
+                {"num_warps": WARPS, "num_stages": 1}, weights=_weights(packed, bn, cdiv(cdiv(units, bk), split) * bk),
                 step=_weights(packed, bn, bk), scratch=scratch)
 
 

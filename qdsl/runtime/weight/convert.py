@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
     """The tensors of a weight in another storage.  Raises FormatError if that cannot hold them."""
     other = PackedWeight(format, storage, {}, packed.shape, packed.params)
-    tensors = moved(packed, storage) or by_fields(format, packed, other)
+    tensors = moved(packed, other) or by_fields(format, packed, other)
     left = omitted(packed, other.layout)
     return {name: tensor for name, tensor in tensors.items() if name not in left}
 
 
-def moved(packed: PackedWeight, storage: str) -> dict[str, Tensor]:
-    """The tensors of a weight in another storage of its format, most of them moved word by word; none if they cannot be."""
-    other = PackedWeight(packed.format, storage, {}, packed.shape, packed.params)
+def moved(packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
+    """The tensors of a weight in the storage of `other`, most of them moved word by word; none if they cannot be."""
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # fields with one value in the other storage
     fixed |= {layout.order for layout in (packed.layout, other.layout) if packed.order is not None and not layout.is_order_plain}

@@ -196,12 +196,8 @@ def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict
 
 def has_rows(packed: PackedWeight, run: int) -> bool:
     """Whether kernels can decode chosen rows: runs of `run` rows that begin at a multiple of it."""
-    return has_plain_rows(packed) and all(height and run % height == 0 for height in block_rows(packed))
-
-
-def block_rows(packed: PackedWeight) -> list[int]:
-    """The rows that a program decodes of each stream; 0 if programs do not decode whole rows."""
-    return [LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
+    heights = [LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
+    return has_plain_rows(packed) and all(height and run % height == 0 for height in heights)
 
 
 def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None:
@@ -264,6 +260,12 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
         yield from LAUNCHES[stream.coding].dequantize_calls(
             pairs.weights, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.uncoded].contiguous(),
             _stream_info(packed, pairs.stream), out)
+
+
+def program_weights(packed: PackedWeight) -> int:
+    """The weights that a program of `dequantize` decodes, to bfloat16; 0 if no kernel does, or its launch does not state them."""
+    out = torch.empty(packed.shape, dtype=torch.bfloat16, device="meta")
+    return sum(call.weights for call in dequantize_calls(packed, out)) if has_dequantize(packed, out) else 0
 
 
 def has_skinny(x: Tensor, packed: PackedWeight) -> bool:
