@@ -20,6 +20,7 @@ from qdsl.host import system
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+WORTH = 1 << 29                                                  # weights that are converted while a process starts, at least
 LONGEST_WAIT = 1                                                 # seconds until processes are checked again
 
 
@@ -127,6 +128,10 @@ def needed(nbytes: int) -> int:
     return 5 * nbytes // 2 + 160_000_000                         # torch's own memory, besides shared libraries
 
 
-def affordable(nbytes: int) -> int:
-    """The number of processes that processors and memory allow if each needs `nbytes`; at least one."""
-    return max(1, min(system.processors(), system.free_memory() // max(1, nbytes)))
+def affordable(nbytes: int, work: int | None = None) -> int:
+    """The number of processes that processors and memory allow if each needs `nbytes`; at least one.
+
+    work: weights to convert, if several processes for few of them would take longer to start.
+    """
+    worth = system.processors() if work is None else work // WORTH
+    return max(1, min(system.processors(), system.free_memory() // max(1, nbytes), worth))

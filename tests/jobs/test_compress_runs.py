@@ -56,12 +56,13 @@ def test_bytes_do_not_depend_on_processes_or_parts(format: str, sharded: Path, t
 
 
 def test_as_many_processes_as_memory_holds(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2.5 times a matrix and 160 MB for each, if nobody says how many."""
+    """2.5 times a matrix and 160 MB for each, if nobody says how many; fewer for little work."""
     asked: list[int] = []
     monkeypatch.setattr(system, "free_memory", lambda: 1 << 30)
     monkeypatch.setattr(system, "processors", lambda: 64)
     assert [processes.affordable(size) for size in (0, 1 << 20, 100_000_000, 2 << 30)] == [64, 64, 10, 1]
-    monkeypatch.setattr(run, "affordable", lambda nbytes: asked.append(nbytes) or 1)
+    assert [processes.affordable(1 << 20, work) for work in (0, 1 << 29, 5 << 29)] == [1, 1, 5]
+    monkeypatch.setattr(run, "affordable", lambda nbytes, _: asked.append(nbytes) or 1)
     run.compress(sharded, Aim("hlane"), tmp_path / "out", jobs=None)
     assert asked == [160_000_000 + 5 * 2 * 128 * 64 // 2]
 

@@ -69,8 +69,8 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
         place = stage.begin(out, request, force)
         mine = plan.shards if part is None else share(plan.shards, *part)
         todo = [shard for shard in mine if not stage.is_whole(shard, out)]
-        jobs = jobs or affordable(needed(max(step.coded.nbytes for shard in plan.shards for step in shard.steps
-                                             if isinstance(step, Decode))))
+        sizes = [step.coded.nbytes for shard in plan.shards for step in shard.steps if isinstance(step, Decode)]
+        jobs = jobs or affordable(needed(max(sizes)), sum(sizes))
         with tell(sum(shard.nbytes for shard in todo)) as report:
             write(todo, place, jobs, report)
         return _report(out, plan, mine, [] if part else _complete(path, plan, out))

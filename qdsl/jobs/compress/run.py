@@ -107,8 +107,9 @@ def _work(path: Path, folders: Mapping[str, Folder], aim: Aim, out: Path, like: 
 
 
 def _jobs(work: _Work) -> int:
-    """The number of processes that memory allows."""
-    return affordable(needed(max(unit.nbytes_read for piece in work.pieces for unit in piece.units)))
+    """The number of processes that memory and work allow."""
+    sizes = [unit.nbytes_read for piece in work.pieces for unit in piece.units]
+    return affordable(needed(max(sizes)), sum(sizes))
 
 
 def _complete_pieces(every: Sequence[Piece]) -> Complete:

@@ -129,9 +129,11 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
 
 
 def _default_jobs(shards: Sequence[Shard]) -> int:
-    """As many processes as there are processors, and memory for the largest layer in each."""
-    weights = (math.prod(step.layer.shape) for shard in shards for step in shard.steps if isinstance(step, Change))
-    return affordable(needed(2 * max(weights, default=0)))
+    """As many processes as there are processors, work, and memory for the largest layer in each."""
+    layers = [step.layer for shard in shards for step in shard.steps if isinstance(step, Change)]
+    weights = [math.prod(layer.shape) for layer in layers]
+    total = sum(count * (layer.experts or 1) for count, layer in zip(weights, layers, strict=True))
+    return affordable(needed(2 * max(weights, default=0)), total)
 
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
