@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
+        as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -82,6 +82,14 @@ STEPS = Table("f32", -0.992968738079071, -0.9789062738418579, -0.96484375, -0.95
         0.992968738079071, 1.0)
 
 
+PAIRED = Table("f32", -1.0, -0.28444138169288635, -0.6961928009986877, -0.18477343022823334, 0.07958029955625534,
+        0.44070982933044434, 0.16093020141124725, 0.5626170039176941, -0.39491748809814453, -0.09105003625154495,
+        -0.5250730514526367, 0.0, 0.33791524171829224, 1.0, 0.24611230194568634, 0.7229568362236023)
+
+
+ROW_CODES = RowCodes((0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14,), q=(16, 1))
+
+
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, weight_nested_absmax: Tensor, weight_nested_offset: Tensor, *,
         N: int, K: int) -> dict[str, Tensor]:
     """Fields of weight uint8 [ceil(N*K/2), 1]; weight_absmax uint8 [ceil(N*K/block)]; weight_nested_absmax float32
@@ -99,19 +107,20 @@ def pack_bitsandbytes(o: Tensor, t: Tensor, s: Tensor, q: Tensor) -> dict[str, T
     return {"weight": r.unsqueeze(-1), "weight_absmax": s, "weight_nested_absmax": t, "weight_nested_offset": o}
 
 
-def unpack_planar(q: Tensor, s: Tensor, t: Tensor, o: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; s uint8 [N, K/block]; t float32 [ceil(N*K/256*block)]; o float32 []."""
-    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
-    q_bytes = r.unflatten(-1, (4, 8, 2))
+def unpack_planar(code: Tensor, s: Tensor, t: Tensor, o: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of code int32 [N, 16*ceil(K/128)]; s uint8 [N, K/block]; t float32 [ceil(N*K/256*block)]; o float32 []."""
+    r = as_type(code, torch.uint8).unflatten(-1, (-1, 64))
+    code_bytes = r.unflatten(-1, (4, 8, 2))
     return {"o": o, "t": t, "s": s.flatten(),
-            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
+            **ROW_CODES.fields(torch.stack([code_bytes & 15, code_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K])}
 
 
 def pack_planar(o: Tensor, t: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, block: int) -> dict[str, Tensor]:
-    """q, s, t, o of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
-    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
-    return {"q": as_type(r, torch.int32).flatten(1), "s": s.unflatten(-1, (N, K // block)), "t": t, "o": o}
+    """code, s, t, o of the fields; the inverse of unpack_planar."""
+    code = ROW_CODES.codes(q=q)
+    code_split = pad(code, (0, -code.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (code_split[:, :, :, 0] | code_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"code": as_type(r, torch.int32).flatten(1), "s": s.unflatten(-1, (N, K // block)), "t": t, "o": o}
 
 
 def decode(o: Tensor, t: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -153,42 +162,42 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
 @triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
-    q, s, t, o, levels, steps = tensors
+    code, s, t, o, paired, steps = tensors
     block, = sizes
     o1 = tl.load(o)
     s += n * (K // block)
-    q += 16 * (n * tl.cdiv(K, 128))
+    code += 16 * (n * tl.cdiv(K, 128))
     c = u // 16
     b = u // 4 % 4
     a = u % 4
     live = live & (128 * c + 32 * b + 2 * a < K)
     s1 = tl.load(s + (4 * c + b) // (block // 32), live, 0).to(tl.int32)
-    q_word = tl.load(q + 16 * c + 4 * a + b, live, 0)
+    code_word = tl.load(code + 16 * c + 4 * a + b, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 inside = live & (128 * c + 32 * b + 16 * h + 8 * i + 2 * a + j < K)
                 t1 = tl.load(t + (128 * c + 32 * b + 16 * h + 8 * i + 2 * a + j + n * K) // (256 * block), inside, 0)
-                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                state = use(state, 128 * c + 32 * b + 16 * h + 8 * i + 2 * a + j, tl.load(levels + q1)
+                code1 = (code_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                state = use(state, 128 * c + 32 * b + 16 * h + 8 * i + 2 * a + j, tl.load(paired + code1)
                     * (tl.load(steps + s1) * t1 + o1), inside)
     return state
 
 
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
-    """The numbers of levels[q] as words of bytes, in every lane."""
+    """The numbers of paired[code] as words of bytes, in every lane."""
     if F == tl.float16:
         return codebook.table(g, N, 0x0,
-            (0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29, 0x38353433))
+            (-0x156d7300, -0x7fd9f2e8, 0x33d452, -0x361fff98, -0x524a4f48, 0x342d3329, 0xb4a9b2, 0x352f3831))
     else:
         return codebook.table(g, N, 0x0,
-            (-0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe, 0x3e3e3e3d, 0x3f3f3f3e))
+            (0x3d329280, 0x1025e2a3, 0x64535, 0x397c7f52, -0x41404141, 0x3f3e3e3d, 0x7f404241, 0x3f3e3f3e))
 
 
 @triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
-    """What a group adds up to, with w = (steps[s] * t + o) * levels[q]."""
+    """What a group adds up to, with w = (steps[s] * t + o) * paired[code]."""
     s, t, o = fields
     return lanes.plus(total, sum * (s * t + o))
 
@@ -205,14 +214,14 @@ VARIANT = Variant(
             "weight_nested_offset": Stored("f32", aliases=("nested_offset",), bits=("o[]",)),
         }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS, STEPS,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "code": Stored("i32", "N", "16*ceil(K/128)"),
             "s": Stored("u8", "N", "K/block"),
             "t": Stored("f32", "ceil(N*K/256*block)", bits=("t[1@0]",)),
             "o": Stored("f32", bits=("o[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS, STEPS,),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED, STEPS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    numbers=bitplanes.paired_entries_of_16, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "block", 8, table=STEPS), GroupField("t", 1, "block", shared=256),
                     GroupField("o", 0, 0)), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0),
                     zero=(0, 0)))),

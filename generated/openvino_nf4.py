@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
+        as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -28,6 +28,13 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 LEVELS = Table("f32", -1.0, -0.6962890625, -0.52490234375, -0.39501953125, -0.284423828125, -0.184814453125, -0.091064453125, 0.0,
         0.07958984375, 0.160888671875, 0.24609375, 0.337890625, 0.440673828125, 0.5625, 0.72314453125, 1.0)
+
+
+PAIRED = Table("f32", -1.0, -0.284423828125, -0.6962890625, -0.184814453125, 0.07958984375, 0.440673828125, 0.160888671875,
+        0.5625, -0.39501953125, -0.091064453125, -0.52490234375, 0.0, 0.337890625, 1.0, 0.24609375, 0.72314453125)
+
+
+ROW_CODES = RowCodes((0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14,), q=(16, 1))
 
 
 def unpack_openvino(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -42,18 +49,20 @@ def pack_openvino(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {"weight": r, "scale": s}
 
 
-def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N, ceil(K/group)]."""
-    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
-    q_bytes = r.unflatten(-1, (4, 8, 2))
-    return {"s": s, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
+def unpack_planar(code: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of code int32 [N, 16*ceil(K/128)]; s float16 [N, ceil(K/group)]."""
+    r = as_type(code, torch.uint8).unflatten(-1, (-1, 64))
+    code_bytes = r.unflatten(-1, (4, 8, 2))
+    return {"s": s,
+            **ROW_CODES.fields(torch.stack([code_bytes & 15, code_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K])}
 
 
 def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """q, s of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
-    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
-    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
+    """code, s of the fields; the inverse of unpack_planar."""
+    code = ROW_CODES.codes(q=q)
+    code_split = pad(code, (0, -code.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (code_split[:, :, :, 0] | code_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"code": as_type(r, torch.int32).flatten(1), "s": s}
 
 
 def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -93,34 +102,34 @@ def _decode_openvino(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state)
 @triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
-    q, s, levels = tensors
+    code, s, paired = tensors
     group, = sizes
     s += n * tl.cdiv(K, group)
-    q += 16 * (n * tl.cdiv(K, 128))
+    code += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     c = u // 4 % 4
     b = u % 4
     live = live & (128 * t + 32 * c + 2 * b < K)
     s1 = tl.load(s + (128 * t + 32 * c) // group, live, 0).to(tl.float32)
-    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    code_word = tl.load(code + 16 * t + 4 * b + c, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
-                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, tl.load(levels + q1) * s1, inside)
+                code1 = (code_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, tl.load(paired + code1) * s1, inside)
     return state
 
 
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
-    """The numbers of levels[q] as words of bytes, in every lane."""
+    """The numbers of paired[code] as words of bytes, in every lane."""
     if F == tl.float16:
         return codebook.table(g, N, 0x0,
-            (0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29, 0x38353433))
+            (-0x156d7300, -0x7fd9f2e8, 0x33d452, -0x361fff98, -0x524a4f48, 0x342d3329, 0xb4a9b2, 0x352f3831))
     else:
         return codebook.table(g, N, 0x0,
-            (-0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe, 0x3e3e3e3d, 0x3f3f3f3e))
+            (0x3d329280, 0x1025e2a3, 0x64535, 0x397c7f52, -0x41404141, 0x3f3e3e3d, 0x7f404241, 0x3f3e3f3e))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -132,12 +141,12 @@ VARIANT = Variant(
             "scale": Stored("f16", "N", "K/group", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_openvino, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2), tables=(LEVELS,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "code": Stored("i32", "N", "16*ceil(K/128)"),
             "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
+                    numbers=bitplanes.paired_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0, unit=(2.0, 1.0),
                     base=(0, 0), zero=(0, 0)))),
     },

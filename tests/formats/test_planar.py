@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import qdsl
+from qdsl.compiler.emit.triton.codebook import Codebook
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.passes.derive_planar import PLANAR, why_no_planar
+from qdsl.compiler.passes.pair_levels import pair_order
 from qdsl.compiler.spec.schema import load
+from qdsl.core import places
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import streams, tiles
@@ -393,6 +397,20 @@ def test_parts_of_a_table_that_differ_by_a_step(tmp_path: Path) -> None:
 def test_tables_that_kernels_cannot_look_up(changes: dict[str, object], why: str, tmp_path: Path) -> None:
     module, packed, reason = looked_up(tmp_path, **{**PARTS, **changes})
     assert why in reason and module.planar(packed) is packed
+
+
+def test_levels_in_pairs() -> None:
+    """A half of the table answers codes of the other half with the top bit of a byte, repeated; both halves give the level."""
+    nf4 = load(places.specs() / "nf4.yaml").table("levels").values
+    order = pair_order(nf4)
+    assert order is not None and sorted(order) == [*range(16)]
+    levels = torch.tensor(nf4)[list(order)]
+    low, high = (np.array(words, np.int32).view(np.uint8) for words in Codebook(tuple(levels.tolist()), 2.0).floats("bf16"))
+    for code, level in enumerate(levels.bfloat16().tolist()):
+        bits = [table[code] ^ (255 if table[code ^ 8] & 128 else 0) for table in (low, high)]
+        assert torch.tensor(bits, dtype=torch.uint8).view(torch.bfloat16).item() == level
+    assert pair_order(load(places.specs() / "bnb_fp4.yaml").table("levels").values) is None
+    assert Codebook(nf4, 2.0).paired is None
 
 
 def test_stored_tables_of_blocks_of_rows(tmp_path: Path) -> None:

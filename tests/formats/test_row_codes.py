@@ -84,12 +84,12 @@ def test_why_there_are_none(grid: str, decode: str, alike: bool, message: str, t
 
 
 BITS = {"iq1_s": 2.3125, "iq1_m": 3.5625, "iq2_xxs": 3.3125, "iq2_xs": 3.5625, "iq2_s": 3.5625, "iq3_xxs": 4.3125,
-        "iq3_s": 4.3125}
+        "iq3_s": 4.3125, "nf4": 4.5, "nf4_nested": 4.125 + 2 ** -9 + 2 ** -15, "openvino_nf4": 4.25}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_per_weight(case: Case) -> None:
-    """Of rows of at most 8 numbers 3 bits each, of ternary ones 2, with scales in bytes."""
+    """Of rows of at most 8 numbers 3 bits each, of ternary ones 2, with scales in bytes; 4 of NF4."""
     weight: PackedWeight = case.module.FORMAT.empty((256, 4096), PLANAR, "meta")
     assert 8 * weight.nbytes / (256 * 4096) == BITS[case.path.stem]
 
@@ -107,7 +107,9 @@ def test_codes_as_a_second_reading_has_them(case: Case) -> None:
         stored = int(codes(packed.tensors[name], 8 * packed.tensors[name].element_size())[element])
         fields.setdefault(field, {}).setdefault(at, 0)
         fields[field][at] |= (stored >> bit & 1) << place
-    read_codes = {field: np.array([values[at] for at in sorted(values)]).reshape(1, -1) for field, values in fields.items()}
+    extents = {field: [max(axis) + 1 for axis in zip(*values, strict=True)] for field, values in fields.items()}
+    read_codes = {field: np.array([values[at] for at in sorted(values)]).reshape(extents[field])
+                  for field, values in fields.items()}
     assert same_bits(torch.from_numpy(read.decode(read_codes)), case.module.dequantize(packed, torch.float32))
 
 

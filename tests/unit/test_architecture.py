@@ -212,7 +212,7 @@ def files_of(module: str) -> list[Path]:
 # 220 more look codes up in stored tables and in tables of parts, and let small integers share bytes.
 # 90 more make operands of parts of e2m1 codes, and meet one row of x as it is loaded (runtime/gpu/kernels/runs.py).
 # 17,000 lines of generated modules were planned for 60 formats: 82 take 17,022, with parts of e2m1 codes apart.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 55_150, "generated": 17_110}
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 55_250, "generated": 17_130}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -3,7 +3,8 @@
 Does: if decode reads such fields in only one part of its formula, computes all values of that part and writes a spec with a code
 for them: `levels[q]`, or `a * q + b` if the values are evenly spaced.  IQ2's rows of {8, 25, 43} and their signs become codes of
 six numbers.  The rest of decode stays unchanged, so that every weight keeps its bits.  Rows are recovered from their entries,
-which must differ.  Does not: read tables that are stored with a weight, whose numbers the compiler does not know.
+which must differ.  Sixteen floats that a code indexes get the order of pair_levels, if they have one.  Does not: read tables that
+are stored with a weight, whose numbers the compiler does not know.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import pairwise, product
 from qdsl.compiler.ir.index import name
 from qdsl.compiler.ir.program import Factor, Field, Program, RowCodes
 from qdsl.compiler.passes.factor_decode import factor_decode
+from qdsl.compiler.passes.pair_levels import pair_order
 from qdsl.compiler.passes.type_decode import type_decode
 from qdsl.compiler.passes.type_fields import type_fields
 from qdsl.compiler.spec import grammar as g
@@ -40,8 +42,10 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
     divisor: the number that K is a multiple of in all storages.
     """
     fields = [field for field in program.fields if _columns(field) is not None and field.index != (name("k"),)]
-    if not fields or [field.index for field in fields] == [(name("n"), name("k"))]:
+    if not fields:
         return program
+    if [field.index for field in fields] == [(name("n"), name("k"))]:
+        return _paired(program, fields[0])
     if any(value.op == "digit" for value in program.values):
         return "decode reads digits of the column, which a code per weight does not know"
     if stored := next((field for field in program.fields if field.table), None):
@@ -160,21 +164,44 @@ def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
     raise AssertionError("a part that rounds is not computed")
 
 
+def _paired(program: Program, code: Field) -> Program:
+    """The program with sixteen floats that the code indexes in pairs; unchanged if they have no such order."""
+    part = _part(program.spec.decode, {code.name}, {field.name for field in program.fields})
+    table = next((t for t in program.spec.tables if isinstance(part, g.Subscript) and t.name.value == part.name), None)
+    if part is None or table is None or code.number is None or code.number.bits != 4 or len(table.values) != 16:
+        return program
+    order = None if all(isinstance(level, int) for level in table.values) else pair_order(table.values)
+    if order is None:
+        return program
+    factor, numbers = Factor(code.name, "", 1, tuple(range(16))), tuple(table.values[place] for place in order)
+    paired = _with_code(program, part, [factor], order, numbers, 1, ("code", "paired"))
+    assert isinstance(paired, Program)
+    return paired
+
+
 def _expanded(program: Program, part: g.Expr, factors: list[Factor]) -> Program | str:
     """The program of the spec in which a code replaces the part."""
-    span = program.spec.span
     joint = [_number(part, dict(zip([factor.field for factor in factors], numbers, strict=True)))
              for numbers in product(*(factor.numbers for factor in factors))]
     if len(joint) > MAX_NUMBERS:
         return f"a weight's code would have {len(joint)} values, and matrix units take {MAX_NUMBERS}"
     order = tuple(sorted(range(len(joint)), key=lambda place: (joint[place], place)))
-    numbers, unit = _as_integers([joint[place] for place in order])
+    return _with_code(program, part, factors, order, *_as_integers([joint[place] for place in order]))
+
+
+def _with_code(program: Program, part: g.Expr, factors: list[Factor], order: tuple[int, ...], numbers: Numbers,
+               unit: float, words: tuple[str, str] = ("q", "levels")) -> Program | str:
+    """The program of the spec in which the part is a code's number times a unit.
+
+    order: the joint number of each code.  words: names of the code and the table, if they are not taken.
+    """
+    span = program.spec.span
     steps = {b - a for a, b in pairwise(numbers)}
     is_even = len(steps) == 1 and 0 not in steps and isinstance(numbers[0], int)
     if not is_even and len(numbers) > MAX_LEVELS:
         return f"a weight's code would stand for {len(numbers)} numbers, and matrix units look up {MAX_LEVELS}"
     taken = {*RESERVED, *(f.name for f in program.fields), *program.params, *(t.name.value for t in program.spec.tables)}
-    code, word = _fresh("q", taken), _fresh("levels", taken)
+    code, word = (_fresh(word, taken) for word in words)
     bits = max(1 if is_even else 3, (len(numbers) - 1).bit_length())
     levels = Table(Text(word, (span,)), (*numbers, *[numbers[-1]] * ((1 << bits) - len(numbers))), (1 << bits,))
     read = _even(code, numbers, span) if is_even else g.Subscript(word, (g.Name(code, span),), span)

@@ -35,8 +35,19 @@ class RowCodes:
         """The joint number of a code; -1 for unused bytes."""
         return Table("i32", *self.order, *[-1] * (256 - len(self.order)))
 
+    @cached_property
+    def _permuted(self) -> tuple[str, Table, Table] | None:
+        """The field, its value for each code and the code of each value, if codes are another order of one field's 2^b values."""
+        (name, rows), *others = self.rows.items()
+        if others or rows.source != (len(self.order), 1) or len(self.order) & len(self.order) - 1 or len(self.order) > 128:
+            return None
+        return name, Table("i8", *self.order), Table("i8", *map(self.order.index, range(len(self.order))))
+
     def codes(self, **fields: Tensor) -> Tensor:
         """Codes uint8 [N, K] of fields [N, K / columns]."""
+        if self._permuted is not None:
+            name, _, codes = self._permuted
+            return codes[fields[name]].view(torch.uint8)
         joint: Tensor | None = None
         for name, rows in self.rows.items():
             places = rows.places_of(fields[name])
@@ -46,6 +57,9 @@ class RowCodes:
 
     def fields(self, codes: Tensor) -> dict[str, Tensor]:
         """The fields of codes uint8 [N, K].  Raises FormatError for a code, or a row of codes, that no field value gives."""
+        if self._permuted is not None:
+            name, values, _ = self._permuted
+            return {name: values[codes].view(torch.uint8)}
         joint = self._joints[codes]
         _check(joint, 1, "code")
         fields: dict[str, Tensor] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.derive_planar import IN_REGISTERS
+from qdsl.compiler.passes.pair_levels import TOP_BITS, bf16_bits, pair_bits
 
 SMALLEST, LARGEST = 2.0 ** -14, 2.0 ** 15                        # float16's range of normal numbers; smaller ones lose bits
 
@@ -39,13 +40,19 @@ class Codebook:
     @property
     def function(self) -> str:
         """The lookup function in gpu/kernels/bitplanes.py."""
-        kind = "split_" if self.is_split else "" if self.is_short else "wide_" if self.is_int else "float_"
+        kind = ("split_" if self.is_split else "" if self.is_short else "wide_" if self.is_int
+                else "paired_" if self.paired else "float_")
         return f"{kind}entries_of_{len(self.numbers)}"
 
     @property
     def is_short(self) -> bool:
         """Whether bfloat16 also has entries as bytes relative to the least: it has 7 bits after 128."""
         return self.is_int and max(self.numbers) - min(self.numbers) < 128
+
+    @property
+    def paired(self) -> list[int] | None:
+        """The bfloat16 bits of 16 entries in the order of pair_levels; None for others."""
+        return None if self.is_int or len(self.numbers) != 16 else pair_bits(self.numbers)
 
     @property
     def base(self) -> tuple[int, int]:
@@ -64,13 +71,15 @@ class Codebook:
         below, above = (_words([high | sign] * 4)[0] for sign in (0x80, 0))
         lower, upper = (below, above) if min(self.numbers[:8]) < 0 else (above, below)
         sizes = [abs(int(number)) for number in self.numbers]
-        bits = [size | (number < 0) << 15 if kind == "f16" else _bf16(number)
+        bits = [size | (number < 0) << 15 if kind == "f16" else bf16_bits(number)
                 for size, number in zip(sizes, self.numbers, strict=True)]
         return [lower, *_words(sizes), *_words([b & 255 for b in bits]), *_words([b >> 8 for b in bits]), upper]
 
     def floats(self, kind: str) -> tuple[list[int], list[int]]:
         """The words of low bytes and those of high bytes, for 'f16' or 'bf16'."""
-        bits = [_f16(number / self.unit) if kind == "f16" else _bf16(number) for number in self.numbers]
+        bits = [_f16(number / self.unit) if kind == "f16" else bf16_bits(number) for number in self.numbers]
+        if kind == "bf16" and self.paired:                       # the lower half's top bits are repeated over the upper half
+            bits = [word ^ 0xFF * ((word & TOP_BITS) >> 7) if place >= 8 else word for place, word in enumerate(self.paired)]
         return _words([b & 255 for b in bits]), _words([b >> 8 for b in bits])
 
 
@@ -120,9 +129,3 @@ def _words(bytes_: Sequence[int]) -> list[int]:
 
 def _f16(number: float) -> int:
     return int(struct.unpack("<H", struct.pack("<e", number))[0])
-
-
-def _bf16(number: float) -> int:
-    """The nearest bfloat16's bits, ties to even."""
-    bits = struct.unpack("<I", struct.pack("<f", number))[0]
-    return int(bits + 0x7FFF + (bits >> 16 & 1) >> 16)

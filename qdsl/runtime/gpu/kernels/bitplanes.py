@@ -261,6 +261,16 @@ def float_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.co
 
 
 @triton.jit
+def paired_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip,
+                         F: tl.constexpr):
+    """The same for a table whose entries are in pairs as bfloat16."""
+    if F == tl.bfloat16:
+        return codebook.floats(codebook.paired_16(words[0], i, flip, 2), codebook.paired_16(words[0], i, flip, 6), half % 2, F)
+    else:
+        return float_entries_of_16(words, half, i, digit, to, flip, F)
+
+
+@triton.jit
 def loaded_by_bytes(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Numbers of a table in memory that 8-bit codes index, in type F."""
     return codebook.loaded(flip, words[half % 2], i, F)

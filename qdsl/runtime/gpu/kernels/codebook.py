@@ -11,7 +11,8 @@ behind 0x43 is 128 + byte.  Other tables have a second byte for each entry.
 
 If bytes are below 128, codes of the other half come out as 0, so that the halves are or-ed instead of selected.  If the negative
 integers are one half of the table (IQ4_NL), each half is an operand of its own, with its sign in the high byte: 128 and -128
-cancel.  For 8 codes the two take 13 and 15 instructions; two-byte tables, as in tile_gemm, take 21.
+cancel.  For 8 codes the two take 13 and 15 instructions; two-byte tables, as in tile_gemm, take 21, or 19 with entries in pairs
+(compiler/passes/pair_levels.py).
 
 Longer tables stay in memory, cached in L1: 64 to 256 numbers of two bytes are one to four lines.  A code takes a load, no
 barrier.  tl.gather would store the table to shared memory per tile of codes, between barriers of all warps.
@@ -148,7 +149,7 @@ def in_lane(word: tl.constexpr, g, N):
 
 @triton.jit
 def permute(first, second, selectors):
-    """Byte i is the one of eight that bits 4i to 4i + 2 of `selectors` select; 0 if bit 4i + 3 is set and it is < 128."""
+    """Byte i is the one of eight that bits 4i to 4i + 2 of `selectors` select; if bit 4i + 3 is set, its top bit, repeated."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, selectors], dtype=tl.int32,
                                      is_pure=True, pack=1)
 
@@ -164,7 +165,9 @@ def permute_half(first, second, selectors, i: tl.constexpr):
 @triton.jit
 def plain_permute(first, second, selectors):
     """permute() without assembly, by two permutations."""
-    return libdevice.byte_perm(first, second, selectors) & libdevice.byte_perm(-1, 0, (selectors >> 1) & 0x44444444)
+    bytes = libdevice.byte_perm(first, second, selectors)
+    signs = libdevice.byte_perm(0, -1, (selectors >> 1) & 0x44444444)
+    return (bytes & ~signs) | (((bytes >> 7) & 0x01010101) * 255 & signs)
 
 
 @triton.jit
@@ -198,6 +201,18 @@ def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
         upper = ((word >> 1) & 0x44444444) | table[0]            # byte j of the lower entries, or of the upper ones
         return permute_half(permute_half(table[first], table[first + 1], low, i),
                             permute_half(table[first + 2], table[first + 3], low, i), upper, i)
+
+
+@triton.jit
+def paired_16(word, i: tl.constexpr, table, first: tl.constexpr):
+    """Table bytes of four codes for a table of 16 in pairs.
+
+    A half gives 0 or, if its top bit is set, 255 for codes of the other half.  Entries j and j + 8 have equal top bits.  The
+    upper half's bytes are stored flipped where that bit is set: then the upper half gives 0 for lower codes, and the lower half
+    flips the bytes back.
+    """
+    return permute_half(table[first], table[first + 1], word, i) \
+        ^ permute_half(table[first + 2], table[first + 3], word ^ (-2004318072), i)                      # 0x88888888
 
 
 @triton.jit
