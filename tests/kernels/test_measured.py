@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 FILE = ROOT / "bench" / "results" / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3.6-candidates.json"
 # The mean of |log(modelled / measured)| by kernel, rounded up.  Records of odd sizes are loaded by single bytes, and tables are
 # looked up out of order: the model does not know of either, which `gemm` and `matvec` take most of their time for.
-ERRORS = {"gemv": 0.13, "skinny": 0.16, "tile_gemm": 0.118, "matvec": 0.36, "gemm": 0.48}
+ERRORS = {"gemv": 0.13, "skinny": 0.16, "tile_gemm": 0.122, "matvec": 0.36, "gemm": 0.48}
 MEAN, P90, WORST = 1.052, 1.22, 1.43                             # times the fastest candidate's measured time, of the choice
 
 
