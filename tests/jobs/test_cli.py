@@ -449,4 +449,4 @@ def test_explain() -> None:
     assert "q4_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: skinny" in shown
     assert "not tile_gemm: is for Hopper" in shown and "not matvec:" in shown
     assert "counts of skinny, dequantize: kernels compiled for sm_80\n" in shown
-    assert "which stand in for sm_89" in run("explain", "q4_0", "--storage", "planar", "--gpu", "rtx4090").stdout
+    assert "which stand in for gfx950" in run("explain", "q4_0", "--storage", "planar", "--gpu", "mi355x").stdout
