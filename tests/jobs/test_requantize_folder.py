@@ -15,6 +15,7 @@ from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.generated import fp8_block, fp8_tensor, int_group
+from qdsl.jobs.convert import run
 from qdsl.jobs.convert.run import merge
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.gguf.quality import Sums, measured
@@ -186,3 +187,13 @@ def test_what_was_copied_and_is_stale_is_told(tmp_path: Path) -> None:
                      "1 tensor such as model.up.input_scale scale inputs of the old weights, and were copied",
                      "params.json says quantization of the old weights, and was copied",
                      "pytorch_model.bin holds other weights, and was not copied"]
+
+
+@pytest.mark.parametrize(("format", "is_searched"), [("fp8_tensor", False), ("iq4_nl", True)])
+def test_few_weights_take_one_process_unless_codes_are_searched(format: str, is_searched: bool, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    weights = two_layers()
+    monkeypatch.setattr(run, "affordable", lambda _, work: asked.append(work) or 1)
+    requantized(folders.folder(tmp_path / "in", folders.named(weights)), tmp_path / "out", format, jobs=None)
+    assert asked == [None if is_searched else sum(packed.shape[0] * packed.shape[1] for packed in weights.values())]

@@ -25,7 +25,7 @@ from qdsl.checkpoint.report import worker
 from qdsl.host.files import check_output
 from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.convert import encoded
-from qdsl.jobs.convert.aim import Aim, aimed
+from qdsl.jobs.convert.aim import Aim, aimed, target
 from qdsl.jobs.convert.config import readers, rewritten, stale
 from qdsl.jobs.convert.encoded import Piece
 from qdsl.jobs.convert.plain import plain_layers
@@ -129,11 +129,16 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
 
 
 def _default_jobs(shards: Sequence[Shard]) -> int:
-    """As many processes as there are processors, work, and memory for the largest layer in each."""
-    layers = [step.layer for shard in shards for step in shard.steps if isinstance(step, Change)]
-    weights = [math.prod(layer.shape) for layer in layers]
-    total = sum(count * (layer.experts or 1) for count, layer in zip(weights, layers, strict=True))
-    return affordable(needed(2 * max(weights, default=0)), total)
+    """As many processes as there are processors, and memory for the largest layer in each; fewer for few weights.
+
+    Schemes that search, which are those that take an importance, need minutes for few weights, too.
+    """
+    steps = [step for shard in shards for step in shard.steps if isinstance(step, Change)]
+    weights = [math.prod(step.layer.shape) * (step.layer.experts or 1) for step in steps]
+    searched = any(variant.importance for step in steps if not step.aim.exact(step.layer)
+                   for variant in target(step.layer, step.aim).variants.values())
+    largest = max((math.prod(step.layer.shape) for step in steps), default=0)
+    return affordable(needed(2 * largest), None if searched else sum(weights))
 
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
