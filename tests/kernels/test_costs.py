@@ -42,7 +42,7 @@ SPILLING: dict[str, dict[str, tuple[int, int]]] = {
         "matvec": (10, 3010), "skinny R=1": (6, 81), "skinny R=1 16": (7, 393), "skinny R=2": (10, 325),
         "skinny R=2 16": (11, 5289)},
     "sm_89": {"gemm 16": (37, 10271), "gemm 32": (3, 98), "gemm 64": (54, 23973), "gemv R=1": (4, 21), "gemv R=2": (8, 54),
-        "matvec": (11, 3273), "skinny R=1": (4, 32), "skinny R=1 16": (12, 52), "skinny R=2": (9, 276),
+        "matvec": (11, 3273), "skinny R=1": (4, 32), "skinny R=1 16": (12, 52), "skinny R=2": (10, 390),
         "skinny R=2 16": (1, 6)},
     "sm_90": {"gemm 16": (40, 10837), "gemm 32": (1, 21), "gemm 64": (55, 22904), "gemv R=1": (2, 11),
         "gemv R=2": (11, 67), "matvec": (11, 3099), "skinny R=1": (10, 47), "skinny R=1 16": (21, 327),
