@@ -211,7 +211,9 @@ def files_of(module: str) -> list[Path]:
 # infer, test, caches of keys and values, products on a CPU, side branches.  150 more print sums of codes that meet scales later.
 # 220 more look codes up in stored tables and in tables of parts, and let small integers share bytes.
 # 90 more make operands of parts of e2m1 codes, and meet one row of x as it is loaded (runtime/gpu/kernels/runs.py).
-# 17,000 lines of generated modules were planned for 60 formats: 82 take 17,022, with parts of e2m1 codes apart.
+# 100 more order the levels of tables in pairs, and choose how many processes a job is worth.
+# 17,000 lines of generated modules were planned for 60 formats: 82 take 17,022, with parts of e2m1 codes apart,
+# and 11 more with NF4's levels in pairs.
 BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 55_250, "generated": 17_130}
 
 
