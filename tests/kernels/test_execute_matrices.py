@@ -1,4 +1,4 @@
-"""Matrices of the PTX machine in shared memory, and atomics, against layouts written out another way."""
+"""Matrices of the PTX machine, in registers and shared memory, and atomics, against layouts written out another way."""
 
 from __future__ import annotations
 
@@ -18,6 +18,44 @@ FILL = """mul.lo.u32 %r1, %r60, 16;
 COPY: cvt.u64.u32 %d10, %r1; add.s64 %d10, %d10, %d1; ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d10];
 st.shared.v4.b32 [%r1], {{%r2, %r3, %r4, %r5}}; add.u32 %r1, %r1, {step}; setp.lt.u32 %p1, %r1, {size}; @%p1 bra COPY;
 {after}"""
+
+
+@pytest.mark.parametrize(("kind", "k", "dtype"), [
+    ("f16", 16, torch.float16), ("bf16", 16, torch.bfloat16), ("f16", 8, torch.float16), ("s8", 32, torch.int8),
+    ("e4m3", 32, torch.float8_e4m3fn)])
+def test_products_of_matrices(kind: str, k: int, dtype: torch.dtype) -> None:
+    """Every element where the ISA's tables put it: by its number among a lane's, not by register."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-4, 5, shape, generator=generator).to(dtype) for shape in ((16, k), (k, 8)))
+    per, size = 4 // a.element_size(), a.element_size()
+    integer = kind == "s8"
+    c = torch.randint(-9, 9, (16, 8), generator=generator).to(torch.int32 if integer else torch.float32)
+
+    def fragment(matrix: torch.Tensor, count: int, place: Callable[[int, int], tuple[int, int]]) -> torch.Tensor:
+        rows = [[matrix[place(lane, i)].reshape(1).view(torch.uint8) for i in range(count)] for lane in range(32)]
+        return torch.stack([torch.cat(row) for row in rows]).view(torch.int32)
+
+    half = 4 * per
+    words = fragment(a, 16 * k // 32, lambda lane, i: (lane // 4 + 8 * (i // per % 2),
+                                                       lane % 4 * per + i % per + half * (i // (2 * per))))
+    other = fragment(b, 8 * k // 32, lambda lane, i: (lane % 4 * per + i % per + half * (i // per), lane // 4))
+    sums = fragment(c, 4, lambda lane, i: (lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2))
+    out = torch.zeros(32, 4, dtype=torch.int32)
+    body = []
+    for place, (tensor, first) in enumerate(((words, 1), (other, 10), (sums, 20))):
+        width = tensor.shape[1]
+        body += [f"mul.wide.u32 %d30, %r60, {4 * width}; add.s64 %d30, %d30, %d{place};",
+                 *(f"ld.global.b32 %r{first + i}, [%d30 + {4 * i}];" for i in range(width))]
+    names = [", ".join(f"%r{first + i}" for i in range(count)) for first, count in ((30, 4), (1, words.shape[1]), (10,
+        other.shape[1]), (20, 4))]
+    ends = ("s32", "s32") if integer else ("f32", "f32")
+    body += [f"mma.sync.aligned.m16n8k{k}.row.col.{ends[0]}.{kind}.{kind}.{ends[1]} "
+             f"{{{names[0]}}}, {{{names[1]}}}, {{{names[2]}}}, {{{names[3]}}};",
+             "mul.wide.u32 %d30, %r60, 16; add.s64 %d30, %d30, %d3;", f"st.global.v4.b32 [%d30], {{{names[0]}}};"]
+    assert run("\n".join(body), words, other, sums, out, outputs=(out,)).findings == ()
+    assert size in (1, 2)
+    wanted = (a.double() @ b.double() + c.double()).to(c.dtype)
+    assert torch.equal(out, fragment(wanted, 4, lambda lane, i: (lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2)))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

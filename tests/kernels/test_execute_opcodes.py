@@ -6,12 +6,12 @@ import math
 import struct
 from collections.abc import Callable
 from fractions import Fraction
+from functools import reduce
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from qdsl.analyze.execute import ExecutionError
 from tests.support.ptx import evaluate, run
@@ -280,6 +280,15 @@ def test_arithmetic_rounds_once(name: str, kind: str, rounding: str) -> None:
         assert int(result) == coded(value, kind, rounding), (a, b, *c)
 
 
+def test_minimum_and_maximum_of_three() -> None:
+    """Blackwell's."""
+    columns = [floats("f32") for _ in range(3)]
+    wanted = [[number(int(value), "f32") for value in row] for row in zip(*columns, strict=True)]
+    for name, function in {"min": lambda row: reduce(least, row), "max": lambda row: -reduce(least, [-v for v in row])}.items():
+        results = evaluate(f"{name}.f32 {{d}}, {{a}}, {{b}}, {{c}};", [32] * 3, 32, columns)
+        assert [int(result) for result in results] == [coded(function(row), "f32") for row in wanted], name
+
+
 @pytest.mark.parametrize("rounding", ["rn", "rz", "rm", "rp"])
 def test_zeros_have_a_sign(rounding: str) -> None:
     """A sum that is zero is -0 where it is rounded down, unless both are +0; else +0, unless both are -0."""
@@ -448,51 +457,13 @@ def test_reductions_and_votes() -> None:
     assert lanes_of("setp.gt.s32 %p1, {a}, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 {d}, 1, 0, %p2;", values) == [1] * 32
 
 
-@pytest.mark.parametrize(("kind", "k", "dtype"), [("f16", 16, torch.float16), ("bf16", 16, torch.bfloat16), ("f16", 8,
-    torch.float16),
-                                                 ("s8", 32, torch.int8), ("e4m3", 32, torch.float8_e4m3fn)])
-def test_products_of_matrices(kind: str, k: int, dtype: torch.dtype) -> None:
-    """Every element where the ISA's tables put it: by its number among a lane's, not by register."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-4, 5, shape, generator=generator).to(dtype) for shape in ((16, k), (k, 8)))
-    per, size = 4 // a.element_size(), a.element_size()
-    integer = kind == "s8"
-    c = torch.randint(-9, 9, (16, 8), generator=generator).to(torch.int32 if integer else torch.float32)
-
-    def fragment(matrix: torch.Tensor, count: int, place: Callable[[int, int], tuple[int, int]]) -> torch.Tensor:
-        rows = [[matrix[place(lane, i)].reshape(1).view(torch.uint8) for i in range(count)] for lane in range(32)]
-        return torch.stack([torch.cat(row) for row in rows]).view(torch.int32)
-
-    half = 4 * per
-    words = fragment(a, 16 * k // 32, lambda lane, i: (lane // 4 + 8 * (i // per % 2),
-                                                       lane % 4 * per + i % per + half * (i // (2 * per))))
-    other = fragment(b, 8 * k // 32, lambda lane, i: (lane % 4 * per + i % per + half * (i // per), lane // 4))
-    sums = fragment(c, 4, lambda lane, i: (lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2))
-    out = torch.zeros(32, 4, dtype=torch.int32)
-    body = []
-    for place, (tensor, first) in enumerate(((words, 1), (other, 10), (sums, 20))):
-        width = tensor.shape[1]
-        body += [f"mul.wide.u32 %d30, %r60, {4 * width}; add.s64 %d30, %d30, %d{place};",
-                 *(f"ld.global.b32 %r{first + i}, [%d30 + {4 * i}];" for i in range(width))]
-    names = [", ".join(f"%r{first + i}" for i in range(count)) for first, count in ((30, 4), (1, words.shape[1]), (10,
-        other.shape[1]), (20, 4))]
-    ends = ("s32", "s32") if integer else ("f32", "f32")
-    body += [f"mma.sync.aligned.m16n8k{k}.row.col.{ends[0]}.{kind}.{kind}.{ends[1]} "
-             f"{{{names[0]}}}, {{{names[1]}}}, {{{names[2]}}}, {{{names[3]}}};",
-             "mul.wide.u32 %d30, %r60, 16; add.s64 %d30, %d30, %d3;", f"st.global.v4.b32 [%d30], {{{names[0]}}};"]
-    assert run("\n".join(body), words, other, sums, out, outputs=(out,)).findings == ()
-    assert size in (1, 2)
-    wanted = (a.double() @ b.double() + c.double()).to(c.dtype)
-    assert torch.equal(out, fragment(wanted, 4, lambda lane, i: (lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2)))
-
-
 # -- what is not known -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("instruction", ["frobnicate.b32 %r1, %r2;",
                                          "mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 %r1, %r2, %r3, %r4;",
                                          "cp.async.bulk.commit_group;", "cvt.rn.satfinite.e2m1x2.f32 %h1, %r1, %r2;",
-                                         "setp.xx.s32 %p1, %r1, %r2;"])
+                                         "setp.xx.s32 %p1, %r1, %r2;", "add.rn.f32 %r1, %r2, %r3, %r4;"])
 def test_an_instruction_that_is_not_known_is_named(instruction: str) -> None:
     with pytest.raises(ExecutionError, match=r"line \d+: " + instruction.partition(" ")[0].rstrip(";").replace(".", r"\.")):
         run(instruction)

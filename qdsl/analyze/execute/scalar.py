@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ def mov(context: Context) -> Step:
 
 
 def _map(context: Context, sources: list[Source], function: Callable[..., Bits], place: int = 0) -> Step:
-    """A step that writes a function of some operands."""
+    """A step that writes a function of some operands; each of the instruction's is read, or the instruction is unknown."""
+    if len(sources) + 1 < len(context.instruction.operands):
+        raise context.unknown("it has operands that are not read")
     put = context.target(place)
     if len(sources) == 1:
         (first,) = sources
@@ -264,9 +267,8 @@ def simple(context: Context) -> Step:
         if "sat" in context.modifiers:
             return _saturating(context)
         return _carrying(context, carry_in=False) if "cc" in context.modifiers else _integers(context, 2, SIMPLE[name][0])
-    if "NaN" in context.modifiers:
-        propagate = {"min": np.minimum, "max": np.maximum}[name]
-        return _floats(context, 2, lambda a, b: np.where(np.isnan(a) | np.isnan(b), propagate(a, b), SIMPLE[name][1](a, b)))
+    if name in ("min", "max"):
+        return _least_or_most(context)
     if context.rounding != "rn" and name in EXACT:
         if kind == "f64":
             raise context.unknown("f64 is rounded to the nearest alone")
@@ -274,6 +276,17 @@ def simple(context: Context) -> Step:
             return _floats(context, 2, lambda a, b: _rounded_down(EXACT[name](a, b), a, b if name == "add" else -b))
         return _floats(context, 2, EXACT[name])
     return _floats(context, 2, SIMPLE[name][1])
+
+
+def _least_or_most(context: Context) -> Step:
+    """The minimum or maximum of two floats, or of three."""
+    propagate, number = SIMPLE[context.instruction.name]
+
+    def of_two(a: Floats, b: Floats) -> Floats:
+        if "NaN" in context.modifiers:
+            return np.where(np.isnan(a) | np.isnan(b), propagate(a, b), number(a, b))
+        return number(a, b)
+    return _floats(context, len(context.instruction.operands) - 1, lambda *values: reduce(of_two, values))
 
 
 def _saturating(context: Context) -> Step:
