@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,18 +94,20 @@ def _under_load(call: Call, seconds: float) -> float | None:
 
 
 def subnormals(asked: Asked) -> Answer:
-    """Are products of float16 subnormals with whole numbers exact on matrix units."""
+    """Are products of float16 and bfloat16 subnormals with whole numbers exact on matrix units."""
     generator = torch.Generator().manual_seed(0)
     wrong: dict[str, int] = {}
-    for unit, (m, n, k, _) in probes.SUBNORMAL.items():
-        wrong[unit] = 0
+    for (unit, (m, n, k, _)), (dtype, (bits, least, lift)) in itertools.product(probes.MATRIX_UNITS.items(),
+                                                                                probes.SUBNORMAL.items()):
+        title = f"{unit} {str(dtype)[6:]}"
+        wrong[title] = 0
         for _ in range(20):
-            codes = torch.randint(0, 1024, (m, k), generator=generator, dtype=torch.int16)
+            codes = torch.randint(0, 1 << bits, (m, k), generator=generator, dtype=torch.int16)
             factors = torch.randint(-15, 16, (k, n), generator=generator)
             out = torch.empty(m, n, device="cuda")
-            probes.multiply_call(unit, "cuda", codes.cuda(), factors.to(torch.float16).cuda(), out).run()
-            wanted = (codes.double() @ factors.double()) * 2.0 ** -24
-            wrong[unit] += int((out.cpu().double() != wanted).sum())
+            probes.multiply_call(unit, dtype, "cuda", codes.cuda(), (factors * 2.0 ** lift).to(dtype).cuda(), out).run()
+            wanted = (codes.double() @ factors.double()) * 2.0 ** (lift - least)
+            wrong[title] += int((out.cpu().double() != wanted).sum())
     exact = not any(wrong.values())
     return {"values": {"wrong elements": wrong}, "answer": "exact, by mma.sync and by wgmma" if exact else f"not exact: {wrong}"}
 

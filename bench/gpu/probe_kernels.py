@@ -6,9 +6,9 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def multiply(codes, factors, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """out[m, n] = sum over k of float16 with the bits codes[m, k], times factors[k, n]."""
+    """out[m, n] = sum over k of numbers with the bits codes[m, k], times factors[k, n] of the same type."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    a = tl.load(codes + m[:, None] * K + k[None, :]).to(tl.float16, bitcast=True)
+    a = tl.load(codes + m[:, None] * K + k[None, :]).to(factors.dtype.element_ty, bitcast=True)
     b = tl.load(factors + k[:, None] * N + n[None, :])
     tl.store(out + m[:, None] * N + n[None, :], tl.dot(a, b))
 

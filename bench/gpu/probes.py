@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -20,10 +21,12 @@ CONVERSIONS: dict[str, str | None] = {
     "int8 to float32": "{ .reg .f32 f; cvt.rn.f32.s8 f, $1; mov.b32 $0, f; }",
     "int32 to float32": "{ .reg .f32 f; cvt.rn.f32.s32 f, $1; mov.b32 $0, f; }",
     "two e4m3 to float16": "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }",
+    "upper half of a product": "mul.hi.u32 $0, $1, $1;",
 }
 OPCODES = {"none": "", "int32 to float16": "I2F", "int8 to float32": "I2F", "int32 to float32": "I2F",
-           "two e4m3 to float16": "F2FP"}
-SUBNORMAL = {"mma.sync": (16, 16, 64, 1), "wgmma": (64, 16, 64, 4)}                      # M, N, K and warps
+           "two e4m3 to float16": "F2FP", "upper half of a product": "IMAD.HI"}
+MATRIX_UNITS = {"mma.sync": (16, 16, 64, 1), "wgmma": (64, 16, 64, 4)}                   # M, N, K and warps
+SUBNORMAL = {torch.float16: (10, 24, 0), torch.bfloat16: (7, 133, 120)}     # bits, and exponents: of 1 / the smallest, of factors
 PROGRAMS = 8                                                     # per multiprocessor, of four warps: each scheduler has eight
 PER_TRIP = 8
 WARPS_ALONG_K = (2, 4, 8, 16)
@@ -35,8 +38,8 @@ class Probes:
     """All small kernels, to be compiled ahead."""
 
     def calls(self) -> Iterator[Call]:
-        for unit in SUBNORMAL:
-            yield multiply_call(unit, "meta")
+        for unit, dtype in itertools.product(MATRIX_UNITS, SUBNORMAL):
+            yield multiply_call(unit, dtype, "meta")
         for name in CONVERSIONS:
             yield convert_call(name, 1024, 1000, "meta")
         for columns in (1, 8):
@@ -45,12 +48,12 @@ class Probes:
             yield read_call(torch.empty(16 * 256, 64 * 16, dtype=torch.int32, device="meta"), tiled)
 
 
-def multiply_call(unit: str, device: str, codes: torch.Tensor | None = None, factors: torch.Tensor | None = None,
-                  out: torch.Tensor | None = None) -> Call:
-    """The product of float16 subnormals with whole numbers."""
-    m, n, k, warps = SUBNORMAL[unit]
+def multiply_call(unit: str, dtype: torch.dtype, device: str, codes: torch.Tensor | None = None,
+                  factors: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Call:
+    """The product of subnormals with multiples of a power of two."""
+    m, n, k, warps = MATRIX_UNITS[unit]
     codes = torch.empty(m, k, dtype=torch.int16, device=device) if codes is None else codes
-    factors = torch.empty(k, n, dtype=torch.float16, device=device) if factors is None else factors
+    factors = torch.empty(k, n, dtype=dtype, device=device) if factors is None else factors
     out = torch.empty(m, n, dtype=torch.float32, device=device) if out is None else out
     return Call(kernels.multiply, (codes, factors, out), {"M": m, "N": n, "K": k}, (1,), {"num_warps": warps})
 
