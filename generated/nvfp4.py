@@ -151,7 +151,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
                 order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    table=codebook.two_part_table, scale=group_sums.scaled, finish=group_sums.scaled,
+                    raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled, finish=group_sums.scaled,
                     group_fields=(GroupField("e", 1, 16, "ue4m3"),), row_fields=(GroupField("s", 0, 0, default=1.0),),
                     blocks=("16",), size=16, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0)))),
     },

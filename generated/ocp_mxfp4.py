@@ -291,7 +291,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
                 order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.e2m1, table=codebook.two_part_table, scale=group_sums.scaled,
+                    numbers=bitplanes.e2m1, raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled,
                     group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },

@@ -118,7 +118,7 @@ def run(calls: list[Call], arch: str, output: torch.Tensor | None, options: Opti
 
 def result(job: Job, flush: bool = False) -> dict[str, Any]:
     """The largest error as a share of what is allowed (0 or infinite for dequantize), and what the checkers say."""
-    packed, options = packed_of(job), Options(order=job.order, sums=job.sums, flush_f16=flush)
+    packed, options = packed_of(job), Options(order=job.order, sums=job.sums, flush=flush)
     with configure.assumed(arch_of(job.arch).capability // 10, configure.MULTIPROCESSORS):
         if not job.rows:
             out = torch.full(packed.shape, torch.nan)
@@ -280,6 +280,21 @@ def overlapping(name: str, storage: str, rows: int, dtype: torch.dtype) -> dict[
             "findings": texts}
 
 
+def scaled_x(name: str, arch: str, flush: bool = False) -> dict[str, Any]:
+    """One row of x that is scaled instead of codes, which are subnormal numbers of bfloat16."""
+    form = importlib.import_module(f"qdsl.generated.{name}").FORMAT
+    packed = form.convert(form.quantize(sample(40, 1024, torch.float32)), "planar")
+    x, out = sample(1, 1024, torch.bfloat16) * 2.0 ** 70, torch.full((1, 40), torch.nan, dtype=torch.bfloat16)
+    x[:, :512] = sample(1, 512, torch.bfloat16)
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        candidate = Candidate("gemv", {"R": 2, "WN": 1, "WK": 4, "EVEN": True})
+        findings = run(list(launch.linear_calls(x, packed, None, out, candidate=candidate)), arch, out, Options(flush=flush))
+    weight = form.dequantize(packed, torch.float32).double().t()
+    exact = x.double() @ weight
+    allowed = exact.abs() * 2.0 ** -8 + x.double().abs() @ weight.abs() * 1024 * 2.0 ** -24
+    return {"kernel": "gemv", "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
+
+
 SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{name} of bytes {arch} {sums}": partial(products_of_bytes, name, arch, sums) for name, arch, sums in (
         ("fp8_block", "sm_90", "exact"), ("fp8_channel", "sm_90", "truncated"), ("int8_channel", "sm_90", "exact"),
@@ -289,6 +304,7 @@ SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"overlapping {name}.{kind} {rows}": partial(overlapping, name, kind, rows, dtype) for name, kind, rows, dtype in (
         ("q4_k", "planar", 1, torch.bfloat16), ("q4_k", "gguf", 1, torch.float16), ("q2_0", "planar", 5, torch.float16),
         ("fp8_block", "planar", 9, torch.bfloat16))},
+    **{f"scaled x {name}": partial(scaled_x, name, arch) for name, arch in (("mxfp4", "sm_100"), ("nvfp4", "sm_80"))},
     **{f"parts of K {name}": partial(parts_of_k, name, dtype) for name, dtype in (
         ("int_group", torch.float16), ("int8_channel", torch.float16), ("bitnet", torch.bfloat16))},
     "parts of K int_group without zero points": partial(parts_of_k, "int_group", torch.bfloat16, "z"),
@@ -318,15 +334,17 @@ def every(share: int, shares: int) -> Iterator[dict[str, Any]]:
             yield {"job": str(title), "kernel": "", "error": float("inf"), "findings": [f"{type(error).__name__}: {error}"]}
 
 
-# Whether kernels put codes where float16 has subnormal numbers: a matrix unit that reads those as zero gives other sums.
+# Whether kernels put codes where x's type has subnormal numbers: a matrix unit that reads those as zero gives other sums.
 SUBNORMAL = {("nvfp4.planar", "skinny"): True, ("int8_channel.safetensors-scale_typebf16", "skinny"): True,
              ("q6_k.planar", "skinny"): True, ("iq4_xs.planar", "skinny"): True, ("nf4.planar-block64", "gemv"): False,
              ("q1_0.planar", "tile_gemm"): True,
-             ("fp8_block.planar-bn128-bk128-scale_typef32", "tile_gemm"): False, ("q2_k.planar", "skinny"): True}
+             ("fp8_block.planar-bn128-bk128-scale_typef32", "tile_gemm"): False, ("q2_k.planar", "skinny"): True,
+             ("mxfp4.planar", "gemv of bfloat16"): True}
 
 
 def flushed() -> Iterator[dict[str, Any]]:
-    """Kernels of SUBNORMAL on a matrix unit that flushes, with x in float16."""
+    """Kernels of SUBNORMAL on a matrix unit that flushes, with x in float16 unless they say otherwise."""
+    yield {"job": ["mxfp4.planar", "gemv of bfloat16"], "wrong": scaled_x("mxfp4", "sm_90", flush=True)["error"] > 1}
     for case in cases():
         for kind in ("gemv", "skinny", "tile_gemm"):
             if (str(case), kind) in SUBNORMAL:

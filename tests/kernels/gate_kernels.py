@@ -72,7 +72,7 @@ GATES = (
     Gate("nf4", "planar", 1, (("f16", 3.2), ("bf16", 2.8))),
     Gate("bnb_fp4", "planar", 1, (("f16", 2.7), ("bf16", 2.7))),
     Gate("iq3_xxs", "planar", 1, (("f16", 2.3), ("bf16", 2.3))),
-    Gate("mxfp4", "planar", 1, (("bf16", 2.2),)),
+    Gate("mxfp4", "planar", 1, (("bf16", 2.0),)),
     Gate("int4_rows", "planar", 16, (("f16", 2.8), ("bf16", 2.8)), archs=("sm_90",)),
     Gate("int4_channel", "planar", 128, (("f16", 3.0), ("bf16", 3.0)), archs=("sm_90",), shape=(28672, 8192)),
     # A scale in the operand would make it 2.6, and overflow float16 from code * scale = 65520 on; sums do not.

@@ -31,7 +31,7 @@ def test_kernels_are_right_as_compiled(share: int) -> None:
     assert [line for line in executed if not line["error"] <= 1 or line["findings"]] == []
 
 
-def test_kernels_that_need_subnormal_numbers_of_float16() -> None:
+def test_kernels_that_need_subnormal_numbers() -> None:
     """NVIDIA's matrix units read them; where others do not, these kernels are wrong, and the others right."""
     wrong = {tuple(line["job"]): line["wrong"] for line in lines("tests.kernels.execute_kernels", "flushed")}
     assert wrong == SUBNORMAL

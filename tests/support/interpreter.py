@@ -105,7 +105,7 @@ def _patch() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from qdsl.runtime.gpu.kernels import codebook, eight_bit
+    from qdsl.runtime.gpu.kernels import codebook, eight_bit, lanes
 
     builder = interpreter.InterpreterBuilder
     load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl
@@ -148,7 +148,7 @@ def _patch() -> None:
 
     # The interpreter knows no functions of libdevice, and no assembly.
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)
-    codebook.permute, codebook.scaled, codebook.bits_at = codebook.plain_permute, codebook.plain_scaled, codebook.plain_bits_at
+    codebook.permute, codebook.bits_at, lanes.scaled = codebook.plain_permute, codebook.plain_bits_at, lanes.plain_scaled
     eight_bit.to_e4m3 = eight_bit.plain_e4m3
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
     def get_bf16(self: Any, value: float) -> Any:

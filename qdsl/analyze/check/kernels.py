@@ -30,7 +30,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.format import Format
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.gpu.kernels import codebook
+from qdsl.runtime.gpu.kernels import codebook, lanes
 from qdsl.runtime.gpu.triton import is_installed, tl
 
 
@@ -140,7 +140,7 @@ def main(name: str) -> None:
     spec = load(places.find(name), name if Path(name).is_file() else None)
     # The interpreter has no functions of NVIDIA's libdevice, and no assembly.
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # type: ignore[attr-defined]
-    codebook.permute, codebook.scaled = codebook.plain_permute, codebook.plain_scaled
+    codebook.permute, lanes.scaled = codebook.plain_permute, lanes.plain_scaled
     with torch.no_grad():
         for outcome in interpreted(spec, launches.module(name).FORMAT):
             print(json.dumps(asdict(outcome)), flush=True)

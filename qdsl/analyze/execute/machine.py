@@ -33,7 +33,7 @@ class Options:
     fragments: the same for registers of A, as ISA and PTX require; ptxas tracks these reads, and Triton relies on that.  counts:
     sectors and bank conflicts.  order: 'lockstep', 'reverse' (the last warp and program first), or a seed of a random order.
     sums: how matrix units add: 'exact', rounded once; 'truncated', products lose bits below the last place of the largest, with
-    two more bits (FP8 of sm_90: 13 bits in all).  flush_f16: matrix units read float16 subnormals as zero.  steps: instructions
+    two more bits (FP8 of sm_90: 13 bits in all).  flush: matrix units read subnormals of 16 bits as zero.  steps: instructions
     per batch.
     """
 
@@ -44,7 +44,7 @@ class Options:
     counts: bool = False
     order: str | int = "lockstep"
     sums: str = "exact"
-    flush_f16: bool = False
+    flush: bool = False
     steps: int = 5_000_000
 
 

@@ -135,7 +135,7 @@ def elements(words: Bits, kind: str, options: Options) -> Matrix:
     if kind in TABLES:
         return TABLES[kind][parts].astype(np.float64)
     values = decode(parts, kind).astype(np.float64)
-    return flushed(values, kind) if options.flush_f16 and kind == "f16" else values
+    return flushed(values, kind) if options.flush and kind in ("f16", "bf16") else values
 
 
 def product(a: Matrix, b: Matrix, c: Matrix, kind: str, options: Options) -> Matrix:

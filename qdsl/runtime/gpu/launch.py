@@ -228,7 +228,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     assert kernels is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors, pitch = _lane_tensors(packed), strides.pitch(packed)
-    constants = {**_lane_constants(packed, which, x.dtype), **config}
+    constants = {**_lane_constants(packed, which, x.dtype, config["R"]), **config}
     if which == "tile_gemm":
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
@@ -282,10 +282,10 @@ def _has_fence(packed: PackedWeight, x: Tensor) -> bool:
     return compiles and x.device.type != "xpu" and not kernels.in_order
 
 
-def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dict[str, Any]:
+def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype, r: int = 1) -> dict[str, Any]:
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None
-    return {**kernels.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded), "F": TYPES[dtype]}
+    return {**kernels.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded, r), "F": TYPES[dtype]}
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:

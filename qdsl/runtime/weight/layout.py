@@ -19,6 +19,7 @@ from qdsl.runtime.weight.tables import Table
 
 CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
 SHORT = (16, 32, 64)                                             # block lengths of which a chunk has several
+RAW = 126                                                        # the exponent of the factor that raw numbers lack
 SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # 8-bit types that are stored as bytes
 LOOKED_UP, SHARED = -5, -6                                       # further kinds of numbers (group_numbers.loaded)
 PART = 32                                                        # kind of bits in a byte: PART * (lowest bit + 1) + width
@@ -113,7 +114,7 @@ class MatrixUnitKernels:
     """A storage's kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; or None.
 
     Functions of the storage complete these kernel families (runtime/gpu/kernels): words, numbers, table, scale and finish, and
-    for records fields and start.
+    for records fields and start.  raw: numbers in bfloat16 without their last step, a product with 2^RAW; `gemv` then scales x.
 
     group_fields, row_fields: arguments of scale and finish.  point: the index in group_fields of the zero point, if `tile_gemm`
     subtracts it from codes.  blocks: columns per value, for each field that varies along K, as numbers or size parameters.  size:
@@ -133,6 +134,7 @@ class MatrixUnitKernels:
     tile_gemm: Any = None
     words: Any = None
     numbers: Any = None
+    raw: Any = None
     table: Any = None
     fields: Any = None
     scale: Any = None
@@ -178,10 +180,10 @@ class MatrixUnitKernels:
         """Whether the kernels support blocks of so many columns."""
         return size >= self.least and (size in SHORT or size % CHUNK == 0)
 
-    def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str]) -> dict[str, Any]:
+    def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str], r: int = 1) -> dict[str, Any]:
         """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'w8a8'); half: x is float16, not bfloat16.
 
-        tensors: the names of the kernel's tensors.
+        tensors: the names of the kernel's tensors.  r: tiles of rows per program.
         """
         place, blocks = int(not half), self.sizes(sizes)
         codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
@@ -198,7 +200,8 @@ class MatrixUnitKernels:
         levels = at and (*at, self.entries)
         loaded = {**codes, **applied, "words": self.words, "table": self.table, "LEVELS": levels}
         if kind == "gemv":
-            return {**loaded, "STEP": min([64, *blocks])}
+            is_lifted = self.raw is not None and not half and r > 1     # scaling x pays if several tiles share it
+            return {**loaded, **({"numbers": self.raw, "LIFT": RAW} if is_lifted else {"LIFT": 0}), "STEP": min([64, *blocks])}
         loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else self.size
         if kind == "skinny":
             return {**loaded, "ONES": self.ones, "IN_ORDER": self.in_order}

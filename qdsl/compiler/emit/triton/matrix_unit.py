@@ -59,6 +59,7 @@ def constants(plan: Plan) -> list[str]:
     arguments += ["tile_gemm=tile_gemm"] if plan.has_tile_gemm else []
     arguments += [f"words={_words(plan)}"] if has_skinny else [f"start=_start_{storage}"]
     arguments.append(f"numbers={_numbers(plan)}")
+    arguments += [f"raw=bitplanes.raw_{plan.code.name}"] if plan.has_parts and plan.has_row and not plan.takes_sums else []
     arguments += [f"table=_table_{storage}"] if isinstance(plan.book, Codebook) else []
     arguments += [_levels(plan.book)] if isinstance(plan.book, StoredTable) else []
     arguments += ["table=codebook.two_part_table"] if plan.has_parts else []

@@ -169,7 +169,16 @@ def e2m3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 @triton.jit
 def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Codes of type e2m1 as numbers."""
-    return codebook.two_parts(words[0], half % 2, i, flip, F)
+    pairs = codebook.two_parts(words[0], half % 2, i, flip, F)
+    if F == tl.bfloat16:
+        pairs = lanes.scaled(pairs, 0x7E807E80)                  # 2^126
+    return lanes.halves(pairs, F)
+
+
+@triton.jit
+def raw_e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Codes of type e2m1 as bfloat16, times 2^-126."""
+    return lanes.halves(codebook.two_parts(words[0], half % 2, i, flip, F), F)
 
 
 @triton.jit

@@ -38,24 +38,35 @@ def table(g, N, high: tl.constexpr, words: tl.constexpr):
     kept = (in_lane(0x32103210, g, N), in_lane(high, g, N))
     for i in tl.static_range(len(words)):
         kept = kept + (in_lane(words[i], g, N),)
-    return (kept,)
+    return kept
 
 
 @triton.jit
 def constants(table: tl.constexpr, levels: tl.constexpr, tensors, row, g, N, wide: tl.constexpr, width: tl.constexpr,
-              bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
+              bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr, by_products: tl.constexpr = False):
     """The last argument of a format's numbers(): the words or address of a table, or lanes.flips().
 
     levels: the index of the tensor of tables, the rows that share a table, and its entries; None without a stored table.
+    by_products: with factors for shifted(), which are the last two words of a table.
     """
     if levels is None and table is None:
         return lanes.flips(N, width, bits, signed, F)
     elif levels is None:
-        return table(g, N, F)
+        return with_factors(table(g, N, F), g, N, by_products),
     elif levels[2] > 32:
         return table_in_memory(tensors[levels[0]], row, levels[1], levels[2], F),
     else:
-        return stored_table(tensors[levels[0]], row, levels[1], levels[2], g, wide, N, F)
+        return with_factors(stored_table(tensors[levels[0]], row, levels[1], levels[2], g, wide, N, F), g, N, by_products),
+
+
+@triton.jit
+def with_factors(table, g, N, by_products: tl.constexpr):
+    """A table and the factors of shifted(): 2^16 and 2^30, or markers for none."""
+    g = g[:, :, None]
+    if by_products:
+        return table + (in_lane(1 << 16, g, N), in_lane(1 << 30, g, N))
+    else:
+        return table + (in_lane(None, g, N), in_lane(None, g, N))
 
 
 @triton.jit
@@ -77,7 +88,7 @@ def stored_table(plane, row, block: tl.constexpr, entries: tl.constexpr, g, wide
                 words = words + (word,)
             else:
                 words = words + (0,)                             # numbers() of fewer entries reads no more
-    return (words,)
+    return words
 
 
 @triton.jit
@@ -155,10 +166,10 @@ def permute(first, second, selectors):
 
 
 @triton.jit
-def permute_half(first, second, selectors, i: tl.constexpr):
+def permute_half(first, second, selectors, i: tl.constexpr, table):
     """permute() by the lower or the upper 16 bits of selectors."""
     if i:
-        selectors = selectors >> 16
+        selectors = shifted(selectors, 16, table[len(table) - 2])
     return permute(first, second, selectors)
 
 
@@ -171,21 +182,15 @@ def plain_permute(first, second, selectors):
 
 
 @triton.jit
-def scaled(pairs):
-    """Pairs of bfloat16 in int32, times 2^126: exact, for subnormals too.
+def shifted(word, bits: tl.constexpr, factor):
+    """word >> bits: the upper half of word * factor, if `factor` is 2^(32 - bits) and no marker.
 
-    Inline assembly, because separate products of the halves would take two more instructions to join them.
+    Shifts, masks and permutations keep the ALU busy where codes are looked up, and products run next to it.
     """
-    return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, 0x7E807E80, -2147450880],
-                                     dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def plain_scaled(pairs):
-    """scaled() without assembly."""
-    low = (pairs.to(tl.int16).to(tl.bfloat16, bitcast=True) * 2.0 ** 126).to(tl.int16, bitcast=True)
-    high = ((pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) * 2.0 ** 126).to(tl.int16, bitcast=True)
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    if factor.dtype == tl.int1:
+        return word >> bits
+    else:
+        return tl.umulhi(word.to(tl.uint32, bitcast=True), factor.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -196,11 +201,11 @@ def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
     """
     low = word & 0x77777777
     if table[first + 2].dtype == tl.int1:
-        return permute_half(table[first], table[first + 1], low, i)
+        return permute_half(table[first], table[first + 1], low, i, table)
     else:
         upper = ((word >> 1) & 0x44444444) | table[0]            # byte j of the lower entries, or of the upper ones
-        return permute_half(permute_half(table[first], table[first + 1], low, i),
-                            permute_half(table[first + 2], table[first + 3], low, i), upper, i)
+        return permute_half(permute_half(table[first], table[first + 1], low, i, table),
+                            permute_half(table[first + 2], table[first + 3], low, i, table), upper, i, table)
 
 
 @triton.jit
@@ -211,17 +216,15 @@ def paired_16(word, i: tl.constexpr, table, first: tl.constexpr):
     upper half's bytes are stored flipped where that bit is set: then the upper half gives 0 for lower codes, and the lower half
     flips the bytes back.
     """
-    return permute_half(table[first], table[first + 1], word, i) \
-        ^ permute_half(table[first + 2], table[first + 3], word ^ (-2004318072), i)                      # 0x88888888
+    return permute_half(table[first], table[first + 1], word, i, table) \
+        ^ permute_half(table[first + 2], table[first + 3], word ^ (-2004318072), i, table)               # 0x88888888
 
 
 @triton.jit
 def of_32(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
     """Table bytes of four codes for a table of 32, from 4-bit and 1-bit words, in the first or second chunk of a span."""
     upper = ((high << (2 - chunk)) & 0x44444444) | table[0]
-    if i:
-        upper = upper >> 16
-    return permute(of_16(low, i, table, first), of_16(low, i, table, first + 4), upper)
+    return permute_half(of_16(low, i, table, first), of_16(low, i, table, first + 4), upper, i, table)
 
 
 @triton.jit
@@ -229,7 +232,7 @@ def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
     """Table bytes of four codes for the lower or upper half of a table of 16; 0 for codes of the other half."""
     if upper:
         word = word ^ (-2004318072)                              # 0x88888888
-    return permute_half(table[4 if upper else 2], table[5 if upper else 3], word, i)
+    return permute_half(table[4 if upper else 2], table[5 if upper else 3], word, i, table)
 
 
 @triton.jit
@@ -237,10 +240,7 @@ def of_4(word, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr)
     """Table bytes of four codes for a table of 4, from 2-bit words, in the first or second chunk of a span."""
     if chunk:
         word = word >> 2
-    codes = word & 0x33333333
-    if i:
-        codes = codes >> 16
-    return permute(table[first], table[first], codes)
+    return permute_half(table[first], table[first], word & 0x33333333, i, table)
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def of_8(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.const
         low = low >> 2
     else:
         high = high << 2
-    return permute_half(table[first], table[first + 1], (low & 0x33333333) | (high & 0x44444444), i)
+    return permute_half(table[first], table[first + 1], (low & 0x33333333) | (high & 0x44444444), i, table)
 
 
 @triton.jit
@@ -263,24 +263,27 @@ def two_part_table(g, N, F: tl.constexpr):
     else:                                                        # the upper exponent bits are 0
         first: tl.constexpr = -1065336832                        # 0xC0804000
         second: tl.constexpr = -2122317568                       # 0x81800100
-    return (in_lane(first, g, N), in_lane(second, g, N), in_lane(0x33333333, g, N), in_lane(0x40404040, g, N)),
+    return in_lane(first, g, N), in_lane(second, g, N), in_lane(0x33333333, g, N), in_lane(0x40404040, g, N)
 
 
 @triton.jit
 def two_parts(word, h: tl.constexpr, i: tl.constexpr, table, F: tl.constexpr):
-    """Pairs of e2m1 codes as numbers, times 2^-14 in float16.
+    """Pairs of e2m1 codes in int32 with their bits in the places of type F: times 2^-14 in float16, 2^-126 in bfloat16.
 
     The lower exponent bit and the mantissa select the low byte, the sign and the upper exponent bit the high one.  A mask in a
     register cuts the selectors of two pairs out of a word at once.  With a literal mask ptxas moves the shift and applies the
     mask twice.
     """
     if h:
-        word = word >> 2
-    both = permute_half(table[0], table[1], (word & table[2]) | table[3], i)
-    if F == tl.float16:
-        return halves((both | (both << 8)) & -16711936, F)       # 0xFF00FF00
+        word = shifted(word, 2, table[len(table) - 1])
+    if table[len(table) - 1].dtype == tl.int1:
+        selectors = (word & table[2]) | table[3]
     else:
-        return halves(scaled(both), F)
+        selectors = (word & table[2]) | 0x40404040               # a literal saves a register; ptxas cannot move a product
+    both = permute_half(table[0], table[1], selectors, i, table)
+    if F == tl.float16:
+        both = (both | (both << 8)) & -16711936                  # 0xFF00FF00
+    return both
 
 
 @triton.jit

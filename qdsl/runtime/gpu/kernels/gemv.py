@@ -20,6 +20,8 @@ of w.  One MMA then gives the sums of eight runs, one per scale, and a lane load
   kept.  This takes fewer instructions than the diagonal, but for some codes more registers than a thread has.
 - Otherwise x is the diagonal above: column r has run r of x, and zeros elsewhere.  It is built once per iteration, with a mask
   per lane, and serves all R tiles: R = 2 halves its cost (runs.py has both).
+- LIFT, for E2M1 codes in bfloat16: a run of x is scaled, not the codes (runs.scaled).
+- With R = 2, codes that are looked up are shifted by products (codebook.shifted).  With R = 1 ptxas would spill the factors.
 - Plain multiply-adds would take a conversion and an addition per weight; the MMA takes 1/8 of an instruction.
 - After the loop the eight columns and the WK warps of a row are added up.
 
@@ -49,13 +51,13 @@ def gemv(
     tensors, x, bias, out, N, K, pitch, early,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, LEVELS: tl.constexpr, scale: tl.constexpr,
     finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, R: tl.constexpr, WN: tl.constexpr,
-    WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+    BITS: tl.constexpr, SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, LIFT: tl.constexpr, R: tl.constexpr,
+    WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32.
 
     x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  pitch, early, EVEN: as in skinny.
-    LEVELS: as codebook.constants takes it.
+    LEVELS: as codebook.constants takes it.  LIFT: numbers() returns w * 2^-LIFT; 0 for w.
     """
     TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns per warp and iteration
     # Two operands of one tile, and longer runs, would spill.
@@ -66,16 +68,16 @@ def gemv(
     flips = ()
     for r in tl.static_range(R):
         flips = flips + (codebook.constants(table, LEVELS, tensors, lanes.rows(first + 16 * r, N), g, N, True, WIDTH, BITS,
-                                            SIGNED, F),)
+                                            SIGNED, F, R > 1),)
     stored = lanes.stored_columns(K, pitch)
     acc = lanes.zeros(R, WN * WK)
     for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
         for j in tl.static_range(32 // min(32, STEP)):
             chunk = (step * WK + w % WK) * TRIP + j
             if WHOLE:
-                columns, sums = runs.operand(x, chunk, K, g, c, UNIT, EVEN, F)
+                columns, sums, factors = runs.operand(x, chunk, K, g, c, UNIT, LIFT, EVEN, F)
             else:
-                columns, sums = runs.diagonals(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+                columns, sums, factors = runs.diagonals(x, chunk, K, g, c, STEP, UNIT, LIFT, EVEN, F)
             chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
@@ -87,6 +89,7 @@ def gemv(
                     sum = runs.product(numbers, loaded, columns, flips[r], BITS, F)
                 else:
                     sum = lanes.product(numbers, loaded, columns, flips[r], 2 * j, STEP // 8, WIDTH, BITS, F)
+                sum = lanes.times(sum, factors)
                 values = group_numbers.values(tensors, FIELDS, (row, chunk, K, stored, STEP), field)
                 new = new + (scale(values, sum, sums, BASE, acc[r]),)
             acc = new

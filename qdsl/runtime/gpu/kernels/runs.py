@@ -11,13 +11,50 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit
-def operand(x, chunk, K, g, c, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """The operand of x for runs of 32 columns in two chunks, and the sums of runs."""
+def operand(x, chunk, K, g, c, unit: tl.constexpr, lift: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
+    """The operand of x for runs of 32 columns in two chunks, the sums of runs, and the factors of scaled()."""
     p = x + (lanes.within(chunk, K // 128) * 64 + g * 16 + c)
     live = chunk * 128 + g * 32 < K
-    columns = lanes.columns_of_word(lanes.pairs(p, live, even), lanes.pairs(p + 8, live, even),
-                                    lanes.pairs(p + 4, live, even), lanes.pairs(p + 12, live, even), F)
-    return columns, lanes.sums(columns, unit, F)
+    pairs = (lanes.pairs(p, live, even), lanes.pairs(p + 8, live, even),
+             lanes.pairs(p + 4, live, even), lanes.pairs(p + 12, live, even))
+    sums = lanes.sums(lanes.columns_of_word(pairs[0], pairs[1], pairs[2], pairs[3], F), unit, F)
+    pairs, factors = scaled(pairs, lift, F)
+    return lanes.columns_of_word(pairs[0], pairs[1], pairs[2], pairs[3], F), sums, factors
+
+
+@triton.jit
+def scaled(pairs, lift: tl.constexpr, F: tl.constexpr):
+    """Pairs of bfloat16 of runs, multiplied by 2^(lift - e), e of their run; and 2^e of every run, [W, 16, 8].
+
+    Operands of w are 2^lift times too small, so that sums times 2^e are right.  e is the exponent of the run's largest magnitude,
+    but at least 0: then x does not overflow, and products do not underflow.  lift: 0 for unchanged pairs and None.
+    """
+    if lift == 0:
+        return pairs, None
+    else:
+        most = largest(pairs[0])
+        for i in tl.static_range(1, len(pairs)):
+            most = tl.maximum(most, largest(pairs[i]))
+        most = tl.maximum(tl.max(most, axis=1, keep_dims=True), 1.0)
+        exponent = most.to(tl.int32, bitcast=True) & 0x7F800000
+        factor = in_both(((254 + lift) << 23) - (1 << 32) - exponent) + tl.zeros_like(pairs[0])
+        power = in_both(exponent) + tl.zeros_like(pairs[0])
+        products = ()
+        for i in tl.static_range(len(pairs)):
+            products = products + (lanes.scaled(pairs[i], factor),)
+        return products, lanes.sums(lanes.columns_of_word(power, power, power, power, F), 32.0, F)
+
+
+@triton.jit
+def largest(pair):
+    """The larger magnitude of pairs of bfloat16, as float32; bits below bfloat16's may be set."""
+    return tl.maximum(tl.abs(pair.to(tl.float32, bitcast=True)), tl.abs((pair << 16).to(tl.float32, bitcast=True)))
+
+
+@triton.jit
+def in_both(power):
+    """The bits of a positive float32 power of two as a pair of bfloat16."""
+    return power | (power >> 16)
 
 
 @triton.jit
@@ -38,27 +75,36 @@ def run_product(codes: tl.constexpr, words, columns, flip, r: tl.constexpr, bits
 
 
 @triton.jit
-def diagonals(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """The operands of x for 8 * size columns, half a chunk each, with a run of 16, 32 or 64 per column; and their sums."""
+def diagonals(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, lift: tl.constexpr, even: tl.constexpr,
+              F: tl.constexpr):
+    """The operands of x for 8 * size columns, half a chunk each, with a run of 16, 32 or 64 per column.
+
+    And the sums of runs, and the factors of scaled().
+    """
     at = lanes.within(chunk, K // 128) * 64 + g * (size // 2) + c
     live = chunk * 128 + g * size < K
     x00, x10 = lanes.pairs(x + at, live, even), lanes.pairs(x + (at + 4), live, even)
     if size == 16:
         zero = tl.zeros_like(x00)
-        return ((diagonal(x00, x00, x00, x00, g, 0, 16, F), diagonal(x10, x10, x10, x10, g, 0, 16, F)),
-                lanes.sums(lanes.columns_of_word(x00, zero, x10, zero, F), unit, F))
+        pairs, factors = scaled((x00, x10), lift, F)
+        return ((diagonal(pairs[0], pairs[0], pairs[0], pairs[0], g, 0, 16, F),
+                 diagonal(pairs[1], pairs[1], pairs[1], pairs[1], g, 0, 16, F)),
+                lanes.sums(lanes.columns_of_word(x00, zero, x10, zero, F), unit, F), factors)
     x01, x11 = lanes.pairs(x + (at + 8), live, even), lanes.pairs(x + (at + 12), live, even)
     ones = lanes.sums(lanes.columns_of_word(x00, x01, x10, x11, F), unit, F)
-    y00, y10, y01, y11 = x00, x10, x01, x11
+    pairs = (x00, x10, x01, x11)
     if size == 64:
         y00, y10 = lanes.pairs(x + (at + 16), live, even), lanes.pairs(x + (at + 20), live, even)
         y01, y11 = lanes.pairs(x + (at + 24), live, even), lanes.pairs(x + (at + 28), live, even)
         ones += lanes.sums(lanes.columns_of_word(y00, y01, y10, y11, F), unit, F)
+        pairs = pairs + (y00, y10, y01, y11)
+    pairs, factors = scaled(pairs, lift, F)
+    y: tl.constexpr = len(pairs) - 4
     operands = ()
     for t in tl.static_range(size // 16):
-        operands = operands + (diagonal(x00, x01, y00, y01, g, t * 128 // size, size, F),
-                               diagonal(x10, x11, y10, y11, g, t * 128 // size, size, F))
-    return operands, ones
+        operands = operands + (diagonal(pairs[0], pairs[2], pairs[y], pairs[y + 2], g, t * 128 // size, size, F),
+                               diagonal(pairs[1], pairs[3], pairs[y + 1], pairs[y + 3], g, t * 128 // size, size, F))
+    return operands, ones, factors
 
 
 @triton.jit
