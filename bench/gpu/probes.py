@@ -21,7 +21,7 @@ CONVERSIONS: dict[str, str | None] = {
     "int8 to float32": "{ .reg .f32 f; cvt.rn.f32.s8 f, $1; mov.b32 $0, f; }",
     "int32 to float32": "{ .reg .f32 f; cvt.rn.f32.s32 f, $1; mov.b32 $0, f; }",
     "two e4m3 to float16": "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }",
-    "upper half of a product": "mul.hi.u32 $0, $1, $1;",
+    "upper half of a product": "mul.hi.u32 $0, $1, $1;",         # not a conversion: kernels shift by it
 }
 OPCODES = {"none": "", "int32 to float16": "I2F", "int8 to float32": "I2F", "int32 to float32": "I2F",
            "two e4m3 to float16": "F2FP", "upper half of a product": "IMAD.HI"}

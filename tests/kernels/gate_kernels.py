@@ -19,6 +19,7 @@ from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
 from tests.support.formats import EXTRA, SHIPPED, module
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -96,6 +97,11 @@ def weight(gate: Gate, shape: tuple[int, int]) -> PackedWeight:
     return packed
 
 
+def shuffles(call: Call) -> int:
+    """How many shuffles of an iteration find the largest numbers of runs of x: two per run, of kernels that scale x."""
+    return 2 * (32 // min(32, call.constants["STEP"])) if call.constants.get("LIFT") else 0
+
+
 def every(arch: str, gates: Sequence[Gate] = GATES) -> list[dict[str, object]]:
     """What the kernels of gates come to."""
     rows: list[dict[str, object]] = []
@@ -107,7 +113,8 @@ def every(arch: str, gates: Sequence[Gate] = GATES) -> list[dict[str, object]]:
                 for call in launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)):
                     counts = asdict(report(call, arch))
                     del counts["listing"]
-                    rows.append({"gate": str(gate), "x": kind, "limit": limit, "picked": gate.kernel, **counts})
+                    rows.append({"gate": str(gate), "x": kind, "limit": limit, "picked": gate.kernel,
+                                 "shuffles": shuffles(call), **counts})
     return rows
 
 

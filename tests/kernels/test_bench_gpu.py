@@ -358,7 +358,7 @@ def test_small_kernels_compile_and_hold_what_they_are_about(tmp_path: Path) -> N
             asm = constants[0]
             what = next(key for key, text in probes.CONVERSIONS.items() if str(text) == asm)
             wanted = 8 * probes.PER_TRIP if what != "none" else 0            # 1024 numbers, 128 threads
-            assert sum(opcode.startswith(("I2F", "F2FP")) for opcode in inside) == wanted, what
+            assert sum(opcode.startswith(("I2F", "F2FP", "IMAD.HI")) for opcode in inside) == wanted, what
             assert not wanted or any(opcode.startswith(probes.OPCODES[what]) for opcode in inside)
         elif name == "matrix":
             assert inside.count("HMMA.16816.F32") == 16 and not any(opcode.startswith(("LDS", "STS", "BAR")) for opcode in inside)

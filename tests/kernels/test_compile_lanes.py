@@ -1,4 +1,7 @@
-"""Kernels for matrix units of every format, compiled for GPUs that are not there: nothing is moved between lanes in a loop."""
+"""Kernels for matrix units of every format, compiled for GPUs that are not there: nothing is moved between lanes in a loop.
+
+But for what scales runs of x (gate_kernels.shuffles).
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ first, so that one shift moves a pair of them into place.
 words_B is the function `words` of a format with codes of B bits.  Its function `numbers` has the name of the code type: u1 to u8,
 i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1.  Codes of 2 to 8 bits may index a table instead.  `entries`: integers less than 128 apart;
 `split_entries`: also negative in one half; `wide_entries`: integers less than 256 apart; `float_entries`: any; `loaded_by_*`: a
-table in memory.
+table in memory.  `raw_e2m1`: numbers without their factor.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, lanes
