@@ -189,6 +189,17 @@ def heavy_imports(path: Path) -> Iterator[str]:
             waiting += [file for name in names if name.split(".")[0] == "qdsl" for file in files_of(name)]
 
 
+def test_no_kernel_returns_none() -> None:
+    """Triton 3.6 does not compile a function that returns None, alone or in a tuple."""
+    returned = [(path, node.lineno, part) for path in (*PACKAGE.joinpath("runtime/gpu/kernels").glob("*.py"), *GENERATED)
+                for function in ast.walk(ast.parse(path.read_text())) if isinstance(function, ast.FunctionDef)
+                and "triton.jit" in map(ast.unparse, function.decorator_list)
+                for node in ast.walk(function) if isinstance(node, ast.Return)
+                for part in (node.value.elts if isinstance(node.value, ast.Tuple) else [node.value])]
+    assert returned
+    assert [(named(path), line) for path, line, part in returned if isinstance(part, ast.Constant) and part.value is None] == []
+
+
 def test_the_compiler_imports_nothing_heavy() -> None:
     """Nor does it reach anything heavy through a module that it imports."""
     light = [path for path in MODULES if part_of(name_of(path)) in LIGHT]

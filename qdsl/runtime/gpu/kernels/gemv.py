@@ -89,7 +89,7 @@ def gemv(
                     sum = runs.product(numbers, loaded, columns, flips[r], BITS, F)
                 else:
                     sum = lanes.product(numbers, loaded, columns, flips[r], 2 * j, STEP // 8, WIDTH, BITS, F)
-                sum = lanes.times(sum, factors)
+                sum *= factors
                 values = group_numbers.values(tensors, FIELDS, (row, chunk, K, stored, STEP), field)
                 new = new + (scale(values, sum, sums, BASE, acc[r]),)
             acc = new

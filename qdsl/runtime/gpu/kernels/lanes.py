@@ -412,15 +412,6 @@ def plus(total, value):
 
 
 @triton.jit
-def times(value, factor):
-    """value * factor; value if factor is None."""
-    if factor is None:
-        return value
-    else:
-        return value * factor
-
-
-@triton.jit
 def offset(value, factor, base: tl.constexpr):
     """value - base * factor: the factor of `ones` if numbers are codes plus `base`."""
     if base == 0:

@@ -27,10 +27,10 @@ def scaled(pairs, lift: tl.constexpr, F: tl.constexpr):
     """Pairs of bfloat16 of runs, multiplied by 2^(lift - e), e of their run; and 2^e of every run, [W, 16, 8].
 
     Operands of w are 2^lift times too small, so that sums times 2^e are right.  e is the exponent of the run's largest magnitude,
-    but at least 0: then x does not overflow, and products do not underflow.  lift: 0 for unchanged pairs and None.
+    but at least 0: then x does not overflow, and products do not underflow.  lift: 0 for unchanged pairs and 1.
     """
     if lift == 0:
-        return pairs, None
+        return pairs, 1.0
     else:
         most = largest(pairs[0])
         for i in tl.static_range(1, len(pairs)):
