@@ -97,16 +97,15 @@ def subnormals(asked: Asked) -> Answer:
     """Are products of float16 and bfloat16 subnormals with whole numbers exact on matrix units."""
     generator = torch.Generator().manual_seed(0)
     wrong: dict[str, int] = {}
-    for (unit, (m, n, k, _)), (dtype, (bits, least, lift)) in itertools.product(probes.MATRIX_UNITS.items(),
-                                                                                probes.SUBNORMAL.items()):
+    for (unit, (m, n, k, _)), (dtype, numbers) in itertools.product(probes.MATRIX_UNITS.items(), probes.SUBNORMAL.items()):
         title = f"{unit} {str(dtype)[6:]}"
         wrong[title] = 0
         for _ in range(20):
-            codes = torch.randint(0, 1 << bits, (m, k), generator=generator, dtype=torch.int16)
+            codes = torch.randint(0, 1 << numbers.bits, (m, k), generator=generator, dtype=torch.int16)
             factors = torch.randint(-15, 16, (k, n), generator=generator)
             out = torch.empty(m, n, device="cuda")
-            probes.multiply_call(unit, dtype, "cuda", codes.cuda(), (factors * 2.0 ** lift).to(dtype).cuda(), out).run()
-            wanted = (codes.double() @ factors.double()) * 2.0 ** (lift - least)
+            probes.multiply_call(unit, dtype, "cuda", codes.cuda(), (factors * numbers.factor).to(dtype).cuda(), out).run()
+            wanted = (codes.double() @ factors.double()) * (numbers.unit * numbers.factor)
             wrong[title] += int((out.cpu().double() != wanted).sum())
     exact = not any(wrong.values())
     return {"values": {"wrong elements": wrong}, "answer": "exact, by mma.sync and by wgmma" if exact else f"not exact: {wrong}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,17 @@ CONVERSIONS: dict[str, str | None] = {
 OPCODES = {"none": "", "int32 to float16": "I2F", "int8 to float32": "I2F", "int32 to float32": "I2F",
            "two e4m3 to float16": "F2FP", "upper half of a product": "IMAD.HI"}
 MATRIX_UNITS = {"mma.sync": (16, 16, 64, 1), "wgmma": (64, 16, 64, 4)}                   # M, N, K and warps
-SUBNORMAL = {torch.float16: (10, 24, 0), torch.bfloat16: (7, 133, 120)}     # bits, and exponents: of 1 / the smallest, of factors
+
+
+class Subnormal(NamedTuple):
+    """Subnormal numbers of a type: how many bits they have, and their unit; and what whole numbers are multiplied by."""
+
+    bits: int
+    unit: float
+    factor: float
+
+
+SUBNORMAL = {torch.float16: Subnormal(10, 2.0 ** -24, 1.0), torch.bfloat16: Subnormal(7, 2.0 ** -133, 2.0 ** 120)}
 PROGRAMS = 8                                                     # per multiprocessor, of four warps: each scheduler has eight
 PER_TRIP = 8
 WARPS_ALONG_K = (2, 4, 8, 16)

@@ -281,7 +281,7 @@ def test_arithmetic_rounds_once(name: str, kind: str, rounding: str) -> None:
 
 
 def test_minimum_and_maximum_of_three() -> None:
-    """Blackwell's."""
+    """Blackwell takes three floats, and prefers numbers to NaN as with two."""
     columns = [floats("f32") for _ in range(3)]
     wanted = [[number(int(value), "f32") for value in row] for row in zip(*columns, strict=True)]
     for name, function in {"min": lambda row: reduce(least, row), "max": lambda row: -reduce(least, [-v for v in row])}.items():

@@ -143,38 +143,41 @@ def test_two_tiles_of_one_row(case: Case) -> None:
 
 
 LIFTED = [case for case in FEW if matrix_unit_of(case).raw]
-TWO_TILES = {"R": 2, "WN": 1, "WK": 1, "EVEN": True}             # the kernel that scales x instead of codes
+
+
+def with_zeros(case: Case, zeros: tuple[slice, slice]) -> PackedWeight:
+    """A weight [20, 512] of normal numbers and zeros."""
+    weight = x_of(20, 512, torch.float32, 3).cpu()
+    weight[zeros] = 0
+    return case.module.FORMAT.convert(case.module.FORMAT.quantize(weight, **case.choice), case.storage)
+
+
+def scaled_product(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """By the kernel that scales x instead of codes."""
+    return product(x.to(DEVICE), packed.to(DEVICE), None, Candidate("gemv", {"R": 2, "WN": 1, "WK": 1, "EVEN": True}, (1,)))
 
 
 @pytest.mark.parametrize("case", LIFTED, ids=str)
 def test_one_row_of_any_magnitude(case: Case) -> None:
     """Runs of x are scaled, so that sums neither overflow nor lose small numbers, whatever other runs of x are."""
-    format = case.module.FORMAT
-    weight = x_of(20, 512, torch.float32, 3).cpu()
-    weight[:, :128] = 0
-    packed = format.convert(format.quantize(weight, **case.choice), case.storage).to(DEVICE)
+    packed = with_zeros(case, (slice(None), slice(128)))
     x = x_of(1, 512, torch.float32, 1).cpu() * 2.0 ** torch.randint(-30, 1, (512,), generator=torch.Generator().manual_seed(0))
     for exponent in (-80, -1, 0, 5, 16, 60, 120):
         scaled = (x * 2.0 ** exponent).to(torch.bfloat16)
         scaled[:, :128] = 2.0 ** 127
-        out = product(scaled.to(DEVICE), packed, None, Candidate("gemv", TWO_TILES, (1,))).double()
         exact, bound = expected(case, packed, scaled, None)
-        assert ((out - exact).abs() <= bound).all(), exponent
+        assert ((scaled_product(scaled, packed).double() - exact).abs() <= bound).all(), exponent
 
 
 @pytest.mark.parametrize("case", LIFTED, ids=str)
 def test_one_row_with_numbers_that_are_not_finite(case: Case) -> None:
-    format = case.module.FORMAT
-    weight = x_of(20, 512, torch.float32, 3).cpu()
-    weight[:10, 70] = 0
-    packed = format.convert(format.quantize(weight, **case.choice), case.storage)
-    dense = format.dequantize(packed, torch.float32)
+    packed = with_zeros(case, (slice(10), slice(70, 71)))
+    dense = case.module.dequantize(packed, torch.float32)
     for values in ({70: torch.inf}, {70: -torch.inf}, {3: torch.nan}, {70: torch.inf, 200: torch.inf}):
         x = x_of(1, 512, torch.bfloat16, 1).cpu()
         for column, value in values.items():
             x[0, column] = value
-        out = product(x.to(DEVICE), packed.to(DEVICE), None, Candidate("gemv", TWO_TILES, (1,)))
-        exact = (x.float() * dense).sum(1)[None]
+        out, exact = scaled_product(x, packed), (x.float() * dense).sum(1)[None]
         assert torch.equal(out.isnan(), exact.isnan()) and torch.equal(out.isinf(), exact.isinf()), values
         assert torch.equal(out[out.isinf()].sign(), exact[exact.isinf()].sign().bfloat16()), values
 
