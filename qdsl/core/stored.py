@@ -392,14 +392,23 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
             raise LayoutMismatch(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
         shown_as = seen_shape(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
-        allowed = (wanted, shown_as, (prod(wanted),) if is_declared else None)
-        fit = [_squeezed(extents_) for extents_ in allowed if extents_ is not None]
-        if not records and _squeezed(tensor.shape) not in fit:
+        is_flat = is_declared and tensor.shape == (prod(wanted),)
+        if not records and not is_flat and not any(_is_shape(tensor.shape, own) for own in (wanted, shown_as) if own is not None):
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
             raise LayoutMismatch(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
                                       f"[{stored.text}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")
         shapes[name] = wanted
     return shapes
+
+
+def _is_shape(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a shape is the wanted one, or has axes of length 1 more or less.
+
+    With as many axes it must be equal: [1, 2] for [2, 1] is a transposed tensor.
+    """
+    shorter, longer = sorted((shape, wanted), key=len)
+    others = iter(longer)
+    return _squeezed(shape) == _squeezed(wanted) and all(extent in others for extent in shorter)
 
 
 def _squeezed(shape: Sequence[int]) -> list[int]:

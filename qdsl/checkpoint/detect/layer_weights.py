@@ -38,10 +38,16 @@ class Tensors(Protocol):
         """A tensor.  Raises an error for an unknown name."""
 
 
+def check_recognised(path: Path, layer: Layer) -> None:
+    """Raises CheckpointError, with the reason, for a layer whose tensors fit no format."""
+    if layer.why:
+        raise CheckpointError(f"{path}: layer {shown(layer.name)}: {layer.why}")
+
+
 def weights(folder: Tensors, layer: Layer) -> list[PackedWeight]:
     """The weights of a layer, one per expert; copied only if the file does not map them.
 
-    Raises CheckpointError if its tensors do not fit together.
+    Raises CheckpointError if it is not recognised, or its tensors do not fit together.
     """
     return [_wrapped(folder, layer, one) for one in tensors(folder, layer)]
 
@@ -49,10 +55,11 @@ def weights(folder: Tensors, layer: Layer) -> list[PackedWeight]:
 def stacked(folder: Folder, layer: Layer) -> PackedWeight:
     """A layer's weight; for a stack of experts one of E * N rows in order, without copying if the file's layout allows.
 
-    Raises CheckpointError if tensors do not fit together, FormatError if experts do not form one weight.
+    Raises CheckpointError as `weights` does, FormatError if experts do not form one weight.
     """
     from qdsl.runtime.weight.packed import FormatError
 
+    check_recognised(folder.path, layer)
     if layer.experts is None:
         return weights(folder, layer)[0]
     n, k = layer.shape
@@ -84,9 +91,9 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
     Raises CheckpointError for invalid shapes.
     """
-    stored = layout_of(layer)
     unread_weights = []
     for own in tensors(folder, layer):
+        stored = layout_of(layer)
         weight = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
                                          for name, tensor in own.items()})
         unread_weights.append(weight.derive({name: own[name].view(stored_tensor.dtype).reshape(stored_tensor.shape)
@@ -95,7 +102,8 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 
 
 def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
-    """A layer's tensors for each of its experts, with the storage's names."""
+    """A layer's tensors for each of its experts, with the storage's names.  Raises CheckpointError if it is not recognised."""
+    check_recognised(folder.path, layer)
     whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
     if layer.transposed:
         whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}

@@ -231,6 +231,5 @@ class GgufSource:
         self.file.close()
 
     def _blocks(self, layer: Layer) -> str:
-        if layer.why:
-            raise CheckpointError(f"{self.path}: layer {shown(layer.name)}: {layer.why}")
+        layer_weights.check_recognised(self.path, layer)
         return next(iter(layer.tensors.values()))
