@@ -53,7 +53,7 @@ def test_no_tensor_of_two_axes_fits_transposed() -> None:
     assert tried > 100
 
 
-def opened(tensors: Tensors, settings: dict[str, object]) -> Checkpoint:
+def open_layer(tensors: Tensors, settings: dict[str, object]) -> Checkpoint:
     names = list(tensors)
     return qdsl.open_headers([f"layer.{name}" for name in names], [str(tensors[name][0]) for name in names],
                              [tensors[name][1] for name in names], {}, {"quantization_config": settings})
@@ -83,7 +83,7 @@ def test_a_layer_of_no_format_is_refused_with_its_reason() -> None:
         settings = {"quant_method": "qdsl", "format": format.name, "storage": storage, **params}
         for wrong in ({**tensors, first: (dtype, (own[0] + 1, *own[1:]))}, {**tensors, first: (torch.complex64, own)},
                       {name: tensor for name, tensor in tensors.items() if name != first}):
-            checkpoint = opened(wrong, settings)
+            checkpoint = open_layer(wrong, settings)
             for layer in checkpoint.layers.values():
                 if layer.why:
                     tried.add((format.name, storage))
@@ -104,9 +104,9 @@ SETTINGS: dict[str, dict[str, object]] = {
 def test_scales_of_blocks_in_another_shape_are_refused(producer: str, shape: tuple[int, int]) -> None:
     n, k = shape[0] // 128, shape[1] // 128
     weight = {"weight": (torch.float8_e4m3fn, shape)}
-    right = opened({**weight, "weight_scale_inv": (torch.float32, (n, k))}, SETTINGS[producer])
+    right = open_layer({**weight, "weight_scale_inv": (torch.float32, (n, k))}, SETTINGS[producer])
     assert right.layer("layer").format == "fp8_block" and not right.layer("layer").problems
     for wrong in {(k, n), (1, n * k), (n * k, 1)} - {(n, k)}:
-        checkpoint = opened({**weight, "weight_scale_inv": (torch.float32, wrong)}, SETTINGS[producer])
+        checkpoint = open_layer({**weight, "weight_scale_inv": (torch.float32, wrong)}, SETTINGS[producer])
         with pytest.raises(CheckpointError, match=r"weight_scale_inv.* has shape"):
             checkpoint.weight("layer")
