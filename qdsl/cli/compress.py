@@ -78,6 +78,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
     from qdsl.jobs.compress import patterns as reading
     from qdsl.jobs.compress import run
     from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim
+    from qdsl.jobs.engine.others import check_folder
 
     part = None if shard is None else read_part(shard)
     if format not in FORMATS:
@@ -89,6 +90,8 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
     if part is not None and check:
         fail("--check reads whole files, which --shard does not write: give it to the call that completes them", 2)
     with reported(), exit_on_sigterm():
+        if patterns is not None and not patterns.lstrip().startswith("{"):
+            check_folder(out, Path(patterns))
         aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
                   tuple(component or ()), plain_config)
         report = run.compress(folder, aim, out, like=like, shapes=model_shapes, jobs=jobs, part=part, check=check,

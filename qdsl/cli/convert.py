@@ -52,10 +52,10 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
     from qdsl.checkpoint.detect.shaped import shaped_layers
     from qdsl.checkpoint.files.folder import Folder
-    from qdsl.host.files import check_output
     from qdsl.host.progress import progress
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
+    from qdsl.jobs.engine.others import check_folder
 
     part = None if shard is None else read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
@@ -65,7 +65,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits)
     with reported():
-        check_output(out, folder)                                # before layers are detected, which may take long
+        check_folder(out, folder)                                # before layers are detected, which may take long
     with reported(), exit_on_sigterm(), Folder(folder) as source:
         detected = shaped_layers(source, layer_shapes)
         report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=partial(progress, unit="B"))

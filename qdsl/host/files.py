@@ -14,7 +14,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -118,6 +118,7 @@ class OutputError(OSError):
 def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], force: bool = True) -> None:
     """Raises OutputError if `out` is an input, links to one, lies in an input folder, or is a folder that contains an input.
 
+    Files and folders are compared by device and inode, with all links followed: inputs never change.
     Raises OSError, with this path, where its folder cannot be written, or cannot be created.
     force: an existing file may be replaced; without it, that raises OutputError too.
     """
@@ -126,13 +127,15 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
         raise OutputError("-: this output cannot go to standard output; a file of that name is ./-")
     for path in inputs:
         source = Path(os.path.realpath(path))
-        files = source.rglob("*") if source.is_dir() else [source]
-        if _is_same(target, source) or (target.is_file() and any(file.is_file() and file.samefile(target) for file in files)):
+        if _is_same(target, source):
             raise OutputError(f"{out}: the output is the input, or links to it")
         if any(_is_same(parent, source) for parent in target.parents):
             raise OutputError(f"{out}: the output lies in {path}, which is an input")
         if any(_is_same(parent, target) for parent in source.parents):
             raise OutputError(f"{out}: the output is a folder that holds the input {path}")
+        if shared := shared_file(source, target):
+            raise OutputError(f"{out}: the output is the input, or links to it" if target.is_file() else
+                              f"{out}: the output is a folder that holds the input {shared}, or links to it")
     if target.is_file() and not force:
         raise OutputError(f"{out} exists already; --force replaces it")
     nearest = next(folder for folder in target.parents if folder.exists())
@@ -146,6 +149,30 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
 def _is_same(a: Path, b: Path) -> bool:
     """Whether two paths lead to one file or folder, such as Model and model on file systems that ignore case."""
     return a == b or (a.exists() and b.exists() and a.samefile(b))
+
+
+def shared_file(source: Path, target: Path) -> Path | None:
+    """A file or folder that can be reached from an input, and that an output is, or holds; None where there is none."""
+    written = _inodes(target)
+    return next((path for inode, path in _inodes(source, True).items() if inode in written), None) if written else None
+
+
+def _inodes(path: Path, through_links: bool = False) -> dict[tuple[int, int], Path]:
+    """A file, or a folder with all that it holds, by device and inode.  through_links: of folders that are links, too."""
+    paths: dict[tuple[int, int], Path] = {}
+
+    def add(path: Path) -> bool:
+        with suppress(OSError):                                  # a link to nothing, or a file that has gone meanwhile
+            status = os.stat(path)
+            return paths.setdefault((status.st_dev, status.st_ino), path) is path
+        return False
+
+    add(path)
+    for folder, subfolders, files in os.walk(path, followlinks=through_links):
+        subfolders[:] = [name for name in subfolders if add(Path(folder, name))]
+        for name in files:
+            add(Path(folder, name))
+    return paths
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:

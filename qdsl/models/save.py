@@ -21,9 +21,9 @@ from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.resume import write_tensors
 from qdsl.checkpoint.files.safetensors import Buffer, Header, bytes_of, laid_out, shown
-from qdsl.host.files import flush_folder, write_text
+from qdsl.host.files import flush_folder, shared_file, write_text
 from qdsl.jobs.convert.config import own_settings
-from qdsl.jobs.engine.complete import INDICES, WEIGHTS, regular_files
+from qdsl.jobs.engine.others import INDICES, WEIGHTS, regular_files
 from qdsl.models.collect import Collector, SaveError, Stored
 from qdsl.models.origin import Origin, origin_in
 
@@ -69,7 +69,7 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
             sums[name] = write_tensors(stage / name, start, [(own, _bytes(collected.tensors[own]), entry.nbytes, 0)
                                                              for own, entry in header.tensors.items()])
         if origin is not None and origin.config is not None and origin.path.is_dir():
-            _copy_others(origin.path, stage, texts)
+            _copy_others(origin.path, folder, stage, texts)
         for name, text in {**texts, crc.FILE: crc.text(sums)}.items():
             write_text(stage / name, text)
         _put_in_place(stage, folder, list(files))
@@ -100,6 +100,8 @@ def _check_target(folder: Path, origin: Origin | None) -> None:
         raise SaveError(f"{folder}: the model's weights are mapped from this folder; save into another one")
     if folder.is_dir() and (old := sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS))):
         raise SaveError(f"{folder}: holds weights already ({old[0]}); save into another folder")
+    if origin is not None and folder.is_dir() and origin.path.exists() and (shared := shared_file(origin.path, folder)):
+        raise SaveError(f"{folder}: holds {shared}, which the model was loaded from, or links to it; save into another folder")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -193,11 +195,11 @@ def _config_of(model: nn.Module, origin: Origin | None) -> dict[str, Any]:
     return dict(settings) if isinstance(settings, Mapping) else {}
 
 
-def _copy_others(source: Path, stage: Path, texts: Mapping[str, str]) -> None:
-    """Copy the tokenizer and all other files of the checkpoint without weights."""
+def _copy_others(source: Path, folder: Path, stage: Path, texts: Mapping[str, str]) -> None:
+    """Copy the tokenizer and all other files of the checkpoint without weights, but those that the folder has already."""
     for path in regular_files(source):
         name = path.relative_to(source)
-        if not path.name.endswith((*WEIGHTS, *INDICES, crc.FILE)) and str(name) not in texts:
+        if not path.name.endswith((*WEIGHTS, *INDICES, crc.FILE)) and str(name) not in texts and not (folder / name).exists():
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, stage / name)
 

@@ -91,18 +91,10 @@ def test_an_output_that_exists_needs_force(job: str, inputs: Path, tmp_path: Pat
     result = command(*asked)
     assert result.exit_code == 2 and "exists already" in result.stderr and "--force" in result.stderr and files(tmp_path) == whole
     if (tmp_path / name).is_dir():
-        (tmp_path / name / "old.safetensors").write_bytes(b"old")
+        shutil.copy(next((tmp_path / name).glob("*.safetensors")), tmp_path / name / "model-00007-of-00009.safetensors")
         (tmp_path / name / ".hidden").write_bytes(b"mine")
     succeed(*asked, "--force")
     assert files(tmp_path) == whole | ({f"{name}/.hidden": b"mine"} if (tmp_path / name).is_dir() else {})
-
-
-def test_what_is_no_checkpoint_is_not_replaced(inputs: Path, tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("dear")
-    result = command("convert", inputs / "fp8", "--to", "safetensors", "-o", tmp_path / "home", "--force")
-    assert result.exit_code == 2 and "this folder holds none" in result.stderr
-    assert files(tmp_path) == {"home": b"", "home/letter.txt": b"dear"}
 
 
 def test_a_forced_job_is_resumed_without_force(inputs: Path, tmp_path: Path) -> None:

@@ -323,8 +323,8 @@ def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = plain_folder(tmp_path / "in", tensors, 2)
     reports = list(folders.killed_everywhere(lambda out: quantize(path, out, "fp8_block"), tmp_path, 3))
     costs = quantize(path, tmp_path / "again", "fp8_block")["quantized"]
-    *resumed, last = (report["quantized"] for report in reports)
-    assert resumed == [costs] * len(resumed) and last in (costs, []) and 3 * len(resumed) > 20    # the last was complete
+    resumed = [report["quantized"] for report in reports if report["quantized"]]
+    assert resumed == [costs] * len(resumed) and 3 * len(resumed) > 20 and len(reports) - len(resumed) < 4    # complete before
 
 
 def test_parts_and_processes_make_the_same_bytes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -16,9 +17,16 @@ def checksums_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{FILE}")
 
 
-def text(checksums: Mapping[str, Mapping[str, int]]) -> str:
-    """The JSON text of a checksum file.  checksums: CRC-32 by file name and tensor name."""
-    return json.dumps({"schema": 1, "crc32": checksums}, indent=1) + "\n"
+def text(checksums: Mapping[str, Mapping[str, int]], others: Mapping[str, int] | None = None) -> str:
+    """The JSON text of a checksum file.  checksums: CRC-32 by file name and tensor name.  others: of whole files without weights.
+    """
+    return json.dumps({"schema": 1, "crc32": checksums, **({} if others is None else {"others": others})}, indent=1) + "\n"
+
+
+def file_checksum(path: Path) -> int | None:
+    """The CRC-32 of a file."""
+    with open(path, "rb") as file:
+        return checksum(file, 0, os.fstat(file.fileno()).st_size)
 
 
 def checksum(file: BinaryIO, start: int, nbytes: int) -> int | None:

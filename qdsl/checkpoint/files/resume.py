@@ -59,7 +59,9 @@ def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume
         if state_checksums:
             file.flush()
             os.fsync(file.fileno())
-            write_text(checksums_path(path), text({path.name: checksums}))
+            if (listed := checksums_path(path)).is_symlink():    # to an input, perhaps
+                listed.unlink()
+            write_text(listed, text({path.name: checksums}))
     return checksums
 
 

@@ -15,13 +15,14 @@ from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Header
-from qdsl.host.files import check_output, digest, identity
+from qdsl.host.files import digest, identity
 from qdsl.host.processes import affordable, needed
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting
 from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.tensors import Bytes, Coded, Part, octets
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.others import check_folder
 from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order, share
 from qdsl.jobs.engine.work import Telling, quiet, write
 
@@ -60,7 +61,7 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
     part, force, tell, jobs and memory: as of `compress`; a part is a share of the files.
     Raises RewriteError, CheckpointError and OSError.
     """
-    check_output(out, path)
+    check_folder(out, path, like)
     with components.open_models(path) as folders:
         plan = _plan(path, folders, like, shapes)
         request = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()), "like": lasting(like)}

@@ -14,7 +14,7 @@ from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, shown
 from qdsl.codecs.lookup import StreamError
-from qdsl.host.files import check_output, identity
+from qdsl.host.files import identity
 from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.compress import codecs, pieces, plan
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting, plain
@@ -23,6 +23,7 @@ from qdsl.jobs.compress.tensors import Bytes, Reader, placed
 from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, left, units
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.others import check_folder
 from qdsl.jobs.engine.shards import Copy, Shard, share
 from qdsl.jobs.engine.work import Tell, Telling, quiet, write
 
@@ -43,7 +44,7 @@ def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None,
     processors and memory allow.
     Raises RewriteError, CheckpointError and OSError.
     """
-    check_output(out, path)
+    check_folder(out, path, like)
     with components.open_models(path) as folders:
         aim = replace(aim, only=components.selected_models(folders, aim.only))
         request = _plain({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),

@@ -22,7 +22,6 @@ from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report import worker
-from qdsl.host.files import check_output
 from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.convert import encoded
 from qdsl.jobs.convert.aim import Aim, aimed, target
@@ -33,6 +32,7 @@ from qdsl.jobs.convert.plan import Change, Plan, plan
 from qdsl.jobs.convert.report import relative_rms
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.others import check_folder
 from qdsl.jobs.engine.shards import Shard, index, share
 from qdsl.jobs.engine.work import Telling, quiet, write
 from qdsl.jobs.gguf.quality import Sums
@@ -62,7 +62,7 @@ def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int 
     Memory: per process twice the largest tensor, and torch; to requantize also some float32 copies of the largest weight.
     Raises RewriteError, CheckpointError and OSError.
     """
-    check_output(out, folder.path)
+    check_folder(out, folder.path)
     return _rewrite(folder.path, [_Model("", folder, detected, plan(folder, detected, aim))], aim, out, jobs, part, force, tell)
 
 
@@ -75,7 +75,7 @@ def quantize(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tup
     Memory: per process the largest quantized tensor, torch, and some float32 weights.
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
-    check_output(out, path)
+    check_folder(out, path)
     with components.open_models(path) as models:
         aim = replace(aim, only=components.selected_models(models, aim.only))
         return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell)

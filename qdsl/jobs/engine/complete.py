@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ from qdsl.checkpoint.files import crc
 from qdsl.checkpoint.files.components import within
 from qdsl.host.files import check_unchanged, flush_folder, read_chunks, replacing, write_text
 from qdsl.jobs.engine import RewriteError, stage
+from qdsl.jobs.engine.others import INDICES, WEIGHTS, check_folder, other_files, regular_files
 from qdsl.jobs.engine.shards import Shard
 
-# Weights: those of the input are in other files now, and others would be of another model.
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".npz")
 Inputs = Mapping[Path, list[Any]]
-INDICES = tuple(f"{suffix}.index.json" for suffix in WEIGHTS)
 
 
 def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], changed_texts: Mapping[str, str | None], out: Path,
@@ -35,34 +33,38 @@ def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], chan
     Raises RewriteError, before it changes anything, where shards are missing, of another input, or being written, and InputError
     where an input changed.
     """
+    check_folder(out, source, *inputs)
     with stage.lock_folder(out / stage.STAGE):
         sums = {} if is_restored else _checksums([shard for shard in shards if stage.is_whole(shard, out)], out)
-        return _completed(source, read, shards, {**changed_texts, **sums}, out, inputs)
+        return _completed(source, read, shards, changed_texts, out, inputs, None if is_restored else sums)
 
 
-def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, str]:
-    """The checksum files of shards, one for each model, as file name -> text."""
-    models: dict[str, dict[str, dict[str, int]]] = {}
+def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """The checksums of shards: model -> file -> tensor -> CRC-32."""
+    models: dict[str, dict[str, dict[str, int]]] = {"": {}}
     for shard in shards:
         model, _, file = shard.name.rpartition("/")
         models.setdefault(model, {})[file] = stage.crc(shard, out)
-    return {within(model, crc.FILE): crc.text(files) for model, files in models.items()}
+    return models
 
 
 def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], changed_texts: Mapping[str, str | None], out: Path,
-               inputs: Inputs) -> list[str]:
-    """`complete`, with the stage locked."""
+               inputs: Inputs, checksums: Mapping[str, dict[str, dict[str, int]]] | None) -> list[str]:
+    """`complete`, with the stage locked.  checksums: by model, None where they are not written."""
     check_unchanged(inputs)
     missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
     if missing:
         raise RewriteError(f"{out}: {len(missing)} of {len(shards)} shards are not there, or not of {source} as it is "
                            f"now: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
-    if (out / stage.STAGE / stage.FORCE).exists() and not (out / stage.STAGE / stage.MARK).exists():
-        stage.clear(out)
-    stage.write(out / stage.STAGE / stage.MARK, {})
     others = out / stage.STAGE / stage.OTHERS
     notes = _copy_others(source, read, others, changed_texts)
-    for path in regular_files(others):
+    if checksums is not None:
+        _list_files(others, checksums)
+    if not (out / stage.STAGE / stage.MARK).exists():
+        new = {str(path.relative_to(others)): path for path in regular_files(others)}
+        notes += stage.clear(out, {**new, **dict.fromkeys(shard.name for shard in shards)})
+    stage.write(out / stage.STAGE / stage.MARK, {})
+    for path in sorted(regular_files(others), key=lambda path: path != others / crc.FILE):      # what says that they are qdsl's
         last = out / path.relative_to(others)
         last.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, last)
@@ -82,16 +84,16 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, changed_texts:
     """
     shutil.rmtree(out, ignore_errors=True)                       # of a process that was killed
     out.mkdir()
+    copied = other_files(source)
     left, private = [], []
     for path in regular_files(source) if source.is_dir() else ():
-        short = path.relative_to(source)
-        if path.name.endswith(crc.FILE):                          # of the old files
-            continue
+        short = str(path.relative_to(source))
         if path.name.endswith((*WEIGHTS, *INDICES)):
-            left += [] if path in read or str(short) in changed_texts else [str(short)]
-        elif path.name.startswith(".") or _links_outside(path, source):
-            private.append(str(short))
-        elif str(short) not in changed_texts:
+            left += [] if path in read or short in changed_texts else [short]
+        elif short not in copied and not path.name.endswith(crc.FILE):     # which is of the old files
+            private.append(short)
+    for short, path in copied.items():
+        if short not in changed_texts:
             (out / short).parent.mkdir(parents=True, exist_ok=True)
             with replacing(out / short) as new:
                 new.writelines(read_chunks(path, 0, path.stat().st_size))
@@ -103,16 +105,12 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, changed_texts:
             *(f"{name} is hidden or a link out of the folder, and was not copied" for name in sorted(private))]
 
 
-def _links_outside(path: Path, root: Path) -> bool:
-    """Whether a file is a link out of its folder, other than to a blob of the hub's cache."""
-    target = path.resolve()
-    return root.resolve() not in target.parents and target.parent.name != "blobs"
-
-
-def regular_files(root: Path) -> Iterator[Path]:
-    """The regular files of a folder and of its subfolders, without hidden subfolders such as .git."""
-    for path in sorted(root.iterdir()):
-        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            yield from regular_files(path)
-        elif path.is_file():
-            yield path
+def _list_files(others: Path, checksums: Mapping[str, dict[str, dict[str, int]]]) -> None:
+    """Write the checksum file of each model, and in the one of the whole folder those of all files without weights, which
+    `--force` may replace later.
+    """
+    for model, files in checksums.items():
+        if model:
+            write_text(others / within(model, crc.FILE), crc.text(files))
+    listed = {str(path.relative_to(others)): crc.file_checksum(path) or 0 for path in regular_files(others)}
+    write_text(others / crc.FILE, crc.text(checksums[""], listed))

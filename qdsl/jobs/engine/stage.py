@@ -8,24 +8,25 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.files.safetensors import CheckpointError, parse_header, shown, strict_json
 from qdsl.host.files import locked, write_text
 from qdsl.jobs.engine import OccupiedFolder, RewriteError
+from qdsl.jobs.engine.others import check_free, has_checkpoint, other_files, replaced
 from qdsl.jobs.engine.shards import Shard
 
 STAGE = ".qdsl-stage"
 DONE = ".qdsl-staged"                                            # the request, when everything is in its place
 REQUEST = "request.json"                                         # what is to be written, of what
 MARK = "complete"                                                # all shards are complete, and are being put in place
-FORCE = "force"                                                  # the folder is cleared before that
+FORCE = "force"                                                  # a checkpoint in the folder is removed before that
 SHARDS = "shards"
 OTHERS = "others"                                                # the files other than shards
 NOTE = "made-of.json"
 LIMIT = 1 << 24                                                  # bytes of these files
-CHECKPOINT = (".safetensors", ".safetensors.index.json", "model_index.json", "config.json")   # of a folder that may be replaced
 REQUESTS = {"command": str, "from": str}
 
 
@@ -38,12 +39,14 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
     """
     stage = out / STAGE
     _refuse_links(stage)
-    if not (stage / MARK).exists() and not (stage / FORCE).exists():
-        _check_empty(out, force)
-    if (stage / REQUEST).exists() and {**(begun := read(stage / REQUEST)), "from": request["from"]} != request:
-        if not force:
-            raise OccupiedFolder(f"{out}: {begun.get('work', 'something else')} was begun here; remove the folder, write "
-                                 "another, or begin anew with --force")
+    begun = read(stage / REQUEST) if (stage / REQUEST).exists() else {}
+    is_resumed = {**begun, "from": request["from"]} == request
+    if begun and not is_resumed and not force:
+        raise OccupiedFolder(f"{out}: {begun.get('work', 'something else')} was begun here; remove the folder, write "
+                             "another, or begin anew with --force")
+    if not is_resumed or not ((stage / MARK).exists() or (stage / FORCE).exists()):
+        _check_empty(out, force, Path(request["from"]))
+    if begun and not is_resumed:
         shutil.rmtree(stage)
     stage.mkdir(parents=True, exist_ok=True)
     if force:
@@ -52,16 +55,21 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
     return stage
 
 
-def _check_empty(out: Path, force: bool) -> None:
-    """Raises OccupiedFolder for the name of a file and a folder with files; with `force`, for one without a checkpoint."""
+def _check_empty(out: Path, force: bool, source: Path) -> None:
+    """Raises OccupiedFolder for the name of a file and a folder with files; with `force`, for one whose files are not those of a
+    checkpoint and would be lost.
+    """
     if out.suffix in (".gguf", ".safetensors") and not out.exists():
         raise OccupiedFolder(f"{out}: the output is a folder, and this is the name of a file"
                              + ("; `qdsl quantize --type` writes GGUF files" if out.suffix == ".gguf" else ""))
     others = [path for path in out.iterdir() if path.name not in (STAGE, DONE)] if out.exists() else []
     if others and not force:
         raise OccupiedFolder(f"{out} exists already, and no interrupted run left it; --force replaces what is in it")
-    if others and not any(path.name.endswith(CHECKPOINT) for path in others):
-        raise OccupiedFolder(f"{out}: --force replaces a checkpoint, and this folder holds none")
+    if others:
+        mine = replaced(out)
+        if not has_checkpoint(mine):
+            raise OccupiedFolder(f"{out}: --force replaces a checkpoint, and this folder holds none")
+        check_free(out, other_files(source), mine)
 
 
 def _refuse_links(stage: Path) -> None:
@@ -144,13 +152,20 @@ def _remove(out: Path) -> None:
     (out / DONE).unlink(missing_ok=True)
 
 
-def clear(out: Path) -> None:
-    """Remove all files of a folder that is replaced, except hidden ones."""
-    for path in out.iterdir():
-        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            shutil.rmtree(path)
-        elif not path.name.startswith("."):
-            path.unlink()
+def clear(out: Path, new: Mapping[str, Path | None]) -> list[str]:
+    """Makes room for new files; returns notes on files that stay.  With `--force` the checkpoint in the folder is removed.
+
+    new: as of `check_free`, which raises OccupiedFolder before anything is removed.
+    """
+    mine = replaced(out) if (out / STAGE / FORCE).exists() else []
+    check_free(out, new, mine)
+    for path in mine:
+        path.unlink(missing_ok=True)
+        for folder in takewhile(lambda folder: folder != out and not any(folder.iterdir()), path.parents):
+            folder.rmdir()
+    names = {Path(name).parts[0] for name in new}
+    return [f"{path.name} is no file of a checkpoint, and stays" for path in sorted(out.iterdir())
+            if path.name not in names and not path.name.startswith(".")]
 
 
 def room(stage: Path, shard: Shard) -> Path:

@@ -57,7 +57,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     Re-run to resume with the first tensor that is not complete.
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
-    check_output(out, *source.paths)
+    check_output(out, source.path, *source.paths, *([imatrix.path] if imatrix else []))
     _check(plan, options, imatrix)
     inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
     powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
