@@ -226,7 +226,8 @@ def files_of(module: str) -> list[Path]:
 # 90 more scale runs of x instead of e2m1 codes, and shift codes that are looked up by products.
 # 17,000 lines of generated modules were planned for 60 formats: 82 take 17,022, with parts of e2m1 codes apart,
 # and 11 more with NF4's levels in pairs.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 55_350, "generated": 17_130}
+# 330 more know the files of a checkpoint by their contents, compare finished work with its inputs, and bound answers of servers.
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 55_680, "generated": 17_130}
 
 
 @pytest.mark.parametrize("folder", BUDGET)
