@@ -41,8 +41,7 @@ def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> 
         data = np.zeros(4 * (bits // 32 + 1), np.uint8)
         codes = np.array([code.words.get(symbol, (0, 0)) for symbol in range(256)], np.uint64)
         table = codes[:, 1] << 8 | codes[:, 0]
-        compiled.windows_encode(*native.addresses(symbols), *native.sizes(len(symbols)),
-                                *native.addresses(table, data, starts, gaps))
+        compiled.windows_encode(symbols, len(symbols), bits, table, data, starts, gaps)
         return Stream(data[:-(-bits // 8)], bits, starts, gaps)
     words = np.zeros(bits // 64 + 2, np.uint64)
     pairs = Pairs(code)

@@ -30,7 +30,7 @@ def split_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_
     compiled = native.functions()
     if compiled is not None:
         patterns = np.ascontiguousarray(patterns)
-        compiled.split_flat(*native.addresses(patterns, exponents, sign_mantissa), *native.sizes(len(patterns)))
+        compiled.split_flat(patterns, exponents, sign_mantissa, len(patterns))
         return
     for start in range(0, len(patterns), BLOCK):
         part, some = slice(start, start + BLOCK), patterns[start:start + BLOCK]
@@ -44,7 +44,7 @@ def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
     counts = np.zeros(256, np.int64)
     compiled = native.functions()
     if compiled is not None:
-        compiled.count_symbols(*native.addresses(flat, counts), *native.sizes(len(flat)))
+        compiled.count_symbols(flat, counts, len(flat))
         return counts
     pairs = np.zeros(1 << 16, np.int64)                          # two at a time, which takes half as long
     even = flat[:len(flat) & ~1].view("<u2")
@@ -62,7 +62,7 @@ def join(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: ND
     compiled = native.functions()
     if compiled is not None:
         sign_mantissa = np.ascontiguousarray(sign_mantissa)
-        compiled.join_flat(*native.addresses(exponents, sign_mantissa, out), *native.sizes(len(out)))
+        compiled.join_flat(exponents, sign_mantissa, out, len(out))
         return
     for start in range(0, len(sign_mantissa), BLOCK):
         part = slice(start, start + BLOCK)
@@ -83,7 +83,7 @@ def split_rows(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray
         return symbols.reshape(n, k), wide
     patterns = np.ascontiguousarray(patterns)
     symbols, wide = np.empty((n, k), np.uint8), np.empty((n, k + -k % 8), np.uint8)
-    compiled.split(*native.addresses(patterns, symbols, wide), *native.sizes(n, k))
+    compiled.split(patterns, symbols, wide, n, k)
     return symbols, wide
 
 
@@ -93,7 +93,7 @@ def join_rows(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out:
     compiled = native.functions()
     sign_mantissa = np.ascontiguousarray(sign_mantissa)
     if compiled is not None:
-        compiled.join(*native.addresses(symbols, sign_mantissa, out), *native.sizes(n, k))
+        compiled.join(symbols, sign_mantissa, out, n, k)
         return
     straight = np.empty_like(sign_mantissa)
     _in_quads(sign_mantissa, straight)

@@ -7,7 +7,6 @@ word outside the stream, and must end exactly where the next one begins.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import CDLL
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from qdsl.codecs import native
 from qdsl.codecs.huffman import END, Code, Words
 from qdsl.codecs.lookup import StreamError
+from qdsl.host.c_functions import CFunctions
 
 LANES = 4096                                                     # lanes to decode together: their state stays in cache
 LONG = 32                                                        # bits of the longest code
@@ -84,17 +84,15 @@ def _check_closed(closed: NDArray[np.int64], ends: NDArray[np.int64], data: NDAr
         raise StreamError(f"the code before bit {int(ends[wrong[0]])} ends at {int(closed[wrong[0]])}")
 
 
-def _decode_natively(compiled: CDLL, data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64], code: Code,
-                     room: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+def _decode_natively(compiled: CFunctions, data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64],
+                     code: Code, room: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """Symbols of all lanes, up to the room, the number per lane, and the bits at which their last codes end; in C."""
     order, first = _in_order(code)
     symbols, counts, closed = np.empty(room, np.uint8), np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
     table = (first.astype(np.uint32), order.astype(np.int16))
     data, longest = np.ascontiguousarray(data), max(0, int((ends - starts).max()))
     if not compiled.windows_decode(
-            *native.addresses(data), *native.sizes(len(data)), *native.addresses(starts), *native.sizes(len(starts), longest),
-            *native.addresses(*table), *native.sizes(len(order)), *native.addresses(code.lengths, symbols),
-            *native.sizes(room), *native.addresses(counts, closed)):
+            data, len(data), starts, len(starts), longest, *table, len(order), code.lengths, symbols, room, counts, closed):
         raise MemoryError("no memory for the windows of a stream")
     return symbols[:counts.sum()], counts, closed
 

@@ -26,14 +26,16 @@ static void swap_quads(const uint8_t *from, uint8_t *to, int64_t bytes)
 }
 
 /* out: bfloat16 of exponents, and of signs above mantissas. */
-void join_flat(const uint8_t *exponents, const uint8_t *sign_mantissa, uint16_t *out, int64_t count)
+void join_flat(const uint8_t *exponents /* count */, const uint8_t *sign_mantissa /* count */, uint16_t *out /* count */,
+               int64_t count)
 {
     for (int64_t i = 0; i < count; i++)
         out[i] = (uint16_t)((sign_mantissa[i] & 0x80) << 8 | exponents[i] << 7 | (sign_mantissa[i] & 0x7F));
 }
 
 /* The inverse of join_flat. */
-void split_flat(const uint16_t *patterns, uint8_t *exponents, uint8_t *sign_mantissa, int64_t count)
+void split_flat(const uint16_t *patterns /* count */, uint8_t *exponents /* count */, uint8_t *sign_mantissa /* count */,
+                int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
         exponents[i] = (uint8_t)(patterns[i] >> 7);
@@ -42,7 +44,8 @@ void split_flat(const uint16_t *patterns, uint8_t *exponents, uint8_t *sign_mant
 }
 
 /* out [n, k]: bfloat16 of exponents [n, k] and of signs above mantissas [n, k rounded up to 8], in quads. */
-void join(const uint8_t *exponents, const uint8_t *sign_mantissa, uint16_t *out, int64_t n, int64_t k)
+void join(const uint8_t *exponents /* n * k */, const uint8_t *sign_mantissa /* n * ((k + 7) / 8 * 8) */,
+          uint16_t *out /* n * k */, int64_t n, int64_t k)
 {
     int64_t stride = (k + 7) / 8 * 8;
     uint8_t straight[CHUNK];
@@ -55,7 +58,8 @@ void join(const uint8_t *exponents, const uint8_t *sign_mantissa, uint16_t *out,
 }
 
 /* The inverse of join. */
-void split(const uint16_t *patterns, uint8_t *exponents, uint8_t *sign_mantissa, int64_t n, int64_t k)
+void split(const uint16_t *patterns /* n * k */, uint8_t *exponents /* n * k */,
+           uint8_t *sign_mantissa /* n * ((k + 7) / 8 * 8) */, int64_t n, int64_t k)
 {
     int64_t stride = (k + 7) / 8 * 8;
     for (int64_t row = 0; row < n; row++)
@@ -68,7 +72,7 @@ void split(const uint16_t *patterns, uint8_t *exponents, uint8_t *sign_mantissa,
 }
 
 /* counts [256], zeros before: how often a symbol occurs.  Neighbours often are one symbol: they have counters of their own. */
-void count_symbols(const uint8_t *symbols, int64_t *counts, int64_t length)
+void count_symbols(const uint8_t *symbols /* length */, int64_t *counts /* 256 */, int64_t length)
 {
     int64_t parts[4][256] = {{0}};
     for (int64_t i = 0; i < length; i++)
@@ -78,7 +82,7 @@ void count_symbols(const uint8_t *symbols, int64_t *counts, int64_t length)
 }
 
 /* window: symbols [n, k] of codes [n, k / 8 rounded up], without patches. */
-void window_decode(const uint32_t *codes, int base, uint8_t *out, int64_t n, int64_t k)
+void window_decode(const uint32_t *codes /* n * ((k + 7) / 8) */, int base, uint8_t *out /* n * k */, int64_t n, int64_t k)
 {
     int64_t words = (k + 7) / 8;
     uint64_t bases = 0x0101010101010101 * (uint64_t)base;
@@ -94,8 +98,9 @@ void window_decode(const uint32_t *codes, int base, uint8_t *out, int64_t n, int
         }
 }
 
-/* window: codes of symbols [n, k]; the places of those that have none, and themselves: as many as the caller counted. */
-void window_encode(const uint8_t *symbols, int base, uint32_t *codes, int64_t *places, uint8_t *values, int64_t n, int64_t k)
+/* window: codes of symbols [n, k]; the places of those that have none, and themselves: the `room` that the caller counted. */
+void window_encode(const uint8_t *symbols /* n * k */, int base, uint32_t *codes /* n * ((k + 7) / 8) */,
+                   int64_t *places /* room */, uint8_t *values /* room */, int64_t room, int64_t n, int64_t k)
 {
     int64_t words = (k + 7) / 8;
     uint64_t bases = 0x0101010101010101 * (uint64_t)base, highest = 0x8080808080808080;
@@ -108,7 +113,7 @@ void window_encode(const uint8_t *symbols, int base, uint32_t *codes, int64_t *p
             eight = ((eight | highest) - (bases & ~highest)) ^ ((eight ^ ~bases) & highest);    /* less the base, byte by byte */
             if (eight & 0xF0F0F0F0F0F0F0F0) {
                 for (int j = 0; j < count; j++)
-                    if (eight >> 8 * j & 0xF0) {
+                    if (eight >> 8 * j & 0xF0 && room-- > 0) {
                         *places++ = row * k + 8 * i + j;
                         *values++ = symbol[j];
                         eight &= ~((uint64_t)0xFF << 8 * j);
@@ -183,17 +188,21 @@ static int64_t four_lanes(const uint32_t *const *words, uint8_t *const *symbols,
 
 /* huffman_lanes: the symbols of groups [starts, stops), `runs` runs of eight for each lane, `per_row` lanes to a row.
 
-   out: where the first row begins, `stride` bytes from row to row.  table: of the code, no entry without bits.  used [groups]:
+   out: rows begin at `start`, `stride` bytes from one to the next.  table: of the code, no entry without bits.  used [groups]:
    the bits of each group's longest lane, more than its words have where they are damaged; zeros are then read after them.
    Returns 0 where there is no memory. */
-int lanes_decode(const uint32_t *words, const int64_t *starts, const int64_t *stops, int64_t groups, int64_t runs, int64_t per_row,
-                 const uint16_t *table, uint8_t *out, int64_t stride, int64_t *used)
+int lanes_decode(const uint32_t *words /* 32 * max(stops) */, const int64_t *starts /* groups */,
+                 const int64_t *stops /* groups */, int64_t groups, int64_t runs, int64_t per_row,
+                 const uint16_t *table /* 256 */,
+                 uint8_t *out /* start + groups * (32 / per_row) * stride - (stride - runs * per_row * 8) */, int64_t start,
+                 int64_t stride, int64_t *used /* groups */)
 {
     int64_t total = 8 * runs, room = total / 4 + 3;              /* words that codes of eight bits fill, and one ahead */
     uint64_t *lookup = malloc(sizeof(uint64_t) << INDEX);
     uint32_t *streams = malloc(sizeof(uint32_t) * (size_t)(LANES * room));
     uint8_t *symbols = malloc((size_t)(4 * (total + 8)));
     int enough = lookup && streams && symbols;
+    out += start;
     if (enough)
         fill_lookup(table, lookup);
     for (int64_t group = 0; enough && group < groups; group++) {
@@ -238,8 +247,8 @@ static void eight_from(const uint8_t *row, int64_t column, int64_t k, int filler
 /* huffman_lanes: how many words each group of lanes has, in a chunk of `runs` runs from run `start` on of symbols [n, k].
 
    codes [256]: 256 times the code, plus its bits. */
-void lanes_turns(const uint8_t *symbols, int64_t n, int64_t k, int64_t per_row, int64_t start, int64_t runs, const uint16_t *codes,
-                 int filler, int64_t *turns)
+void lanes_turns(const uint8_t *symbols /* n * k */, int64_t n, int64_t k, int64_t per_row, int64_t start, int64_t runs,
+                 const uint16_t *codes /* 256 */, int filler, int64_t *turns /* (n * per_row + 31) / 32 */)
 {
     int64_t rows = LANES / per_row;
     for (int64_t row = 0; row < n; row++)
@@ -257,8 +266,9 @@ void lanes_turns(const uint8_t *symbols, int64_t n, int64_t k, int64_t per_row, 
 }
 
 /* The words of those groups, which begin at `starts`, in units of LANES words; they are zeros before. */
-void lanes_encode(const uint8_t *symbols, int64_t n, int64_t k, int64_t per_row, int64_t start, int64_t runs, const uint16_t *codes,
-                  int filler, const int64_t *starts, uint32_t *words)
+void lanes_encode(const uint8_t *symbols /* n * k */, int64_t n, int64_t k, int64_t per_row, int64_t start, int64_t runs,
+                  const uint16_t *codes /* 256 */, int filler, const int64_t *starts /* (n * per_row + 31) / 32 */,
+                  uint32_t *words /* 32 * max(starts) */)
 {
     int64_t rows = LANES / per_row;
     for (int64_t row = 0; row < n; row++)
@@ -366,9 +376,10 @@ static int long_step_of(const struct code *code, const uint8_t *data, int64_t si
 
    counts: symbols of each lane.  closed: the bit at which its last code ends.  out: room for `room` symbols, and what is more is
    left out.  longest: of a lane, in bits.  Returns 0 where there is no memory. */
-int windows_decode(const uint8_t *data, int64_t size, const int64_t *starts, int64_t count, int64_t longest, const uint32_t *first,
-                   const int16_t *order, int64_t codes, const uint8_t *lengths, uint8_t *out, int64_t room, int64_t *counts,
-                   int64_t *closed)
+int windows_decode(const uint8_t *data /* size */, int64_t size, const int64_t *starts /* count */, int64_t count,
+                   int64_t longest, const uint32_t *first /* codes */, const int16_t *order /* codes */, int64_t codes,
+                   const uint8_t *lengths /* 256 */, uint8_t *out /* room */, int64_t room, int64_t *counts /* count */,
+                   int64_t *closed /* count */)
 {
     struct code *code = malloc(sizeof(struct code));
     uint8_t *symbols = malloc((size_t)(4 * (longest + 8)));
@@ -419,8 +430,11 @@ int windows_decode(const uint8_t *data, int64_t size, const int64_t *starts, int
 /* huffman_windows: the codes of symbols one after the other, first bit highest, and in which symbol's code each window of 64 bits
    begins: starts and gaps as bits.Stream has them, filled before with `count` and zeros.
 
-   codes [256]: the value of a code above its bits, which are the lower 8; of at most 32 bits.  data: zeros, of whole words of 32 bits. */
-void windows_encode(const uint8_t *symbols, int64_t count, const uint64_t *codes, uint8_t *data, int64_t *starts, uint8_t *gaps)
+   codes [256]: the value of a code above its bits, which are the lower 8; of at most 32 bits.  bits: of all codes.
+   data: zeros. */
+void windows_encode(const uint8_t *symbols /* count */, int64_t count, int64_t bits, const uint64_t *codes /* 256 */,
+                    uint8_t *data /* 4 * (bits / 32 + 1) */, int64_t *starts /* bits / 64 + 2 */,
+                    uint8_t *gaps /* bits / 64 + 2 */)
 {
     uint64_t buffer = 0;
     int pending = 0;                                             /* bits of the buffer that are not written */

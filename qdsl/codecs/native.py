@@ -1,36 +1,33 @@
 """Compiles the inner loops of codecs (native.c) with this machine's C compiler; without one numpy computes the same.
 
-`QDSL_CPU_COMPILE=never` disables them.  Arrays are contiguous, and callers check their sizes.
+`QDSL_CPU_COMPILE=never` disables them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import platform
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from qdsl.host import library
+from qdsl.host.c_functions import CFunctions
 from qdsl.host.system import processor_flags
 
 SOURCE = Path(__file__).with_name("native.c")
 OPTIONS = ("-O3",)                                               # after library.OPTIONS: vectorizes loops
 
 
-def functions() -> ctypes.CDLL | None:
+def functions() -> CFunctions | None:
     """The functions of native.c; None without a compiler, or if QDSL_CPU_COMPILE forbids it."""
     return None if library.setting() == "never" else _compiled()
 
 
 @cache
-def _compiled() -> ctypes.CDLL | None:
+def _compiled() -> CFunctions | None:
     source = SOURCE.read_text(encoding="ascii")                  # fails for an incomplete package: numpy must not hide that
     for options in ((*OPTIONS, *_machine_options()), OPTIONS):   # an old compiler may not know the processor
         try:
-            return library.load(source, options)
+            return CFunctions(library.load(source, options), source)
         except (library.NoCompiler, library.UnsafeCache, OSError):
             continue
     return None
@@ -44,14 +41,3 @@ def _machine_options() -> tuple[str, ...]:
     if flags >= {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}:
         return ("-march=x86-64-v4",)
     return ("-march=x86-64-v3",) if flags >= {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"} else ()
-
-
-def addresses(*arrays: NDArray[Any]) -> list[ctypes.c_void_p]:
-    """The addresses of contiguous arrays."""
-    assert all(array.flags.c_contiguous for array in arrays)
-    return [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-
-
-def sizes(*numbers: int) -> list[ctypes.c_int64]:
-    """Numbers as arguments of type int64_t."""
-    return [ctypes.c_int64(number) for number in numbers]

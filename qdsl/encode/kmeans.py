@@ -89,7 +89,7 @@ def _levels(x: Tensor, count: Tensor | None, entries: int) -> Tensor:
     passed = torch.cat([nothing, _gaps(x).cumsum(1)], 1)
     at = torch.searchsorted(passed, (2 * torch.arange(entries, device=passed.device) + 1) * passed[:, -1:] / (2 * entries))
     levels = x.gather(1, at.clamp(max=x.shape[1] - 1))
-    first, last = (torch.full((len(x), 1), end, device=x.device) for end in (0, x.shape[1]))
+    first, last = (torch.full((len(x), 1), end, dtype=torch.int64, device=x.device) for end in (0, x.shape[1]))
     for _ in range(ROUNDS):
         ends = torch.cat([first, torch.searchsorted(x, _middles(levels), right=True), last], 1)
         total, weights = sums.gather(1, ends).diff(), counts.gather(1, ends).diff()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from qdsl.host import library
+from qdsl.host.c_functions import CFunctions
 
 Floats = NDArray[np.float32]
 LANES = 16
@@ -26,14 +25,11 @@ def best_rows(linear: Floats, square: Floats, factor: Floats) -> tuple[NDArray[n
     linear, square: [groups, columns]; factor [groups].  None where numpy is to do it: without a compiler, for other numbers of
     columns, and where a number is NaN.
     """
-    function = None if library.setting() == "never" else _grid_search()
-    groups, columns = linear.shape
-    if function is None or columns % LANES:
+    functions, (groups, columns) = _functions(), linear.shape
+    if functions is None or columns % LANES:
         return None
-    assert linear.flags.c_contiguous and square.flags.c_contiguous and factor.flags.c_contiguous
     chosen, gain = np.empty(groups, np.int64), np.empty(groups, np.float32)
-    places = [array.ctypes.data for array in (linear, square, factor)]
-    return (chosen, gain) if function(*places, groups, columns, chosen.ctypes.data, gain.ctypes.data) else None
+    return (chosen, gain) if functions.best_rows(linear, square, factor, groups, columns, chosen, gain) else None
 
 
 def fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32], magnitudes: bool) -> tuple[Floats, ...] | None:
@@ -55,34 +51,24 @@ def fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[n
 def _fits(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried: Sequence[np.float32], flags: tuple[int, ...],
           results: int) -> tuple[Floats, ...] | None:
     """What a search finds for blocks [elements, blocks] and the weights of their errors; None where numpy is to do it."""
-    functions = None if library.setting() == "never" else _compiled()
+    functions = _functions()
     if functions is None or not 0 < len(x) <= ELEMENTS:
         return None
-    function, size = getattr(functions, name), ctypes.c_int64
-    function.restype = None
-    arrays = [np.ascontiguousarray(array, np.float32) for array in (x, weights, tried)]
-    values, counts, trials = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
+    values, counts, trials = (np.ascontiguousarray(array, np.float32) for array in (x, weights, tried))
     fits = [np.empty(x.shape[1], np.float32) for _ in range(results)]
-    function(values, counts, *map(size, x.shape), *map(ctypes.c_float, ends), trials, size(len(tried)), *flags,
-             *(ctypes.c_void_p(array.ctypes.data) for array in fits))
+    getattr(functions, name)(values, counts, *x.shape, *ends, trials, len(tried), *flags, *fits)
     return tuple(fits)
 
 
-@cache
-def _grid_search() -> Any:
-    """The C function of `best_rows`; None where there is no compiler."""
-    functions = _compiled()
-    if functions is None:
-        return None
-    function, address, size = functions.best_rows, ctypes.c_void_p, ctypes.c_int64
-    function.restype, function.argtypes = ctypes.c_int, [address, address, address, size, size, address, address]
-    return function
+def _functions() -> CFunctions | None:
+    """The functions of search.c; None without a compiler, or if QDSL_CPU_COMPILE forbids it."""
+    return None if library.setting() == "never" else _compiled()
 
 
 @cache
-def _compiled() -> Any:
-    """The functions of search.c; None where there is no compiler."""
+def _compiled() -> CFunctions | None:
+    source = SOURCE.read_text(encoding="utf-8")
     try:
-        return library.load(SOURCE.read_text(encoding="utf-8"), library.machine_options(torch.backends.cpu.get_cpu_capability()))
+        return CFunctions(library.load(source, library.machine_options(torch.backends.cpu.get_cpu_capability())), source)
     except (library.NoCompiler, library.UnsafeCache, OSError):
         return None

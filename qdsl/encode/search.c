@@ -39,8 +39,9 @@ static inline vf error(const vf *x, const vf *weights, const vf *codes, vf scale
     return total;
 }
 
-void fit_counts(const float *values, const float *counts, int64_t elements, int64_t blocks, float high, const float *tops,
-                int64_t trials, int magnitudes, float *scales, float *lows, float *shifts, float *inverses) {
+void fit_counts(const float *values /* elements * blocks */, const float *counts /* elements * blocks */, int64_t elements,
+                int64_t blocks, float high, const float *tops /* trials */, int64_t trials, int magnitudes,
+                float *scales /* blocks */, float *lows /* blocks */, float *shifts /* blocks */, float *inverses /* blocks */) {
     for (int64_t first = 0; first < blocks; first += LANES) {
         vf x[MOST], weights[MOST], codes[MOST];
         load(x, values, elements, blocks, first);
@@ -86,8 +87,9 @@ void fit_counts(const float *values, const float *counts, int64_t elements, int6
     }
 }
 
-void fit_signed(const float *values, const float *counts, int64_t elements, int64_t blocks, float low, float high,
-                const float *ends, int64_t trials, float *scales, float *inverses) {
+void fit_signed(const float *values /* elements * blocks */, const float *counts /* elements * blocks */, int64_t elements,
+                int64_t blocks, float low, float high, const float *ends /* trials */, int64_t trials,
+                float *scales /* blocks */, float *inverses /* blocks */) {
     for (int64_t first = 0; first < blocks; first += LANES) {
         vf x[MOST], weights[MOST], most = {0}, extreme = {0}, inverse = {0}, scale = {0}, best = {0};
         load(x, values, elements, blocks, first);
@@ -121,8 +123,9 @@ void fit_signed(const float *values, const float *counts, int64_t elements, int6
 static inline vf neighbours(const float *p) { vf value; memcpy(&value, p, sizeof value); return value; }
 
 /* For each group the first column of the largest linear - factor * square, and that number; false where one is NaN. */
-int best_rows(const float *linear, const float *square, const float *factor, int64_t groups, int64_t columns, int64_t *chosen,
-              float *gain) {
+int best_rows(const float *linear /* groups * columns */, const float *square /* groups * columns */,
+              const float *factor /* groups */, int64_t groups, int64_t columns, int64_t *chosen /* groups */,
+              float *gain /* groups */) {
     vi wrong = {0};
     for (int64_t g = 0; g < groups; g++, linear += columns, square += columns) {
         vf by = factor[g] - (vf){0}, best = -__builtin_inff() - (vf){0};

@@ -117,7 +117,7 @@ def write_checkpoint(fp8: ModuleType, matrices: Mapping[str, Tensor], others: Ma
 
 def _linear_error(module: ModuleType, packed: PackedWeight, weight: Tensor) -> float:
     """The RMS error of linear, relative to the matmul with a weight in float64."""
-    x = torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
     exact = x.double() @ weight.double().t()
     return float((module.linear(x, packed).double() - exact).norm() / exact.norm())
 
@@ -153,7 +153,7 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
             continue
         seconds["quantize"] += time.perf_counter() - start
         decoded = module.dequantize(packed, torch.float32)
-        x = torch.randn(ROWS, packed.shape[1])
+        x = torch.randn(ROWS, packed.shape[1], dtype=torch.float32, device="cpu")
         start = time.perf_counter()
         module.linear(x, packed)
         seconds["linear"] += time.perf_counter() - start
@@ -191,8 +191,8 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
         number_type = number(kind)
         if field.groups is not None:
             continue                                             # columns in order
-        drawn = torch.randn(extents) if number_type is None or number_type.is_float else \
-            torch.randint(int(number_type.low), int(number_type.high) + 1, extents)
+        drawn = torch.randn(extents, dtype=torch.float32, device="cpu") if number_type is None or number_type.is_float else \
+            torch.randint(int(number_type.low), int(number_type.high) + 1, extents, device="cpu")
         fields[name] = drawn.to(torch_dtype(kind))
     return module.pack(fields, storage=storage, **params)  # type: ignore[no-any-return]
 

@@ -66,7 +66,8 @@ class CachedRows:
     @property
     def shared(self) -> dict[str, Tensor]:
         """The numbers that all rows share, as they are stored."""
-        return {name: torch.tensor(number, dtype=FLOATS[self.type_of(name)]) for name, number in self.numbers.items()}
+        return {name: torch.tensor(number, dtype=FLOATS[self.type_of(name)], device="cpu")
+                for name, number in self.numbers.items()}
 
     def type_of(self, field: str) -> str:
         """The number type of a field."""
@@ -220,7 +221,7 @@ def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, d
     template = full_template(format, storage, (group, k), params)
     cached = CachedRows(template, group, choice.numbers, choice.options, settings)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in cached.encoded(torch.zeros(group, head_dim)).tensors.items():
+    for name, tensor in cached.encoded(torch.zeros(group, head_dim, dtype=torch.float32, device="cpu")).tensors.items():
         axes = layout.tensors[name].axes
         if all(axis.dim != "N" for axis in axes):
             tensors[name] = tensor.to(device)

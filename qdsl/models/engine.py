@@ -197,7 +197,8 @@ def register_counters(layer: nn.Module, collectors: Sequence[Collector], load: C
         counts.update((*collector.storage_names, *collector.unused))
         dtypes |= {leaf: collector.dtype(leaf) for leaf in collector.storage_names}
     for leaf, count in counts.items():
-        counter = nn.Parameter(torch.zeros(count, dtype=dtypes.get(leaf, torch.uint8)), requires_grad=False)
+        places = torch.zeros(count, dtype=dtypes.get(leaf, torch.uint8), device=torch.get_default_device())    # that of vLLM
+        counter = nn.Parameter(places, requires_grad=False)
         counter.leaf, counter.weight_loader = leaf, load         # type: ignore[attr-defined]
         layer.register_parameter(stem + leaf.replace(".", "_"), counter)
 

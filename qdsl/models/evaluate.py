@@ -94,7 +94,7 @@ def chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
 
     An incomplete last chunk is not scored.  Raises LoadError for a text shorter than one chunk.
     """
-    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
+    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"], dtype=torch.int64, device="cpu")
     if len(tokens) < context:
         raise LoadError(f"the text has {len(tokens)} tokens, and a chunk takes {context}: give more text or a smaller context")
     cut = list(tokens[:len(tokens) // context * context].view(-1, context).clone())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qdsl.models.offloaded import onloaded_by_hooks
 from qdsl.runtime.torch import ops
-from qdsl.runtime.torch.experts import host_borders, is_on_gpu, matmul, weighted_sum
+from qdsl.runtime.torch.experts import device_offsets, host_borders, is_on_gpu, matmul, weighted_sum
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -122,7 +122,7 @@ class Experts(nn.Module):
             return self[index[0]][(Ellipsis, *index[1:]) if index[0] is Ellipsis else index[1:]]
         if index is Ellipsis:
             return self.dequantize()
-        chosen = torch.arange(self.experts)[index.cpu() if isinstance(index, Tensor) else index]
+        chosen = torch.arange(self.experts, device="cpu")[index.cpu() if isinstance(index, Tensor) else index]
         if chosen.dim() == 0:
             return self._dense(int(chosen))
         decoded = {expert: self._dense(expert) for expert in sorted(set(chosen.flatten().tolist()))}
@@ -151,7 +151,7 @@ class Experts(nn.Module):
         if is_on_gpu(x, bias) and (m >= self.experts or torch.cuda.is_current_stream_capturing()):
             out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
             matmul(x.contiguous(), lambda start, stop: torch.cat([self._apart(e, x.dtype) for e in range(start, stop)]),
-                   torch.as_tensor(offsets, device=x.device), None if bias is None else bias.contiguous(), rows, out)
+                   device_offsets(offsets, x), None if bias is None else bias.contiguous(), rows, out)
             return out
         x = x if rows is None else x[rows]
         borders = host_borders(offsets, len(x), partial)

@@ -165,7 +165,7 @@ class LanguageFolder:
 
     def _shapes(self, assembly: Assembly) -> list[tuple[int, ...]]:
         """The shapes of all source tensors of a rule."""
-        meta = torch.empty(assembly.shape, device="meta")
+        meta = torch.empty(assembly.shape, dtype=torch.uint8, device="meta")
         return [tuple(tensor.shape) for tensor in source_tensors(assembly.rule, meta, self.axes)]
 
     def _type(self, name: str, rank: int, parts: Sequence[str]) -> str:
@@ -189,7 +189,7 @@ class LanguageFolder:
         first, last = assembly.first + start * scale, min(assembly.first + stop * scale, assembly.last)
         if len(assembly.parts) == 1 and not assembly.rule.rows:
             return self.folder.numbers(assembly.parts[0], first * columns, last * columns).view(-1, shape[-1])
-        order = self._cached(name, assembly)[first:last] if assembly.rule.rows else torch.arange(first, last)
+        order = self._cached(name, assembly)[first:last] if assembly.rule.rows else torch.arange(first, last, device="cpu")
         return self._gathered(assembly.parts, order, columns).view(-1, shape[-1])
 
     def _cached(self, name: str, assembly: Assembly) -> Tensor:
@@ -200,18 +200,18 @@ class LanguageFolder:
                 count = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
                 self._cache = {name: torch.argsort(row_order(rule.rows, self.axes, count))}
             else:
-                whole = self._gathered(assembly.parts, torch.arange(math.prod(shape)), 1).view(shape)
+                whole = self._gathered(assembly.parts, torch.arange(math.prod(shape), device="cpu"), 1).view(shape)
                 self._cache = {name: source_tensors(rule, whole.float(), self.axes)[assembly.place]}
         return self._cache[name]
 
     def _gathered(self, parts: Sequence[str], order: Tensor, columns: int) -> Tensor:
         """Rows of concatenated tensors of the folder, in an order."""
         entries = [self.folder.entry(part) for part in parts]
-        counts = torch.tensor([math.prod(entry.shape) // columns for entry in entries])
+        counts = torch.tensor([math.prod(entry.shape) // columns for entry in entries], dtype=torch.int64, device="cpu")
         ends = counts.cumsum(0)
         owners = torch.searchsorted(ends, order, right=True)
         dtypes = {torch_dtypes()[entry.dtype] for entry in entries}
-        result = torch.empty(len(order), columns, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+        result = torch.empty(len(order), columns, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, device="cpu")
         for owner in sorted(set(owners.tolist())):
             own = owners == owner
             places = order[own] - (ends[owner] - counts[owner])
@@ -293,12 +293,12 @@ def _frequencies(config: Mapping[str, Any], own: GgufMap, path: Path) -> dict[st
                                                                     ("original_max_position_embeddings", 8192)))
     low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
     divisors: list[Any] = []
-    for frequency in 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)):
+    for frequency in 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)):
         wavelength = 2 * math.pi / frequency
         smooth = (length / wavelength - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
         divisors.append(1 if wavelength < length / high else factor if wavelength > length / low else between)
-    return {FREQUENCIES: torch.tensor(divisors, dtype=torch.float32)}
+    return {FREQUENCIES: torch.tensor(divisors, dtype=torch.float32, device="cpu")}
 
 
 def _axes(config: Any, assemblies: Any) -> dict[str, int]:

@@ -151,13 +151,13 @@ def row_order(rows: str, config: object, count: int) -> Tensor:
     if rows.startswith(GROUPED):
         return _grouped_order(rows, config, count)
     if are_spans(rows):
-        return torch.cat([torch.arange(*map(int, span.split(":"))) for span in rows.split()])
+        return torch.cat([torch.arange(*map(int, span.split(":")), device="cpu") for span in rows.split()])
     left, right = (side.split() for side in rows.split(" -> "))
     sizes = [_axis(axis, config) for axis in left]
     product = math.prod(size for size in sizes if size > 0)
     if count % product or (-1 not in sizes and count != product):
         raise LoadError(f"{count} rows do not divide by '{rows}', whose axes are {sizes} in the config")
-    return torch.arange(count).view(sizes).permute([left.index(axis) for axis in right]).flatten()
+    return torch.arange(count, device="cpu").view(sizes).permute([left.index(axis) for axis in right]).flatten()
 
 
 def are_spans(rows: str) -> bool:
@@ -172,7 +172,7 @@ def _grouped_order(rows: str, config: object, count: int) -> Tensor:
     if left or any(section * unit % groups for section in sections):
         raise LoadError(f"{count} rows do not divide by '{rows}', whose {groups} groups have sections of {sections} in the "
                         "config")
-    parts = torch.split(torch.arange(count), [section * unit for section in sections])
+    parts = torch.split(torch.arange(count, device="cpu"), [section * unit for section in sections])
     return torch.cat([part.view(groups, -1) for part in parts], 1).flatten()
 
 

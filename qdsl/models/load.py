@@ -142,7 +142,7 @@ def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | Non
         except re.error as error:
             raise LoadError(f"skip: {pattern!r} is not a regular expression: {error}") from None
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
         raise LoadError(f"device {str(device)!r} cannot be used: {error}") from None
     if format is None and options:

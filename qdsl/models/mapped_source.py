@@ -142,7 +142,7 @@ class MappedSource:
         rule = self._rule(layer)
         parts = [self.file.stacked(own) for source in rule.sources if (own := self.names[source]) is not None]
         count = sum(part.shape[0] for part in parts)
-        return parts, row_order(rule.rows, self.config, count) if rule.rows else torch.arange(count)
+        return parts, row_order(rule.rows, self.config, count) if rule.rows else torch.arange(count, device="cpu")
 
     def _cuts(self, parts: Sequence[PackedWeight], rows: Tensor) -> list[PackedWeight]:
         """Runs of consecutive rows of the parts, as views; [] where there are too many, or where blocks cross their ends."""

@@ -65,7 +65,7 @@ def usable_device(device: str | None = None) -> str:
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:              # torch without CUDA asserts
         raise LoadError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device

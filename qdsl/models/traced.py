@@ -33,7 +33,7 @@ def trace(convert: Convert, shapes: Shapes) -> dict[str, TensorRule]:
     count = 0
     for name, shape in shapes.items():
         n = shape[0] if shape else 1
-        rows[name] = torch.arange(count, count + n).view(n, *[1] * (len(shape) - 1)) if shape else torch.tensor(count)
+        rows[name] = torch.arange(count, count + n, device="cpu").view([n, *[1] * (len(shape) - 1)] if shape else [])
         starts.append(count)
         count += n
     try:
@@ -41,7 +41,7 @@ def trace(convert: Convert, shapes: Shapes) -> dict[str, TensorRule]:
     except Exception as error:
         raise LoadError(f"the library's converter fails on the names and shapes of this file: {type(error).__name__}: {error}"
                         ) from error
-    names, ends = list(shapes), torch.tensor([*starts[1:], count])
+    names, ends = list(shapes), torch.tensor([*starts[1:], count], dtype=torch.int64, device="cpu")
     return {target: _rule(target, tensor, names, starts, ends, shapes) for target, tensor in converted.items()}
 
 
@@ -65,7 +65,7 @@ def _rule(target: str, tensor: Tensor, names: Sequence[str], starts: Sequence[in
         local[inside] = rows[inside] - starts[owner] + base
         base += int(ends[owner]) - starts[owner]
     inner = math.prod(shapes[sources[0]][1:-1])                  # rows of the last axis in one of the first
-    local = (local[:, None] * inner + torch.arange(inner)).flatten()
+    local = (local[:, None] * inner + torch.arange(inner, device="cpu")).flatten()
     is_whole = len(local) == base * inner and bool((local.diff() == 1).all())
     return TensorRule(tuple(sources), "" if is_whole else spans(local))
 

@@ -54,13 +54,14 @@ def branch_fields(branch: Branch, shape: Shape, params: Mapping[str, int | str],
     """Random fields of a branch of a weight [N, K]."""
     n, k = shape
     generator = torch.Generator().manual_seed(seed)
-    present = torch.rand(shape, generator=generator) < 0.1
+    present = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < 0.1
     row, column = present.nonzero(as_tuple=True)
     extents = {"N": n, "K": k, "N + 1": n + 1, "R": ROWS if branch.kind == "dense_rows" else RANK, "E": row.numel()}
-    fields = {role: torch.randn([extents[extent] for extent in kind.extents], generator=generator)
-              for role, kind in BRANCHES[branch.kind].roles.items()}
-    start = torch.cat([torch.zeros(1, dtype=torch.int64), present.sum(1).cumsum(0)])
-    indices = {"start": start, "column": column, "row": torch.randint(0, max(1, n), (extents["R"],), generator=generator)}
+    sizes = {role: [extents[extent] for extent in kind.extents] for role, kind in BRANCHES[branch.kind].roles.items()}
+    fields = {role: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for role, size in sizes.items()}
+    start = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), present.sum(1).cumsum(0)])
+    rows = torch.randint(0, max(1, n), (extents["R"],), generator=generator, device="cpu")
+    indices = {"start": start, "column": column, "row": rows}
     return {role: indices.get(role, value).to(branch.tensors[role].dtype(params)) for role, value in fields.items()}
 
 

@@ -94,7 +94,7 @@ class Case:
             kind = str(self.params.get(field.type, field.type))
             if field.groups is not None:
                 groups = max(1, field.groups.extent(*shape, sizes) or 1)
-                fields[name] = torch.randint(0, groups, size, generator=generator, dtype=torch.int32)
+                fields[name] = torch.randint(0, groups, size, generator=generator, dtype=torch.int32, device="cpu")
             else:
                 fields[name] = random_values(kind, size, generator, base_3=name in digits)
         return fields
@@ -106,7 +106,7 @@ class Case:
         if not variant.storages[self.storage].order or groups is None:
             return {}
         size = groups.by(sizes)
-        index = order.index_of(torch.randperm(shape[1], generator=torch.Generator().manual_seed(seed)), size)
+        index = order.index_of(torch.randperm(shape[1], generator=torch.Generator().manual_seed(seed), device="cpu"), size)
         names = [name for name, field in variant.fields.items() if field.groups is not None]
         return {} if torch.equal(index, order.in_order(index, size)) else dict.fromkeys(names, index)
 
@@ -115,15 +115,16 @@ def random_values(kind: str, size: Sequence[int], generator: torch.Generator, ba
     """Random values of a number type, in the dtype of its fields; base_3: only 0, 1 and 2, which digits hold."""
     dtype = torch_dtype(kind)
     if kind in ("f16", "bf16", "f32"):
-        return torch.randn(size, generator=generator).to(dtype)
+        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
     if dtype.is_floating_point:                                  # larger bytes are not finite numbers
-        return torch.randint(100, 124 if kind == "e5m2" else 126, size, generator=generator, dtype=torch.uint8).view(dtype)
+        stop = 124 if kind == "e5m2" else 126
+        return torch.randint(100, stop, size, generator=generator, dtype=torch.uint8, device="cpu").view(dtype)
     type = number(kind)
     assert type is not None
     low, count = (0 if type.is_float else int(type.low)), 3 if base_3 else 1 << type.bits
     if type.exponent == 8:                                       # powers of two whose products are finite
         low, count = type.bias - 20, 24
-    return torch.randint(low, low + count, size, generator=generator).to(dtype)
+    return torch.randint(low, low + count, size, generator=generator, device="cpu").to(dtype)
 
 
 def choices(format: Format, by: tuple[int | str, ...]) -> list[dict[str, int | str]]:

@@ -152,7 +152,7 @@ def convert(case: Case) -> tuple[str, str]:
 def quantize(case: Case) -> tuple[str, str]:
     """Quantizing a random weight loses less than its own energy, and unpack and pack keep the result."""
     shape = case.two_blocks
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     try:
         packed = case.format.quantize(weight, case.storage, **dict[str, Any](case.params))
     except FormatError as error:

@@ -64,7 +64,7 @@ def dequantize(case: Case) -> tuple[str, str]:
     for seed, shape in enumerate(shapes):
         packed = _packed(case, shape, seed)
         for dtype in (torch.float32, torch.float16)[:1 + (seed == 0)]:
-            out = torch.full(shape, torch.nan, dtype=dtype)
+            out = torch.full(shape, torch.nan, dtype=dtype, device="cpu")
             launch.dequantize(packed, out)                       # decodes streams, too
             if problem := difference(out, case.format.dequantize(packed, dtype), packed, case.spec):
                 return f"{list(shape)} to {str(dtype)[6:]}: {problem}", ""
@@ -78,7 +78,7 @@ def linear(case: Case) -> tuple[str, str]:
         packed = _packed(case, shape, seed).decode_streams()
         weight = case.format.dequantize(packed, torch.float32)
         columns = sorted({0, 1, shape[1] // 2, shape[1] - 1} & set(range(shape[1])))
-        x = torch.zeros(len(columns), shape[1])
+        x = torch.zeros(len(columns), shape[1], dtype=torch.float32, device="cpu")
         x[range(len(columns)), columns] = 1
         got = weight.clone()
         got[:, columns] = _linear(x, packed, None).t() + 0.0
@@ -96,8 +96,9 @@ def linear(case: Case) -> tuple[str, str]:
 def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.dtype, candidate: Candidate) -> str:
     """The results of x @ w.T + bias whose error exceeds that of float32 sums of K terms and one rounding; '' if none do."""
     generator = torch.Generator().manual_seed(rows)
-    x = (torch.randn(rows, packed.shape[1], generator=generator) / 256).to(dtype)     # so that float16 holds the sums
-    bias = torch.randn(packed.shape[0], generator=generator).to(dtype)
+    x = torch.randn(rows, packed.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    x = (x / 256).to(dtype)                                      # so that float16 holds the sums
+    bias = torch.randn(packed.shape[0], generator=generator, dtype=torch.float32, device="cpu").to(dtype)
     got = _linear(x, packed, bias, candidate).double()
     wanted = x.double() @ weight.t() + bias.double()
     spread = x.double().abs() @ weight.abs().t() + bias.double().abs()
@@ -119,7 +120,7 @@ def _packed(case: Case, shape: tuple[int, int], seed: int) -> PackedWeight:
 
 
 def _linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, candidate: Candidate | None = None) -> Tensor:
-    out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype)
+    out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device="cpu")
     for call in launch.linear_calls(x, packed, bias, out, candidate=candidate):
         call.run()
     return out

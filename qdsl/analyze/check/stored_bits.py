@@ -181,6 +181,6 @@ def _from_bits(bits: Bits, like: Tensor) -> Tensor:
 
 
 def _to_bits(tensor: Tensor, width: int) -> Bits:
-    raw = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8)
+    raw = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor).flatten().view(torch.uint8)
     bits = np.unpackbits(raw.numpy(), bitorder="little").reshape(tensor.numel(), 8 * tensor.element_size())
     return bits[:, :width].ravel()

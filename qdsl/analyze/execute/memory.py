@@ -102,7 +102,7 @@ class GlobalMemory:
         for name, tensor in tensors:
             key = tensor.untyped_storage().data_ptr()
             if key not in by_storage:
-                data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+                data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
                 start += key % STEP
                 by_storage[key] = Allocation(start, data, [], [])
                 self.allocations.append(by_storage[key])
@@ -179,7 +179,7 @@ class GlobalMemory:
                 continue
             item = tensor.element_size()
             stores = torch.from_numpy(allocation.stores[:allocation.stores.size // item * item].reshape(-1, item))
-            numbers = torch.arange(len(stores)).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            numbers = torch.arange(len(stores), device="cpu").as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             counts = stores[numbers.reshape(-1)].numpy()
             name = next((name for name, span in zip(allocation.names, allocation.spans, strict=True) if span == (first, end)),
                         allocation.names[0])

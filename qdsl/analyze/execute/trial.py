@@ -67,10 +67,10 @@ def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = Non
     options = options or Options(counts=True)
     packed = _weight(module, storage, dict(params or {}), shape, zeros=programs is not None)
     n, k = packed.shape
-    out = torch.empty(launches.out_shape(packed, kind, rows), dtype=launches.TYPES[x])
+    out = torch.empty(launches.out_shape(packed, kind, rows), dtype=launches.TYPES[x], device="cpu")
     if programs is None:
         out.fill_(torch.nan)
-    activation = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    activation = _random((rows, k), 1).to(out.dtype)
     stored, weight = as_stored(activation, packed) if kind == "linear" else (activation, packed)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         calls = launches.calls_on(weight, kind, stored, out)
@@ -100,6 +100,10 @@ def _counted(calls: Sequence[Call], executions: Sequence[Execution], arch: str, 
     return ptx / weights, sum(report.whole * report.weights * report.programs for report in reports) / weights
 
 
+def _random(shape: tuple[int, int], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+
+
 def _weight(module: ModuleType, storage: str | None, params: dict[str, int | str], shape: tuple[int, int],
             zeros: bool) -> PackedWeight:
     if zeros:
@@ -107,7 +111,7 @@ def _weight(module: ModuleType, storage: str | None, params: dict[str, int | str
         return packed
     if not hasattr(module, "quantize"):
         raise AnalyzeError(f"{module.SPEC.name} says not how weights are quantized, so that there are none to execute with")
-    packed = module.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), **params)
+    packed = module.quantize(_random(shape, 0), **params)
     if storage in (None, packed.storage):
         return packed
     converted: PackedWeight = module.planar(packed, larger=True) if storage == "planar" else module.convert(packed, storage)

@@ -15,7 +15,6 @@ with the symbol of the shortest code.  Two turns of 32 words follow the last, so
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import CDLL, c_void_p
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +25,7 @@ from qdsl.codecs import bits, lanes, native
 from qdsl.codecs.huffman import Code, Words, canonical, canonical_code
 from qdsl.codecs.lookup import StreamError
 from qdsl.core.codecs import CODECS
+from qdsl.host.c_functions import CFunctions
 
 LONGEST = 8                                                      # bits of a code: one lookup of 256 entries
 GROUP = 32                                                       # lanes, a warp
@@ -80,7 +80,8 @@ def _streams(symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32]
     return words, turns.reshape(chunks, -(-n // rows))
 
 
-def _encode_natively(compiled: CDLL, symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def _encode_natively(compiled: CFunctions, symbols: NDArray[np.uint8], code: Code,
+                     ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """As `_streams`, in C."""
     n, k = symbols.shape
     per_row, chunks = lanes_of(k)
@@ -88,15 +89,14 @@ def _encode_natively(compiled: CDLL, symbols: NDArray[np.uint8], code: Code) -> 
     for symbol, (size, value) in code.words.items():
         codes[symbol] = value << 8 | size
     turns = np.zeros((chunks, -(-n // (GROUP // per_row))), np.int64)
-    parts = [(chunk, native.sizes(n, k, per_row, start, stop - start))
+    parts = [(chunk, (n, k, per_row, start, stop - start))
              for chunk, (start, stop) in enumerate(_bounds(-(-k // (RUN * per_row)), chunks))]
-    source, table = native.addresses(symbols, codes)
     for chunk, part in parts:
-        compiled.lanes_turns(source, *part, table, _filler(code), *native.addresses(turns[chunk]))
+        compiled.lanes_turns(symbols, *part, codes, _filler(code), turns[chunk])
     starts = np.cumsum(turns).reshape(turns.shape) - turns
     words = np.zeros((int(turns.sum()) + AHEAD) * GROUP, np.uint32)
     for chunk, part in parts:
-        compiled.lanes_encode(source, *part, table, _filler(code), *native.addresses(starts[chunk], words))
+        compiled.lanes_encode(symbols, *part, codes, _filler(code), starts[chunk], words)
     return words, turns
 
 
@@ -215,13 +215,13 @@ def _decode_groups(tensors: Tensors, shape: tuple[int, int], groups: NDArray[np.
     for chunk, (start, stop) in enumerate(_bounds(runs, chunks)):
         for first in range(0, len(groups) if start < stop else 0, step):
             index = chunk * -(-n // rows) + groups[first:first + step]
-            part = out[first * rows:(first + len(index)) * rows, start:stop]
+            part = out[first * rows:(first + len(index)) * rows]
             if compiled is not None:
-                used = _decode_natively(compiled, words, starts[index], stops[index], tensors["table"], part)
+                used = _decode_natively(compiled, words, starts[index], stops[index], tensors["table"], part, (start, stop))
             else:
                 lookup = _lookup(tensors["table"].tobytes())
                 symbols, used = _ungrouped(words, starts[index], stops[index], RUN * (stop - start), lookup)
-                part[...] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
+                part[:, start:stop] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
             _check_used(used, stops[index] - starts[index])
     return out.reshape(len(groups) * rows, -1)
 
@@ -233,14 +233,13 @@ def _check_used(used: NDArray[np.int64], turns: NDArray[np.int64]) -> None:
         raise StreamError(f"words: the codes of a lane take {used[over[0]]} bits of {32 * turns[over[0]]}")
 
 
-def _decode_natively(compiled: CDLL, words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64],
-                     table: NDArray[np.int16], out: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Decode symbols [rows, runs, R, 8] of groups, a part of longer rows, in C; returns the bits of their longest lanes."""
+def _decode_natively(compiled: CFunctions, words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64],
+                     table: NDArray[np.int16], out: NDArray[np.uint8], runs: tuple[int, int]) -> NDArray[np.int64]:
+    """Decode these runs of the symbols [rows, runs, R, 8] of groups in C; returns the bits of their longest lanes."""
     used = np.zeros(len(starts), np.int64)
-    words, table = np.ascontiguousarray(words), np.ascontiguousarray(table)
-    source, code = native.addresses(words, table)
-    if not compiled.lanes_decode(source, *native.addresses(starts, stops), *native.sizes(len(starts), *out.shape[1:3]), code,
-                                 c_void_p(out.ctypes.data), *native.sizes(out.strides[0]), *native.addresses(used)):
+    (start, stop), per_row = runs, out.shape[2]
+    if not compiled.lanes_decode(np.ascontiguousarray(words), starts, stops, len(starts), stop - start, per_row,
+                                 np.ascontiguousarray(table).view(np.uint16), out, start * per_row * RUN, out[0].size, used):
         raise MemoryError("no memory for the lanes of a group")
     return used
 

@@ -53,8 +53,7 @@ def _encode_codes(symbols: NDArray[np.uint8], base: int, patches: int,
     compiled = native.functions()
     if compiled is not None:
         places, values = np.empty(patches, np.int64), np.empty(patches, np.uint8)
-        source, *targets = native.addresses(symbols, codes, places, values)
-        compiled.window_encode(source, base, *targets, *native.sizes(n, k))
+        compiled.window_encode(symbols, base, codes, places, values, patches, n, k)
         return codes, places, values
     index = [np.zeros(0, np.int64)]
     step = max(1, _TILE // max(1, k))
@@ -140,9 +139,7 @@ def _decode_codes(codes: NDArray[np.int32], base: int, out: NDArray[np.uint8]) -
     rows, k = out.shape
     compiled = native.functions()
     if compiled is not None:
-        codes = np.ascontiguousarray(codes)
-        source, target = native.addresses(codes, out)
-        compiled.window_decode(source, base, target, *native.sizes(rows, k))
+        compiled.window_decode(np.ascontiguousarray(codes).view(np.uint32), base, out, rows, k)
         return
     step = max(1, _TILE // max(1, k))
     for first in range(0, rows, step):

@@ -353,7 +353,7 @@ def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -
     fields = weight.variant.fields
     every = aim.exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
     if weight.layout.streams and not every:                      # cannot be sliced, but some rows can be decoded
-        rows = weight.decode_rows(torch.arange(min(weight.shape[0], other.step("N"))))
+        rows = weight.decode_rows(torch.arange(min(weight.shape[0], other.step("N")), device="cpu"))
         if rows is not None:
             return become(rows, layer, aim)
     samples = []
@@ -385,7 +385,8 @@ def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tu
     params = {name: value for name, value in options if name in format.params}
     whole = format.empty(shape, storage, "meta", (), **params)
     rows = min(shape[0], whole.step("N"))
-    return _stored(whole, format.quantize(torch.ones(rows, shape[1]), storage, **dict(options)), False)
+    ones = torch.ones(rows, shape[1], dtype=torch.float32, device="cpu")
+    return _stored(whole, format.quantize(ones, storage, **dict(options)), False)
 
 
 def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:

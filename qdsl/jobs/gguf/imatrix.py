@@ -72,7 +72,7 @@ class Imatrix:
         where = f"{self.path}: importance of {shown(tensor.name)}"
         wanted = tensor.experts * tensor.columns
         sums = torch.frombuffer(bytearray(entry.sums), dtype=torch.float32)
-        counts = torch.tensor([float(entry.calls or 1)])
+        counts = torch.tensor([float(entry.calls or 1)], dtype=torch.float32, device="cpu")
         if entry.counts is not None:
             counts = torch.frombuffer(bytearray(entry.counts), dtype=torch.float32).round()
         if counts.numel() > wanted or wanted % counts.numel():

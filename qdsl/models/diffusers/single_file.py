@@ -67,7 +67,7 @@ def _config(cls: Any, file: Source, config: str | Path | None, subfolder: str | 
     """The config of a model, without quantization settings."""
     mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES.get(single_file_class(cls), {})
     if config is None:
-        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes(file).items()}
+        tensors = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes(file).items()}
         inferred = single_file_model.fetch_diffusers_config(tensors)
         config = inferred["pretrained_model_name_or_path"]
         subfolder = subfolder or mapping.get("default_subfolder") or inferred.get("subfolder")

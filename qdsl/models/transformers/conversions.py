@@ -77,7 +77,7 @@ class Conversions:
         for name, pattern in members:
             n = shapes[name][0] if len(shapes[name]) > 1 else shapes[name][0] // self.tensors[target].shape[-1]
             rows[name] = range(count, count + n)
-            converter.add_tensor(target, f"{name}.weight", pattern, torch.arange(count, count + n)[:, None])
+            converter.add_tensor(target, f"{name}.weight", pattern, torch.arange(count, count + n, device="cpu")[:, None])
             count += n
         try:
             result = converter.convert(target, model=self.model, config=self.model.config)

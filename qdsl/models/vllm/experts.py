@@ -75,7 +75,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             register_counters(layer, [own for (_, shard), own in self.collectors.items() if shard in shards], self.load, stem)
         biases = {"w13_bias": 2 * intermediate_size_per_partition, "w2_bias": hidden_size} if self.moe.has_bias else {}
         for name, rows in biases.items():
-            bias = torch.zeros(layer.local_num_experts, rows, dtype=params_dtype)
+            bias = torch.zeros(layer.local_num_experts, rows, dtype=params_dtype, device=torch.get_default_device())
             layer.register_parameter(name, nn.Parameter(bias, requires_grad=False))
 
     def _collector(self, layer: RoutedExperts, name: str, shard: str, size: int) -> Collector:

@@ -85,9 +85,10 @@ def native_storage(operation: Int4Operation) -> str:
     if not operation.packer:
         return operation.storages[0]
     n, k = 128, 32
-    codes = (torch.arange(n * k) * 2654435761 // 65536 % 16).view(n, k)
+    codes = (torch.arange(n * k, device="cpu") * 2654435761 // 65536 % 16).view(n, k)
     wanted = getattr(torch.ops.aten, operation.packer)(codes.int(), 1).flatten()
-    fields = {"q": codes.byte(), "s": torch.ones(n, 1), "z": torch.zeros(n, 1)}
+    scales = torch.ones(n, 1, dtype=torch.float32, device="cpu")
+    fields = {"q": codes.byte(), "s": scales, "z": torch.zeros_like(scales)}
     for storage in operation.storages:
         packed = format_of(operation).pack(fields, storage, group=k, **dict(operation.params))
         if torch.equal(packed.tensors[operation.arguments[0]].flatten(), wanted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qdsl.core.shapes import extents
 from qdsl.host import library
+from qdsl.host.c_functions import address
 from qdsl.runtime.cpu import across_rows, factored, threads
 from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
 from qdsl.runtime.cpu.trace import SIZES, Unsupported
@@ -27,7 +30,7 @@ SHARE = 1 << 17                                                  # weights that 
 PLAIN, FACTORED, ROUNDED = "plain", "factored", "rounded"        # ways: weight by weight; codes, then scales; x in 8 bits too
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}
-_units: dict[tuple[Any, ...], int | None] = {}                   # of a row, by loop and shape; None where the loop does not fit
+_fits: dict[tuple[Loop, tuple[int, int]], Fit | None] = {}       # by loop and shape; None where the loop does not fit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,12 +43,21 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
+class Fit:
+    """What a loop needs of a weight of a shape.  units: of a row.  stored: dtype and elements of each tensor that it reads."""
+
+    units: int
+    stored: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A loop with what it reads of a weight: the units of a row, and the tensors."""
+    """A loop with what it reads of a weight: the units of a row, the tensors, and their addresses."""
 
     loop: Loop
     units: int
     tensors: tuple[Tensor | None, ...]
+    places: ctypes.Array[ctypes.c_void_p]
 
 
 def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor | None:
@@ -64,10 +76,11 @@ def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor |
     x = (torch.nn.functional.pad(x, (0, 0, 0, -m % together)) if m % together else x).contiguous()
     arranged = _arranged(x, prepared.loop)
     n, rows = packed.shape[0], len(x)
-    out = torch.empty(rows, n)
+    out = torch.empty(rows, n, dtype=torch.float32, device="cpu")
+    places = [(address(tensor, "float32", rows * tensor.shape[1], tensor is out), 4 * tensor.shape[1])
+              for tensor in (out, x, arranged)]
     for row in range(0, rows, together):                         # slices of tensors take longer than sums of addresses
-        places = [tensor.data_ptr() + 4 * row * tensor.shape[1] for tensor in (out, x, arranged)]
-        _run(prepared, packed, places, 0, n)
+        _run(prepared, packed, [start + row * step for start, step in places], 0, n)
     return out[:m] if m < rows else out
 
 
@@ -81,8 +94,8 @@ def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
         return None
 
     def rows(out: Tensor, start: int) -> None:
-        before = 4 * start * packed.shape[1]
-        _run(prepared, packed, [out.data_ptr() - before, 0, 0], start, start + out.shape[0])
+        first = address(out, "float32", out.shape[0] * packed.shape[1], True) - 4 * start * packed.shape[1]
+        _run(prepared, packed, [first, 0, 0], start, start + out.shape[0])
 
     return rows
 
@@ -97,7 +110,7 @@ def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
     rows = max(1, TILE // k // step) * step
 
     def tiles() -> Iterator[tuple[int, Tensor]]:
-        tile = torch.empty(min(rows, n), k)
+        tile = torch.empty(min(rows, n), k, dtype=torch.float32, device="cpu")
         for start in range(0, n, rows):
             write(tile[:min(rows, n - start)], start)
             yield start, tile[:min(rows, n - start)]
@@ -124,14 +137,18 @@ def _arranged(x: Tensor, loop: Loop) -> Tensor:
     if loop.arrange is None:
         return x
     rows, k = x.shape
-    arranged = torch.empty(rows, loop.source.arranged * k)
+    arranged = torch.empty(rows, loop.source.arranged * k, dtype=torch.float32, device="cpu")
+    source, into = address(x, "float32", rows * k), address(arranged, "float32", arranged.numel(), True)
     for row in range(rows):
-        loop.arrange(x.data_ptr() + 4 * row * k, arranged.data_ptr() + 4 * row * arranged.shape[1], k)
+        loop.arrange(source + 4 * row * k, into + 4 * row * arranged.shape[1], k)
     return arranged
 
 
 def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | None:
-    """The loop that takes this weight; None where there is none.  Looked up in few steps: the weight evicts Python's data."""
+    """The loop that takes this weight; None where there is none.  Looked up in few steps: the weight evicts Python's data.
+
+    Raises UnfitArray for tensors that are shorter than the weight's shape says, or on another device.
+    """
     if not all(tensor.is_contiguous() for tensor in packed.tensors.values()):
         return None
     tensors = read_tensors(packed)
@@ -142,12 +159,26 @@ def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | N
     loop = _loops[key]
     if loop is None:
         return None
-    if (fit := (loop, packed.shape)) not in _units:
-        tiles, units = grid_axes(packed)
-        is_whole = packed.shape[1] % loop.source.divisor == 0 and packed.shape[0] == tiles * packed.layout.kernels.sums
-        _units[fit] = units if is_whole else None
-    units_of_row = _units[fit]
-    return None if units_of_row is None else Prepared(loop, units_of_row, tensors)
+    if (of := (loop, packed.shape)) not in _fits:
+        _fits[of] = _fit(packed, loop, tensors)
+    fit = _fits[of]
+    if fit is None:
+        return None
+    places = (ctypes.c_void_p * len(tensors))(*(0 if tensor is None else address(tensor, *stored)
+                                                for tensor, stored in zip(tensors, fit.stored, strict=True)))
+    return Prepared(loop, fit.units, tensors, places)
+
+
+def _fit(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None]) -> Fit | None:
+    """What the loop needs of weights like this one; None where its blocks do not divide the shape."""
+    tiles, units = grid_axes(packed)
+    if packed.shape[1] % loop.source.divisor or packed.shape[0] != tiles * packed.layout.kernels.sums:
+        return None
+    coded = [packed.layout.tensors[name] for name in packed.layout.coded]
+    counts = [math.prod(extents(stored.axes, *packed.shape, packed.sizes) or ()) for stored in coded]
+    counts += [table.numel() for table in tensors[len(counts):] if table is not None]
+    dtypes = ["" if tensor is None else str(tensor.dtype)[6:] for tensor in tensors]
+    return Fit(units, tuple(zip(dtypes, counts, strict=True)))
 
 
 def _dtypes(packed: PackedWeight) -> tuple[str | None, ...]:
@@ -194,8 +225,7 @@ def _new_loop(packed: PackedWeight, rows: int, way: str) -> Loop | None:
 def _run(prepared: Prepared, packed: PackedWeight, addresses: Sequence[int], start: int, stop: int) -> None:
     """Run a loop over rows [start, stop), on as many threads as have enough to do.  addresses: of out, x and arranged x."""
     out, x, ordered = addresses
-    loop, tensors = prepared.loop, prepared.tensors
-    places = (ctypes.c_void_p * len(tensors))(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+    loop, places = prepared.loop, prepared.places
     sums = packed.layout.kernels.sums
     count = max(1, min(torch.get_num_threads(), (stop - start) * packed.shape[1] // SHARE))
     if count == 1:

@@ -54,7 +54,7 @@ def _low_rank(sums: Tensor, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _one_hot(fields: Fields, n: int) -> Tensor:
     """A one-hot matrix [N, R] with 1 at (row[r], r)."""
     row = fields["row"].long()
-    return torch.zeros(n, row.numel(), device=row.device).scatter_(0, row[None], 1.0)
+    return torch.zeros(n, row.numel(), dtype=torch.float32, device=row.device).scatter_(0, row[None], 1.0)
 
 
 

@@ -69,7 +69,7 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | Non
     if ops.is_recorded():
         return _operation(x, packed, offsets, bias, partial)
     if ops.is_differentiated(x, bias):
-        result: Tensor = _Product.apply(x, bias, _as_tensor(offsets, x), packed, partial, False)  # type: ignore[no-untyped-call]
+        result: Tensor = _Product.apply(x, bias, device_offsets(offsets, x), packed, partial, False)  # type: ignore[no-untyped-call]
         return result
     compute = _computed if ops.is_plain(x, bias, *packed.tensors.values()) else _operation
     return compute(x, packed, offsets, bias, partial, rows)
@@ -83,7 +83,7 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
     x, packed = as_stored(x, packed)                         # all experts have the same column order, because there is one index
     if runs_kernels(x.device):
         with torch.no_grad(), on_device(x.device):
-            offsets = _as_tensor(offsets, x)
+            offsets = device_offsets(offsets, x)
             if x.dtype == torch.float64:
                 return _by_batches(x if rows is None else x[rows], packed, offsets, bias)
             return _by_tiles(x, packed, offsets, bias, partial, n, rows)
@@ -101,7 +101,7 @@ def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets)
     if runs_kernels(gradient.device):
         with torch.no_grad(), on_device(gradient.device):
             stored = packed if packed.order is None else packed.as_stored()
-            out = _by_batches(gradient, stored, _as_tensor(offsets, gradient), None, transposed=True)
+            out = _by_batches(gradient, stored, device_offsets(offsets, gradient), None, transposed=True)
             return out if packed.order is None else out.index_select(1, order.places(packed.order))
     packed = packed.decode_streams()
     borders = host_borders(offsets, gradient.shape[0], True)
@@ -111,8 +111,11 @@ def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets)
     return out
 
 
-def _as_tensor(offsets: Offsets, like: Tensor) -> Tensor:
-    return torch.as_tensor(offsets if isinstance(offsets, Tensor) else [*offsets], device=like.device)
+def device_offsets(offsets: Offsets, like: Tensor) -> Tensor:
+    """Offsets as a tensor on the device of x."""
+    if isinstance(offsets, Tensor):
+        return offsets.to(like.device)
+    return torch.tensor([*offsets], dtype=torch.int64, device=like.device)
 
 
 def host_borders(offsets: Offsets, rows: int, partial: bool) -> list[int]:
@@ -129,7 +132,7 @@ def _weights(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int
     n = packed.shape[0] // (len(borders) - 1)
     places = dict(zip(chosen, chosen, strict=True))
     if packed.layout.streams:
-        rows = torch.arange(packed.shape[0]).view(-1, n)[chosen].flatten()
+        rows = torch.arange(packed.shape[0], device="cpu").view(-1, n)[chosen].flatten()
         decoded = packed.decode_rows(rows) if 0 < len(chosen) < len(borders) - 1 else None
         places = places if decoded is None else {e: at for at, e in enumerate(chosen)}
         packed = packed.decode_streams() if decoded is None else decoded
@@ -390,7 +393,7 @@ def _operation(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor |
                ) -> Tensor:
     tensors, weight = ops.operands(packed)
     x = x if rows is None else x[rows]
-    result: Tensor = _grouped_linear(x, tensors, _as_tensor(offsets, x), bias, weight, partial)
+    result: Tensor = _grouped_linear(x, tensors, device_offsets(offsets, x), bias, weight, partial)
     return result
 
 

@@ -228,7 +228,7 @@ class PackedModule(nn.Module):
             return result if result.dtype == dtype_on(result.device, stored[id(tensor)]) else tensor.to(result.device)
 
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
-        shown = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        shown = fn(torch.empty(0, dtype=self.compute_dtype, device="cpu")).dtype
         self.compute_dtype = shown if shown.is_floating_point else self.compute_dtype
         self._validate()
         return self

@@ -94,7 +94,7 @@ class NoWeight:
         return self
 
     def __getitem__(self, index: Any) -> NoWeight:
-        return NoWeight(self._layer, torch.empty(self.shape, device="meta")[index].shape)
+        return NoWeight(self._layer, torch.empty(self.shape, dtype=torch.uint8, device="meta")[index].shape)
 
     def _no_numbers(self, *args: Any) -> Any:
         raise TypeError(f"no arithmetic: {self._advice}")

@@ -55,7 +55,7 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
     if band is not None:
         return band
     if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
-        decoded = packed.decode_rows(torch.arange(start, stop))  # rows of other ranks are not decoded
+        decoded = packed.decode_rows(torch.arange(start, stop, device="cpu"))  # rows of other ranks are not decoded
         if decoded is not None:
             return _packed_again(Source.whole(decoded))
     source = Source.whole(packed)

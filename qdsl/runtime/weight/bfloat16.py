@@ -47,7 +47,7 @@ def write(packed: PackedWeight, out: Tensor) -> bool:
 def fields_of(packed: PackedWeight, tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
     """The fields of the tensors that unpack takes.  packed: the weight, with its streams decoded."""
     if packed.variant.copies is not None and packed.device.type == "cpu" and _arrangement(packed.layout):
-        weight = torch.empty(packed.shape, dtype=torch.bfloat16)
+        weight = torch.empty(packed.shape, dtype=torch.bfloat16, device="cpu")
         if write(packed, weight):
             return {packed.variant.copies: weight}
     return packed.layout.fields_of(tensors, packed.extents)

@@ -288,7 +288,8 @@ def _code_at(format: Format, params: tuple[tuple[str, int | str], ...], name: st
     codes = torch.arange(_count(variant), dtype=torch.uint8, device="cpu").view(-1, 1)
     matches = torch.ones(len(codes), dtype=torch.bool, device="cpu")
     for turn in (1.0, 2.5):
-        fields = {key: torch.full(codes.shape, turn * (0.75 + i), device="cpu") for i, key in enumerate(floats)}
+        fields = {key: torch.full(codes.shape, turn * (0.75 + i), dtype=torch.float32, device="cpu")
+                  for i, key in enumerate(floats)}
         matches &= (variant.decode(**fields, **{code: codes}) == fields[name])[:, 0]
     return int(matches.byte().argmax()) if bool(matches.any()) else None
 

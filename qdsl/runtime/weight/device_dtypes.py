@@ -49,7 +49,7 @@ def moved(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) 
     """move(tensor) for a stored tensor of a dtype; 8-bit floats move as bytes to and from devices that lack them."""
     if not is_float8(dtype):
         return move(tensor)
-    target = move(torch.empty(0, device=tensor.device)).device
+    target = move(torch.empty(0, dtype=torch.float32, device=tensor.device)).device
     if tensor.dtype == dtype and has_dtype(target, dtype):
         return move(tensor)
     codes = move(tensor.view(torch.uint8))
