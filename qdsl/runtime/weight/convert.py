@@ -112,6 +112,8 @@ def by_words(format: Format, packed: PackedWeight, other: PackedWeight, changed:
     if left and (change.moves(left) or change.size(left) > sum(tensor.nbytes for tensor in moved.values())):
         return {}
     moved.update(change.remaining_tensors(moved) if left else {})
+    if any(tensor.is_meta for tensor in moved.values()) and packed.device.type != "meta":
+        return {}                                                # tensors whose bits are not at digits may need moved fields
     return _with_shape({name: moved[name] for name in other.layout.tensors if name in moved}, other)
 
 
@@ -252,8 +254,10 @@ class _Change:
         return sum(math.prod(self.wanted[name][1]) * self.wanted[name][0].itemsize for name in names)
 
     def remaining_tensors(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that moves of words did not fill, packed from fields.  Fields of moved tensors are on meta."""
-        done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
+        """The tensors that moves of words did not fill, packed from fields.  Fields of moved tensors alone are on meta."""
+        stored = self.other.layout.tensors
+        done = {piece.field for name in moved for piece in pieces(stored[name].bits)}
+        done -= {piece.field for name in self.wanted if name not in moved for piece in pieces(stored[name].bits)}
         fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
         packed = self.packed
         fields |= {name: default_field(packed.format, packed.variant, name, packed.shape, packed.params, packed.device)
