@@ -65,11 +65,11 @@ class CFunctions:
         self._library, self._source = library, source
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        stated, function = parameters(self._source, name), getattr(self._library, name)
+        declared, function = parameters(self._source, name), getattr(self._library, name)
 
         def call(*arguments: Any) -> int:
-            values = {parameter.name: value for parameter, value in zip(stated, arguments, strict=True)}
-            return int(function(*(parameter.argument(values[parameter.name], values) for parameter in stated)))
+            values = {parameter.name: value for parameter, value in zip(declared, arguments, strict=True)}
+            return int(function(*(parameter.argument(values[parameter.name], values) for parameter in declared)))
 
         setattr(self, name, call)
         return call
@@ -80,14 +80,14 @@ def parameters(source: str, name: str) -> tuple[Parameter, ...]:
     prototype = re.search(rf"^(?:void|int) {name}\((.*?)\)\s*\{{", source, re.MULTILINE | re.DOTALL)
     if prototype is None:
         raise AttributeError(f"the C source has no function {name}")
-    stated = []
+    declared = []
     for text in prototype[1].split(","):
         match = PARAMETER.fullmatch(" ".join(text.split()))
         if match is None or bool(match["pointer"]) != bool(match["least"]):
             raise ValueError(f"{name}: '{text.strip()}' does not state a type and, for a pointer, its number of elements")
         least = ast.parse(match["least"], mode="eval").body if match["least"] else None
-        stated.append(Parameter(match["name"], match["type"], bool(match["pointer"]) and not match["const"], least))
-    return tuple(stated)
+        declared.append(Parameter(match["name"], match["type"], bool(match["pointer"]) and not match["const"], least))
+    return tuple(declared)
 
 
 def evaluate(node: ast.expr, values: Mapping[str, Any]) -> int:

@@ -28,9 +28,9 @@ def residues(case: Case, storage: str) -> list[tuple[int, int]]:
     """A shape of each class of K that both storages can hold, with few rows; some of them where there are many."""
     both = case, Case(case.path, storage, case.params)
     n, k = (math.lcm(*sizes) for sizes in zip(*map(smallest, both), strict=True))
-    last = k + math.lcm(*(period(each, k) for each in both))
+    last = k + math.lcm(*(period(own, k) for own in both))
     columns = [fixed_shape(case, (n, k))[1]] if case.spec.fixed.get("K") else range(k, last + 1, k)
-    legal = [shape for shape in ((n, k) for k in columns) if all(list(shapes(each, *zip(shape))) for each in both)]
+    legal = [shape for shape in ((n, k) for k in columns) if all(list(shapes(own, *zip(shape))) for own in both)]
     step = max(1, -(-len(legal) // CLASSES))
     return [*legal[1::step], legal[0]]                           # the first one is whole records of most layouts
 

@@ -39,12 +39,13 @@ class Recorder:
 
 def arguments(source: str, name: str) -> list[Any]:
     """Arguments that fit to the element."""
-    stated = parameters(source, name)
-    values: dict[str, Any] = {each.name: SIZE for each in stated if each.least is None}
-    for each in sorted(stated, key=lambda each: each.least is not None and "max(" in ast.unparse(each.least)):
-        if each.least is not None:
-            values[each.name] = np.ones(evaluate(each.least, values), DTYPES[each.type])
-    return [values[each.name] for each in stated]
+    declared = parameters(source, name)
+    values: dict[str, Any] = {parameter.name: SIZE for parameter in declared if parameter.least is None}
+    pointers = [(ast.unparse(parameter.least), parameter) for parameter in declared if parameter.least is not None]
+    for _, parameter in sorted(pointers, key=lambda pointer: "max(" in pointer[0]):
+        if parameter.least is not None:
+            values[parameter.name] = np.ones(evaluate(parameter.least, values), DTYPES[parameter.type])
+    return [values[parameter.name] for parameter in declared]
 
 
 def strided(array: Array) -> Array:

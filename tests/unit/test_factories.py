@@ -31,8 +31,8 @@ def unstated(source: str) -> Iterator[str]:
     nodes = list(ast.walk(ast.parse(source)))
     calls = [node for node in nodes if isinstance(node, ast.Call) and is_factory(node.func)]
     for call in calls:
-        stated = {keyword.arg for keyword in call.keywords}
-        if missing := {"device", *(["dtype"] if makes_floats(call) else [])} - stated:
+        named = {keyword.arg for keyword in call.keywords}
+        if missing := {"device", *(["dtype"] if makes_floats(call) else [])} - named:
             yield f"line {call.lineno}: {ast.unparse(call)} does not state {' and '.join(sorted(missing))}"
     called = {id(call.func) for call in calls}
     yield from (f"line {node.lineno}: {ast.unparse(node)} is no call" for node in nodes
