@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.core.stored import OF_X
 from qdsl.host import library
 from qdsl.host.system import resident_bytes
+from qdsl.models.base import complete_from
 from qdsl.models.experts import Experts
 from qdsl.models.fused import fuse_model
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
@@ -42,11 +44,14 @@ SMALL = 1 << 20                                                  # bytes of a pl
 
 def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
-                 skip: Sequence[str] | None = None, **options: Any) -> LoadReport:
+                 skip: Sequence[str] | None = None, base: str | Path | None = None, **options: Any) -> LoadReport:
     """Fill a model; `qdsl.load_weights_` explains the arguments."""
     if verify:
         checksums.check(path, is_optional=True)
     with open_checkpoint(path) as checkpoint:
+        if base is not None and isinstance(checkpoint.source, FolderSource):
+            _tie(model)
+            complete_from(checkpoint.source, Names(model), base, rename)
         return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, **options)
 
 
@@ -62,8 +67,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     planar: whether weights become planar where that is faster; False leaves it to a library that moves them after this.
     """
     _check_arguments(device, dtype, format, skip, options)
-    if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
-        tie()
+    _tie(model)
     names = Names(model)
     stacks = {**usual_stacks(names.parameters, checkpoint.source, partial(renamed, rename=rename), format), **(stacks or {})}
     _know_shapes(checkpoint, names, rename, stacks)
@@ -83,6 +87,12 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     if planar and "storage" not in options:
         use_planar(model, loader.report)
     return loader.finished()
+
+
+def _tie(model: nn.Module) -> None:
+    """Tie weights, which builders that put parameters on meta one by one have untied."""
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie()
 
 
 def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,8 @@ def origin_of(source: Source) -> Origin:
         folder = source.folder
         origin.files = {file.path.name: (file.start_bytes(), file.header) for file in folder.files()}
         origin.config = _text(folder.root / "config.json") if folder.path.is_dir() else None
+        if folder.is_completed:
+            origin.config = json.dumps(folder.config, indent=2, ensure_ascii=False) + "\n"
         origin.index = (folder.index_name, _text(folder.root / folder.index_name) or "") if folder.index else None
     elif not isinstance(source, FolderSource):
         origin.changed = True                                    # a file of other names and shapes than the model's

@@ -157,6 +157,8 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
     planner.orient_experts()
     if plain:
         planner.check_complete()
+    if source.groups:
+        planner.check_used()
     return planner.plan
 
 
@@ -430,6 +432,12 @@ class _Planner:
             self.plan.problems.append(
                 f"{len(empty)} buffers are on meta and not in the checkpoint: {listed(empty)}; their modules compute them: "
                 "build the model with parameters alone on meta, as accelerate.init_empty_weights() does")
+
+    def check_used(self) -> None:
+        """Report tensors without a place: files of weights that are coded together belong to exactly one model."""
+        unused = [full for full in self.plan.unused if renamed(full, self.rename) is not None and not is_skipped(full, self.skip)]
+        if unused:
+            self.plan.problems.append(f"{len(unused)} tensors of the checkpoint have no place in the model: {listed(unused)}")
 
     def _stack_hint(self, missing: Sequence[str]) -> str:
         """A hint where the checkpoint stores experts one by one, and the model in one parameter."""

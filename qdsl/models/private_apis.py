@@ -47,6 +47,11 @@ def may_be_missing(model: Any) -> Sequence[str]:
     return tuple(model._keys_to_ignore_on_load_missing or ())
 
 
+def may_be_unexpected(model: Any) -> Sequence[str]:
+    """Regular expressions for tensors of a checkpoint that a model or its class leaves out."""
+    return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
 def uncast_patterns(model: Any) -> Sequence[str]:
     """Patterns of modules that a model of diffusers excludes from layerwise casting."""
     return tuple(getattr(model, "_skip_layerwise_casting_patterns", None) or ())

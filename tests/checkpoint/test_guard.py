@@ -225,9 +225,8 @@ def test_a_config_of_the_dfloat11_package(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", {"a.up.weight": matrix(64, 96)}, index=False, config={"model_type": "töy"})
     arguments = ("compress", path, "-f", "df11", "--plain-config", "-j", 1)
     assert command(*arguments, "-o", tmp_path / "out").exit_code == 0
-    data = {"model_type": "töy", "dfloat11_config": {"version": "0.5.0", "threads_per_block": [512], "bytes_per_thread": 8,
-                                                     "pattern_dict": {r"a\.up": []}}}
-    assert (tmp_path / "out" / "config.json").read_text() == json.dumps(data, indent=2)
+    settings = {"version": "0.5.0", "threads_per_block": [512], "bytes_per_thread": 8, "pattern_dict": {r"a\.up": []}}
+    assert (tmp_path / "out" / "config.json").read_text() == json.dumps({"dfloat11_config": settings}, indent=2)
     assert not recognised(tmp_path / "out").problems
     refused = command("compress", path, "-f", "hlane", "--plain-config", "-o", tmp_path / "no")
     assert refused.exit_code == 2 and "--file-per-group and --plain-config are of df11" in refused.stderr

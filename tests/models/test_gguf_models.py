@@ -237,11 +237,9 @@ def test_configs_that_a_file_does_not_hold_need_a_base(llama: tuple[Path, Any], 
         plugin.from_pretrained(other)
 
 
-def test_arguments_that_a_file_does_not_take(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_arguments_that_a_file_does_not_take(llama: tuple[Path, Any]) -> None:
     with pytest.raises(LoadError, match="a GGUF file keeps its formats"):
         plugin.from_pretrained(llama[0], base=llama[0].parent, quantization_config=plugin.QdslConfig("q4_0"))
-    with pytest.raises(ValueError, match="base= is for a GGUF file"):
-        plugin.from_pretrained(llama[0].parent, base=llama[0].parent)
 
 
 def test_rules_are_records() -> None:

@@ -33,9 +33,12 @@ def command(*arguments: str | Path) -> Result:
 
 
 def published(source: Path, out: Path) -> Path:
-    """DF11 of the dfloat11 package: no settings of qdsl, no file of what was kept."""
+    """DF11 as authors publish it whose config describes the model: no settings of qdsl, no file of what was kept."""
     compress(source, Aim("df11", plain_config=True), out)
     for path in out.rglob(ORIGINAL):
+        config, place = path.with_name("config.json"), path.parent.relative_to(out)
+        stored = json.loads((source / place / "config.json").read_text())
+        config.write_text(json.dumps({**stored, **json.loads(config.read_text())}))
         path.unlink()
     return out
 

@@ -70,6 +70,12 @@ def test_what_a_checkpoint_need_not_have() -> None:
     assert private.may_be_missing(PreTrainedModel) == () and "_keys_to_ignore_on_load_missing" in vars(PreTrainedModel)
 
 
+def test_what_a_model_leaves_out() -> None:
+    assert private.may_be_unexpected(PreTrainedModel) == () == private.may_be_unexpected(UNet2DConditionModel)
+    assert "_keys_to_ignore_on_load_unexpected" in vars(PreTrainedModel)
+    assert "_keys_to_ignore_on_load_unexpected" in vars(ModelMixin)
+
+
 def test_ties(llama: LlamaForCausalLM) -> None:
     assert all("lm_head.weight" in getattr(llama, name) for name in private.TIES)
 

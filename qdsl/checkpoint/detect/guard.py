@@ -22,6 +22,9 @@ SENTENCE = (f"{READER}: `pip install qdsl-formats`, then `import qdsl.models.tra
 CLASS = "_class_name"                                            # a key of diffusers' configs
 # Objects of a config that are settings and not models.
 SETTINGS = ("quantization_config", "compression_config", "dfloat11_config", "generation_config")
+# Entries that name a model, or say how it is stored; every other entry describes it.
+NAMES = (CLASS, "_diffusers_version", "_name_or_path", "architectures", "dtype", "model_type", "torch_dtype",
+         "transformers_version", FIELD, REPLACED, *SETTINGS)
 # A model states its number of layers; configs of parts, such as attn_config, do not, and some refuse unknown fields.
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
 
@@ -50,6 +53,11 @@ def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             del plain[FIELD]
     return plain
+
+
+def describes_model(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says more of its model than a name: the dfloat11 package writes its own settings alone."""
+    return any(key not in NAMES for key in config)
 
 
 def has_own_settings(config: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,7 @@ class Folder:
         self.path = Path(path)
         self.partial = partial
         self.missing: dict[str, str] = {}
+        self.is_completed = False                                # whether `complete` was called
         self._objects: dict[str, dict[str, Any]] = {}            # of JSON files that were read
         self.root = self.path if self.path.is_dir() else self.path.parent
         self.index_name = self._index_name()
@@ -92,8 +93,17 @@ class Folder:
         return self._files[name]
 
     def files(self) -> list[TensorFile]:
-        """The files that hold tensors."""
-        return list(dict.fromkeys(self._files.values()))
+        """The files of this folder that hold tensors."""
+        return [file for file in dict.fromkeys(self._files.values()) if not self.is_completed or file.path in self.shards]
+
+    def complete(self, config: Mapping[str, Any], base: Folder | None = None, names: Iterable[str] = ()) -> None:
+        """Replace the config, and add tensors of another folder, which is closed with this one."""
+        self.is_completed = True
+        self._objects["config.json"] = dict(config)
+        self.__dict__.pop("config", None)
+        if base is not None:
+            self._stack.push(base)
+            self._files |= {name: base.file(name) for name in names}
 
     def layers(self) -> dict[str, dict[str, str]]:
         """Tensor names by layer: layers()['model.layers.0.mlp.up_proj']['weight_scale_inv'] is the full name."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import Group, group_rules
-from qdsl.checkpoint.detect.guard import CLASS, has_own_settings, unguarded
+from qdsl.checkpoint.detect.guard import CLASS, describes_model, has_own_settings, unguarded
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.quantization import quantizations
@@ -143,7 +143,8 @@ def _decoded(folder: Folder, like: Folder | None, shapes: Shapes | None) -> Mode
         index_name = next((name for name in kept.files if name.endswith(".index.json")), index_name)
     elif missing := [name for name in (*others, *parts) if name not in data]:
         raise RewriteError(f"{like.path if like else folder.path} has no tensor {shown(missing[0])}, which {folder.path} has")
-    texts = kept.files if kept is not None else _texts(folder, files, index_name)
+    described = folder.config if like is None or describes_model(folder.config) else like.config
+    texts = kept.files if kept is not None else _texts(folder, files, index_name, described)
     return Model(folder, files, data, index_name, texts, is_decoded=True, is_exact=kept is not None)
 
 
@@ -237,12 +238,12 @@ def _data(folder: Folder, files: Files, others: list[str], parts: Mapping[str, P
     return data
 
 
-def _texts(folder: Folder, files: Files, index_name: str) -> dict[str, str]:
-    """config.json without the settings of a compression, and the index."""
+def _texts(folder: Folder, files: Files, index_name: str, described: Mapping[str, Any]) -> dict[str, str]:
+    """config.json without the settings of a compression, and the index.  described: the config that describes the model."""
     if not folder.path.is_dir():
         return {}
     of_groups = {rule["settings"] for rule in group_rules().values()}
-    config = {key: value for key, value in folder.config.items()
+    config = {key: value for key, value in described.items()
               if key not in of_groups and not (key == "quantization_config" and _is_own(value))}
     config = config if has_own_settings(config) else unguarded(config)
     texts = {"config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}

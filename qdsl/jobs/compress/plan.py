@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import group_rules
-from qdsl.checkpoint.detect.guard import guarded
+from qdsl.checkpoint.detect.guard import CLASS, guarded
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.safetensors import Header, laid_out, shown
 from qdsl.host.files import digest
 from qdsl.jobs.compress import original, pieces
 from qdsl.jobs.compress.codecs import STREAM_NAMES
-from qdsl.jobs.compress.model import Model
+from qdsl.jobs.compress.model import STEMS, Model
 from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.pieces import Complete
 from qdsl.jobs.compress.tensors import Bytes, placed
@@ -36,12 +36,14 @@ VERSION = 1                                                      # of hlane's, f
 class _File:
     """A planned file: its tensors, and where their bytes come from.
 
-    old: the header of the plain file: its bytes, and parsed.  changed: whether the new file has other tensors.
+    old: the header of the plain file: its bytes, and parsed.  changed: whether the new file has other tensors.  metadata: of a
+    file that replaces no plain one.
     """
 
     old: tuple[bytes, Header] | None = None
     tensors: dict[str, Bytes] = field(default_factory=dict)
     changed: bool = False
+    metadata: Mapping[str, str] | None = None
 
 
 def shards(models: Mapping[str, Model], aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
@@ -57,8 +59,10 @@ def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Ma
     files: dict[str, _File] = {}
     keep = aim.format != "df11" or not encoded
     homes = encoded if aim.by_group else {}
-    if homes:
-        files[SINGLE] = _File()                                  # also where nothing is left for it
+    others_file = SINGLE
+    if homes:                                                    # also where nothing is left for it
+        others_file, metadata = _saved_by_library(model.config)
+        files[others_file] = _File(metadata=metadata)
 
     def add(own: str, data: Bytes, old: str, home: str) -> None:
         place = model.places[old] if keep else home
@@ -70,14 +74,14 @@ def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Ma
     plain = _plain(name, model, complete)
     for own in model.names():
         if own not in gone:
-            add(own, plain[own], own, _home(own, homes))
+            add(own, plain[own], own, _home(own, homes, others_file))
         elif keep:
             place = model.places[own]
             files.setdefault(place, _File(model.files[place])).changed = True
     for unit, piece, contents in encoded.values():
         largest = max(unit.parts, key=lambda own: unit.parts[own].nbytes)
         for own in map(unit.full, STREAM_NAMES[aim.format]):
-            add(own, placed(piece.path, contents.header.tensors[own]), largest, _home(own, homes))
+            add(own, placed(piece.path, contents.header.tensors[own]), largest, _home(own, homes, others_file))
     identities = {**sources, **{piece.path: [piece.key] for piece, _ in complete}}
     return [_shard(within(name, own), file, identities) for own, file in files.items() if file.tensors or not keep]
 
@@ -89,18 +93,23 @@ def _plain(name: str, model: Model, complete: Complete) -> dict[str, Bytes]:
     return {own: data for own, data in model.data.items() if isinstance(data, Bytes)} | decoded
 
 
-def _home(name: str, groups: Mapping[str, object]) -> str:
+def _saved_by_library(config: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
+    """Name and metadata of the file for tensors outside of groups, which diffusers or transformers saves for their models."""
+    return f"{STEMS[CLASS in config]}.safetensors", {"format": "pt"} if config else None
+
+
+def _home(name: str, groups: Mapping[str, object], others_file: str) -> str:
     """dfloat11's file for a tensor: that of the innermost group whose module contains it, or the one for other tensors."""
     parts = name.split(".")
     inside = next((module for count in range(len(parts) - 1, 0, -1) if (module := ".".join(parts[:count])) in groups), None)
-    return SINGLE if inside is None else f"{inside.replace('.', '_')}.safetensors"
+    return others_file if inside is None else f"{inside.replace('.', '_')}.safetensors"
 
 
 def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
     if file.old is not None and not file.changed:
         start, header = file.old
     else:
-        metadata = (file.old[1].metadata or None) if file.old else None
+        metadata = (file.old[1].metadata or None) if file.old else file.metadata
         start, header = laid_out(name, {tensor: (data.dtype, data.shape) for tensor, data in file.tensors.items()}, metadata)
     steps = [Copy(tensor, data.path, data.start, data.nbytes, header.tensors[tensor].start)
              for tensor, data in file.tensors.items()]
@@ -129,6 +138,16 @@ def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mappi
     return result
 
 
+def _package_config(config: Mapping[str, Any], settings: str, by_group: bool) -> str:
+    """config.json as the dfloat11 package writes it: its own settings alone.
+
+    With a file for each group transformers saves the rest of its models, and the whole config.
+    """
+    if by_group and CLASS not in config:
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return json.dumps({settings: config[settings]}, indent=2)
+
+
 def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
     """The model's config.json, guarded; None for a single file that needs none.
 
@@ -139,7 +158,7 @@ def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | 
         config[rule["settings"]] = {"version": DF11_VERSION, rule["threads"]: [aim.threads], "bytes_per_thread": 8,
                                     rule["names"]: patterns}
         if aim.plain_config:
-            return json.dumps(config, indent=2)
+            return _package_config(config, rule["settings"], aim.by_group)
     elif not model.path.is_dir():
         return None
     if not model.path.is_dir() or not model.has_settings:

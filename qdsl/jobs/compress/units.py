@@ -22,7 +22,7 @@ class Aim:
 
     threads: per block, in DF11.  patterns: of DF11's groups, None for `default_patterns`.  by_group: one file per group, as
     dfloat11 writes with save_single_file=False.  only: the models of a pipeline to compress, () for all.
-    plain_config: config.json as the dfloat11 package writes it, without settings that name qdsl and without a guard.
+    plain_config: config.json as the dfloat11 package writes it, which may be its settings alone.
     """
 
     format: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from huggingface_hub import hf_hub_download
 from transformers import PreTrainedModel
 
 from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.checkpoint.detect.guard import describes_model
 from qdsl.checkpoint.files.folder import CONFIG_LIMIT, read_object
 from qdsl.checkpoint.files.references import Repository, local_path, parsed
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.models.base import Base, stored_config
 from qdsl.models.diffusers.single_file import load_single_file
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers import from_pretrained as from_pretrained_language_model
 from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.folder import needs_own_reading
 
 QUANTIZED = ("transformer", "unet", "text_encoder")              # beginnings of names of models that a format is for
 # Arguments of the library's `from_pretrained`; others name components.
@@ -41,7 +45,8 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     Raises LoadError where files do not fill a model, and for a name that is no component of the pipeline.
     """
     dtype = kwargs.pop("torch_dtype", dtype)
-    folder = pipeline_folder(ref, [name for name, value in kwargs.items() if name not in LIBRARY and value is not None])
+    passed = [name for name, value in kwargs.items() if name not in LIBRARY and value is not None]
+    folder = pipeline_folder(ref, passed)
     read_object(folder / "model_index.json", CONFIG_LIMIT)       # raises CheckpointError for what is no object
     index = DiffusionPipeline.load_config(folder)
     _check_names(ref, index, kwargs)
@@ -56,7 +61,9 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
         # The library would fill missing weights of a plain text encoder with random numbers.
         is_plain_encoder = issubclass(cls, PreTrainedModel) and name not in online and dtype is not None and not library_options
         if name in kwargs or is_plain_encoder or name in packed:
-            kwargs[name] = load_component(cls, path, folder / name, dtype, device, online.pop(name, None))
+            options = QdslConfig(ignore=ignore) if name in packed else online.pop(name, None)
+            fetch = partial(_tensors_of, ref, name, [own for own in passed if own != name])
+            kwargs[name] = load_component(cls, path, folder / name, dtype, device, options, fetch)
     config = PipelineQuantizationConfig(quant_mapping=online) if online else None
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, quantization_config=config, **kwargs)
     if not library_options:                                      # some of which offload parameters, and leave them on meta
@@ -81,6 +88,11 @@ def pipeline_folder(ref: str | Path, passed: Sequence[str] = ()) -> Path:
     if not isinstance(target, Path) or not (target / "model_index.json").is_file():
         raise LoadError(f"{ref}: no pipeline of diffusers: it has no model_index.json")
     return target
+
+
+def _tensors_of(ref: str | Path, name: str, passed: Sequence[str]) -> Path:
+    """The local folder of a component with its tensors, downloaded if remote.  passed: as of `pipeline_folder`."""
+    return pipeline_folder(ref, passed) / name
 
 
 def _model_sources(ref: str | Path, folder: Path, index: Mapping[str, Any],
@@ -122,22 +134,27 @@ def _missing(path: str | Path, names: Sequence[str]) -> str:
 
 
 def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = None,
-                   device: torch.device | str | None = None, online: QdslConfig | None = None) -> Any:
-    """Loads a model of a pipeline from a file or folder.  base: the folder with its config.  online: settings to quantize plain
-    weights.
+                   device: torch.device | str | None = None, config: QdslConfig | None = None, fetch: Base | None = None) -> Any:
+    """Loads a model of a pipeline from a file or folder.
+
+    base: the pipeline's folder of the model, with the config of a file, and what else `ref` lacks.  config: patterns for packed
+    weights, or settings to quantize plain ones.  fetch: returns the base's folder with its tensors; by default `base`.
     """
     is_packed = _is_packed(ref)
-    config = None if is_packed else online
+    completing: dict[str, Any] = {} if ref == base else {"base": base, "fetch": fetch}
     if issubclass(cls, ModelMixin):
-        return load_single_file(cls, ref, None if ref.is_dir() else base, dtype=dtype, device=device, quantization_config=config)
+        return load_single_file(cls, ref, None if ref.is_dir() else base, dtype=dtype, device=device, quantization_config=config,
+                                **completing)
     options: dict[str, Any] = {"dtype": dtype or torch.float32} | ({} if device is None else {"device_map": device})
     if config is None and not is_packed:
         model, loading = cls.from_pretrained(ref, output_loading_info=True, **options)
         if missing := sorted(loading["missing_keys"]):
             raise LoadError(_missing(ref, missing))
         return model
-    return from_pretrained_language_model(ref, base=base if ref.suffix == ".gguf" else None, model_class=cls,
-                                          quantization_config=config, **options)
+    stored = stored_config(ref)
+    if ref.suffix != ".gguf" and describes_model(stored) and not needs_own_reading(stored):
+        completing = {}                                          # transformers reads the folder
+    return from_pretrained_language_model(ref, model_class=cls, quantization_config=config, **completing, **options)
 
 
 def _model_class(entry: Any) -> Any:

@@ -23,7 +23,7 @@ from qdsl.models.origin import origin_in
 from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
-from qdsl.models.private_apis import float32_modules, has_adapters, hook_of, set_config, uncast_patterns
+from qdsl.models.private_apis import float32_modules, has_adapters, hook_of, may_be_unexpected, set_config, uncast_patterns
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 
@@ -106,7 +106,8 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = nn.Parameter(parameter.float(), parameter.requires_grad)
         precise = [f".*(?:{pattern}).*" for pattern in uncast_patterns(model)]
-        skip = [*config.ignore, *map(re.escape, kept), *((*SKIPPED, *precise) if config.format else ())]
+        unexpected = [f".*(?:{pattern}).*" for pattern in may_be_unexpected(model)]
+        skip = [*config.ignore, *map(re.escape, kept), *unexpected, *((*SKIPPED, *precise) if config.format else ())]
         self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, verify=config.verify,
                                  **config.options)
         if config.format is not None and not self.report.packed:

@@ -19,6 +19,7 @@ from vllm_omni.quantization.component_config import ComponentQuantizationConfig
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.sources import GgufSource
 from qdsl.checkpoint.files.references import local_path
+from qdsl.models.base import check_described, stored_config
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.served import Served, source_tensors
 from qdsl.models.single_file_names import built, mapped
@@ -38,6 +39,8 @@ class DiffusionConfig(QdslConfig):
     def read(self, model_name: str, hf_config: Any, revision: str | None) -> Served:
         """The layers of a pipeline's transformer, under the names of diffusers."""
         self.folder = (Path(model_name) if Path(model_name).exists() else local_path(model_name)) / TRANSFORMER
+        check_described(self.folder, stored_config(self.folder), "vllm-omni would serve its class with default sizes: put the "
+                        "config.json there of the model that it was made of, and `dfloat11_config` into it")
         if self.gguf_model is None:
             return Served.of_folder(self.verified(self.folder))
         with closing(self._file()) as source:

@@ -5,12 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
+from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.rules import OWN
-from qdsl.models.transformers.gguf_weights import GgufWeights
+
+
+class Weights(Protocol):
+    """Weights that qdsl reads, and in `state` the plain tensors among them, which transformers loads.
+
+    names: a model's names for those of the files, None where they are the same.  open: the files as a checkpoint.
+    """
+
+    state: dict[str, Tensor]
+
+    def names(self, model: Any, rules: list[Any]) -> Any: ...
+    def open(self, model: Any, names: Any) -> Checkpoint: ...
 
 
 class Method(StrEnum):
@@ -25,12 +38,13 @@ class QdslConfig(QuantizationConfigMixin):
     format, storage, params: in which plain Linear layers are quantized, as `qdsl.load_weights_` takes them; none for a folder
     whose layers are packed, of any producer.  ignore: patterns of modules that become dense or stay so, such as "lm_head"; and
     of parameters that transformers may initialise, such as the "score" of a new classifier.  settings: what the folder's config
-    states, which is also what `to_dict` gives then.  gguf: the weights of a GGUF file, in place of those of a folder.
+    states, which is also what `to_dict` gives then.  weights: those of a GGUF file, or of all files of a folder, in place of
+    those that transformers reads.
     verify: compare files with the checksums that qdsl wrote with them, and decode every stream, before layers are placed.
     """
 
     def __init__(self, format: str | None = None, storage: str | None = None, ignore: Sequence[str] = (), *,
-                 settings: Mapping[str, Any] | None = None, gguf: GgufWeights | None = None, verify: bool = False,
+                 settings: Mapping[str, Any] | None = None, weights: Weights | None = None, verify: bool = False,
                  **params: Any) -> None:
         if (method := params.pop("quant_method", OWN)) != OWN:
             raise ValueError(f"quant_method of a QdslConfig is {OWN!r}, not {method!r}")
@@ -40,7 +54,7 @@ class QdslConfig(QuantizationConfigMixin):
         if isinstance(ignore, str):
             raise ValueError(f"QdslConfig: ignore is a list of patterns: give [{ignore!r}]")
         self.format, self.storage, self.ignore, self.params = format, storage, list(ignore), params
-        self.gguf, self.verify = gguf, verify
+        self.weights, self.verify = weights, verify
         self.settings = None if settings is None else copy.deepcopy(dict(settings))
 
     @property
@@ -50,7 +64,15 @@ class QdslConfig(QuantizationConfigMixin):
 
     def with_settings(self, settings: Mapping[str, Any]) -> QdslConfig:
         """This config for a folder with these settings."""
-        return QdslConfig(self.format, self.storage, self.ignore, settings=settings, verify=self.verify, **self.params)
+        return self._with(settings, self.weights)
+
+    def with_weights(self, weights: Weights) -> QdslConfig:
+        """This config for weights that are read by qdsl."""
+        return self._with(self.settings, weights)
+
+    def _with(self, settings: Mapping[str, Any] | None, weights: Weights | None) -> QdslConfig:
+        return QdslConfig(self.format, self.storage, self.ignore, settings=settings, weights=weights, verify=self.verify,
+                          **self.params)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ EMBEDDING = "token_embd.weight"
 FREQUENCIES = "rope_freqs.weight"                                # divisors of the frequencies of rotary embeddings
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}                    # layers of models whose attention is scaled by another number
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
 BASE = "pass base=, a folder with the model's config.json"
 # Numbers that transformers leaves out or misreads for some model types: keys after the architecture -> attributes of configs.
 CORRECTED = {"expert_feed_forward_length": "moe_intermediate_size", "attention.key_length": "head_dim",
@@ -62,7 +63,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         kwargs["dtype"] = config.dtype or plain
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
-        quantization_config=QdslConfig(ignore=options.ignore, gguf=weights, verify=options.verify), **kwargs)
+        quantization_config=QdslConfig(ignore=options.ignore, weights=weights, verify=options.verify), **kwargs)
     weights.state.clear()
     if base is not None:
         with suppress(OSError):
@@ -137,10 +138,14 @@ def _add_scaling(config: Any, file: GgufFile, path: Path, architecture: str) -> 
 
 
 def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) -> Any:
-    """The tokenizer of a GGUF file: that of the folder `base`, else one from the file's vocabulary."""
-    if base is not None:
+    """The tokenizer of a GGUF file: that of the folder `base`, else one from the file's vocabulary; of a folder its own, else
+    `base`'s.
+    """
+    path = gguf_path(ref)
+    if path is None and (base is None or any(Path(ref, name).exists() for name in TOKENIZERS)):
+        return AutoTokenizer.from_pretrained(ref, **kwargs)
+    if base is not None or path is None:
         return AutoTokenizer.from_pretrained(base, **kwargs)
-    path = gguf_path(ref) or Path(ref)
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **kwargs)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.models.gguf_maps import GgufMap
@@ -21,10 +21,13 @@ class GgufWeights:
     map: GgufMap
     state: dict[str, Tensor] = field(default_factory=dict)
 
-    def open(self, model: nn.Module, config: object) -> Checkpoint:
+    def names(self, model: Any, rules: list[Any]) -> None:
+        """None: the checkpoint has the model's names."""
+
+    def open(self, model: Any, names: None) -> Checkpoint:
         """The file as a checkpoint under a model's names.  Raises LoadError where it does not fit, CheckpointError for damage.
         """
-        return Checkpoint(self.path, {"": gguf_source(self.path, self.map, model, config)})
+        return Checkpoint(self.path, {"": gguf_source(self.path, self.map, model, model.config)})
 
     def __deepcopy__(self, memo: Any) -> GgufWeights:
         """Itself: transformers copies configs, and `state` is filled once."""

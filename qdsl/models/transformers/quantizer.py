@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
@@ -21,7 +20,9 @@ from qdsl.checkpoint.detect.guard import FIELD, REPLACED, is_guard, unguarded
 from qdsl.checkpoint.detect.ignored import SKIPPED
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.sources import Source
+from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.models.base import Base
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.load import fill_model, use_planar
@@ -31,11 +32,12 @@ from qdsl.models.origin import Origin, origin_in
 from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError, listed
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
-from qdsl.models.private_apis import TIES, float32_modules, mark_initialized, may_be_missing
+from qdsl.models.private_apis import TIES, float32_modules, mark_initialized, may_be_missing, may_be_unexpected
 from qdsl.models.save import save
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
+from qdsl.models.transformers.folder import load_folder, named_class, needs_own_reading
 from qdsl.models.transformers.gguf import gguf_path, load_gguf
 from qdsl.runtime.torch.module import PackedModule
 
@@ -56,6 +58,7 @@ class QdslHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # the files tell whether layers are packed
         self.report: LoadReport | None = None
         self._files: list[Path] = []
+        self._is_whole = False                                   # whether the checkpoint has to have every parameter
         self._device_map: Any = None
         self._initial_config = ""                                        # the config from which the model is built
         self._loaded: list[str] = []                             # the model's configs as they were loaded
@@ -85,11 +88,12 @@ class QdslHfQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The library's conversions, unchanged; the first call places the packed layers."""
-        gguf = self.quantization_config.gguf
-        if self.report is None and gguf is not None:
-            with gguf.open(model, model.config) as checkpoint:
-                self._place(model, checkpoint, None)
-                gguf.state.update({name: checkpoint.source.tensor(name) for name in checkpoint.plain})
+        weights = self.quantization_config.weights
+        if self.report is None and weights is not None:
+            names = weights.names(model, weight_conversions)
+            with weights.open(model, names) as checkpoint:
+                self._place(model, checkpoint, names)
+                weights.state.update({name: checkpoint.source.tensor(name) for name in checkpoint.plain})
         elif self.report is None:
             with open_files(self._files, self.quantization_config.verify) as checkpoint:
                 self._place(model, checkpoint, Conversions(model, weight_conversions))
@@ -124,6 +128,12 @@ class QdslHfQuantizer(HfQuantizer):
         origin = origin_in(model)                                # its unused tensors are small ones of packed layers
         unused = {*self.report.unused, *source.plain} - (origin.unused.keys() if origin else set())
         targets = set() if names is None else {names.target(full)[0] for full in unused} - names.tensors.keys()
+        left = [name for name in sorted(targets) if source.groups and not ignored(name, config.ignore)
+                and not any(re.search(pattern, name) for pattern in may_be_unexpected(model))]
+        if left:
+            raise LoadError(f"{checkpoint.path}: {len(left)} tensors have no place in {type(model).__name__}: {listed(left)}; "
+                            "name those to leave out in QdslConfig(ignore=...)")
+        self._is_whole = bool(source.groups)
         model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, targets, placed)
         if any(isinstance(module, Experts) for module in model.modules()):
             model.set_experts_implementation(moe.NAME)
@@ -131,12 +141,13 @@ class QdslHfQuantizer(HfQuantizer):
     def _finish_loading(self, model: Any, hook: Any, unexpected: set[str], placed: set[str], loading_info: Any) -> None:
         """Move packed tensors to their devices, after transformers has loaded all others.
 
-        Raises LoadError for a matrix that would be left with random numbers.
+        Raises LoadError for a matrix that would be left with random numbers, and for any parameter beside weights of one code.
         """
         hook.remove()
         del model.mark_tied_weights_as_initialized
         loading_info.unexpected_keys = unexpected                # the tensors of packed layers are not among them
-        missing = _missing_matrices(model, loading_info.missing_keys, self.quantization_config.ignore)
+        axes = 1 if self._is_whole else 2
+        missing = _missing_parameters(model, loading_info.missing_keys, self.quantization_config.ignore, axes)
         if missing:
             unused = self.report.unused if self.report else []
             hint = f"; the checkpoint has, and the model does not: {listed(unused)}" if unused else ""
@@ -187,7 +198,7 @@ class QdslHfQuantizer(HfQuantizer):
         now = _configs(model)
         with onloaded(model):
             save(model, folder, None if now[:1] == self._loaded[:1] else json.loads(now[0]))
-        if now[1:] != self._loaded[1:] or (self.quantization_config.gguf is not None and model.can_generate()):
+        if now[1:] != self._loaded[1:] or (self.quantization_config.weights is not None and model.can_generate()):
             model.generation_config.save_pretrained(folder)
 
     def is_serializable(self) -> bool:
@@ -215,26 +226,43 @@ class QdslHfQuantizer(HfQuantizer):
 
 
 def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quantization_config: QdslConfig | None = None,
-                    base: str | Path | None = None, **kwargs: Any) -> Any:
+                    base: str | Path | None = None, fetch: Base | None = None, **kwargs: Any) -> Any:
     """Loads a GGUF file, or a folder or repository with packed weights of any producer, as a model of transformers.
 
     It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
     ModelOpt, and those whose config states nothing.  model_class: by default that which the config names.
 
     A GGUF file, or the first of a split one, is a path, a URL, OWNER/NAME/FILE.gguf or OWNER/NAME:QUANT.  base: a folder or
-    repository with config.json, for files of which transformers reads no config; its generation settings are taken, too.
+    repository of the model that the weights were made of.  Its config is taken where `ref` has none that describes the model,
+    its generation settings, and for a folder its plain tensors for parameters that have none.
     """
     if (path := gguf_path(ref)) is not None:
         return load_gguf(path, *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
-    if base is not None:
-        raise ValueError(f"base= is for a GGUF file, and {ref} is none")
+    hub = {key: kwargs[key] for key in HUB if key in kwargs}
     config = kwargs.pop("config", None)
+    if base is not None or needs_own_reading(_config_dict(ref, hub)):
+        others = {key: value for key, value in kwargs.items() if key not in HUB}
+        return load_folder(_local_folder(ref, **hub), *args, base=base, fetch=fetch, model_class=model_class, config=config,
+                           quantization_config=quantization_config, **others)
     if config is None:
-        config = AutoConfig.from_pretrained(ref, **{key: kwargs[key] for key in HUB if key in kwargs})
-    automatic = transformers.AutoModelForCausalLM
-    named = automatic if hasattr(config, "auto_map") else getattr(transformers, (config.architectures or [""])[0], automatic)
-    return (model_class or named).from_pretrained(ref, *args, config=config,
-                                                  quantization_config=quantization_config or QdslConfig(), **kwargs)
+        config = AutoConfig.from_pretrained(ref, **hub)
+    return (model_class or named_class(config)).from_pretrained(ref, *args, config=config,
+                                                                quantization_config=quantization_config or QdslConfig(), **kwargs)
+
+
+def _config_dict(ref: str | Path, hub: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json of a folder or repository holds; {} without one."""
+    try:
+        config: Mapping[str, Any] = PreTrainedConfig.get_config_dict(ref, **hub)[0]
+    except OSError:
+        return {}
+    return config
+
+
+def _local_folder(ref: str | Path, revision: str | None = None, subfolder: str = "", **hub: Any) -> Path:
+    """The local path of a folder or of a file in one, downloaded if remote."""
+    path = local_path(ref if revision is None or Path(ref).exists() else f"{ref}@{revision}")
+    return path / subfolder if subfolder else path
 
 
 def handed_over(config: Any, quantization_config: Any) -> Any:
@@ -318,14 +346,14 @@ def _untie(model: Any) -> None:
                 setattr(module, attribute, {key: name for key, name in ties.items() if not packed & {key, name}})
 
 
-def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> list[str]:
-    """Parameters of two or more axes that were not loaded, and share no loaded tensor."""
+def _missing_parameters(model: Any, missing: set[str], ignore: Sequence[str], axes: int) -> list[str]:
+    """Parameters of so many axes or more that were not loaded, and share no loaded tensor."""
     shared: dict[str, set[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
         shared.setdefault(source, {source}).add(target)
     loaded = {name for group in shared.values() if not group <= missing for name in group}
-    tensors = _tensors(model)
-    return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() > 1
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() >= axes
                   and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))
 
 
