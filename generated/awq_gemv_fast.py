@@ -10,7 +10,7 @@
     gemv_fast: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec awq_gemv_fast (sha256 41cab56e65a1d72b) by qdsl 0.1.0.
+Built from the spec awq_gemv_fast (sha256 52af33d6fa67f954) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -146,9 +146,9 @@ FORMAT = Format(
     name="awq_gemv_fast", title="AWQ for fast gemv kernels and llm-awq, 4-bit codes with a scale and a scaled zero in floats per group",
     source="autoawq WQLinear_GEMVFast.from_linear, llm-awq quantize/qmodule.py pack_intweight", formula="q * s + z",
     variants={(): VARIANT},
-    params={"group": (128, 64, 32)},
+    params={"group": (128, 64, 32, "any")},
     sizes={"group": "K"},
-    digest="41cab56e65a1d72b",
+    digest="52af33d6fa67f954",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

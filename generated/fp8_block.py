@@ -10,7 +10,7 @@
     torchao: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec fp8_block (sha256 cca068a6355cb20c) by qdsl 0.1.0.
+Built from the spec fp8_block (sha256 40a1624c2e4becde) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -153,9 +153,9 @@ FORMAT = Format(
     name="fp8_block", title="FP8 E4M3 codes with one scale per two-dimensional block",
     source="DeepSeek-V3, Qwen3-FP8, transformers finegrained-fp8 and compressed-tensors block checkpoints", formula="q * s",
     variants={(): VARIANT},
-    params={"bn": (128, 64, 32, 1), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16", "e8m0")},
+    params={"bn": (128, 64, 32, 1, "any"), "bk": (128, 64, 32, "any"), "scale_type": ("f32", "bf16", "f16", "e8m0")},
     sizes={"bn": "N", "bk": "K"},
-    digest="cca068a6355cb20c",
+    digest="40a1624c2e4becde",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

@@ -9,7 +9,7 @@
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec int8_block (sha256 77b6285b5d3c6834) by qdsl 0.1.0.
+Built from the spec int8_block (sha256 ead4704047b7c6d2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -132,9 +132,9 @@ FORMAT = Format(
     name="int8_block", title="INT8 codes with one scale per two-dimensional block",
     source="vLLM and SGLang blockwise int8 (DeepSeek-R1-Block-INT8)", formula="q * s",
     variants={(): VARIANT},
-    params={"bn": (128, 64, 32), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16")},
+    params={"bn": (128, 64, 32, "any"), "bk": (128, 64, 32, "any"), "scale_type": ("f32", "bf16", "f16")},
     sizes={"bn": "N", "bk": "K"},
-    digest="77b6285b5d3c6834",
+    digest="ead4704047b7c6d2",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

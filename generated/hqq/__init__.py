@@ -11,7 +11,7 @@
     hqq_3bit: 3.7 bits per weight at bits = 3 with group = 64
     planar: 4.5 bits per weight at bits = 4, 8.5 at 8, 2.5 at 2, 1.5 at 1, 3.5 at 3, with group = 64
 
-Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
+Built from the spec hqq (sha256 29265f514b220d1e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -30,10 +30,10 @@ FORMAT = Format(
         (1,): bits_1.VARIANT,
         (3,): bits_3.VARIANT,
     },
-    params={"bits": (4, 8, 3, 2, 1), "group": (64, 128, 32, 16), "scale_type": ("f16", "bf16", "f32")},
+    params={"bits": (4, 8, 3, 2, 1), "group": (64, 128, 32, 16, "any"), "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
     detect={"tensors": {"axis": 1, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
-    digest="e54490e5412cd2f0",
+    digest="29265f514b220d1e",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

@@ -2,7 +2,7 @@
 
     w = (q - z) * s
 
-Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
+Built from the spec hqq (sha256 29265f514b220d1e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -10,7 +10,7 @@
     hqq: 4.5 bits per weight at bits = 4, 8.5 at 8, 2.5 at 2, 1.5 at 1, with group = 64
     hqq_3bit: 4 bits per weight at bits = 3 with group = 64
 
-Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
+Built from the spec hqq_axis0 (sha256 3cda0b3a6caab7c4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -29,10 +29,10 @@ FORMAT = Format(
         (1,): bits_1.VARIANT,
         (3,): bits_3.VARIANT,
     },
-    params={"bits": (4, 8, 3, 2, 1), "group": (64, 128, 32, 16), "scale_type": ("f16", "bf16", "f32")},
+    params={"bits": (4, 8, 3, 2, 1), "group": (64, 128, 32, 16, "any"), "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
     detect={"tensors": {"axis": 0, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
-    digest="8baca3eaa3180335",
+    digest="3cda0b3a6caab7c4",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

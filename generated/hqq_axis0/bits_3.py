@@ -2,7 +2,7 @@
 
     w = (q - z) * s
 
-Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
+Built from the spec hqq_axis0 (sha256 3cda0b3a6caab7c4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

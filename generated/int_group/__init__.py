@@ -30,7 +30,7 @@
     planar: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 8.125 at 8, 5.125 at 5, 6.125 at 6, 7.125 at 7, with group
         = 128
 
-Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
+Built from the spec int_group (sha256 a9860080a8de1f33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -52,13 +52,14 @@ FORMAT = Format(
         (6,): bits_6.VARIANT,
         (7,): bits_7.VARIANT,
     },
-    params={"bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, 256, 512, 1024, -1), "scale_type": ("f16", "bf16", "f32")},
+    params={"bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, 256, 512, 1024, -1, "any"),
+            "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
     detect={"words": [{"bits": 2, "qzeros": "0xaaaaaaaa", "storage": "gptq_v2"},
         {"bits": 4, "qzeros": "0x88888888", "storage": "gptq_v2"}, {"bits": 8, "qzeros": "0x80808080", "storage": "gptq_v2"},
         {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"}, {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}], "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="acd82455e137a03e",
+    digest="a9860080a8de1f33",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

@@ -10,7 +10,7 @@
     quanto: 4.5 bits per weight at bits = 4, 2.5 at 2, with group = 128
     planar: 4.5 bits per weight at bits = 4, 2.5 at 2, with group = 128
 
-Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
+Built from the spec quanto (sha256 68b791cb5e3f0ca8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -26,9 +26,9 @@ FORMAT = Format(
         (4,): bits_4.VARIANT,
         (2,): bits_2.VARIANT,
     },
-    params={"bits": (4, 2), "group": (128, 96, 64, 32, -1), "scale_type": ("f32", "bf16", "f16")},
+    params={"bits": (4, 2), "group": (128, 96, 64, 32, -1, "any"), "scale_type": ("f32", "bf16", "f16")},
     sizes={"group": "K"},
-    digest="d252a91ca9ccae76",
+    digest="68b791cb5e3f0ca8",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

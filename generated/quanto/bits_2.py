@@ -2,7 +2,7 @@
 
     w = q * s - z
 
-Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
+Built from the spec quanto (sha256 68b791cb5e3f0ca8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

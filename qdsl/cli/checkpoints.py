@@ -24,7 +24,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
             as_json: Json = False) -> None:
     """List the contents of a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and problems.
 
-    Exit code 1 where tensors cannot be read.
+    Exit code 1 where tensors cannot be read, or where no quantized layer is recognised.
     """
     from qdsl.checkpoint.detect.groups import SHARED_MEMORY
     from qdsl.checkpoint.files.references import local_headers
@@ -38,6 +38,11 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
     models = report.get("models", [report])
     if any(model["problems"] for model in models):
         raise typer.Exit(1)
+    for model in models:
+        if (unread := model.get("layers")) and not any(layer["format"] for layer in unread) and not model["groups"]:
+            if as_json:                                          # the report says why
+                raise typer.Exit(1)
+            fail(f"{model['file']}: none of its {len(unread)} quantized layers is recognised: {unread[0]['why']}")
     if shared_memory is not None and not all(fits(group) for model in models for group in model.get("groups", ())):
         raise typer.Exit(1)
     if strict and any(model["notes"] or model.get("contradictions") or model.get("unknown") for model in models):

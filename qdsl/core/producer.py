@@ -127,9 +127,10 @@ class Producer:
     """The description of one producer's checkpoints.
 
     name: the quant_method of its settings.  methods: other quant_methods whose lists are read the same way.  unnamed: sets of
-    settings that identify its configs without quant_method.  settings: its names -> names in rules.  skipped: lists of
-    unquantized layers, and their dialects, several if readers differ; the first list is written.  skipped_patterns: the map of
-    patterns that it uses instead.  plain_by_default: ends of names that need not be listed there.  only: lists of the only
+    settings that identify its configs without quant_method.  settings: its names -> names in rules.  accepts: the block lengths
+    that its own code accepts, by setting; 'any' is every positive one.  skipped: lists of unquantized layers, and their
+    dialects, several if readers differ; the first list is written.  skipped_patterns: the map of patterns that it uses instead.
+     plain_by_default: ends of names that need not be listed there.  only: lists of the only
     quantized layers.  written: further settings to write.  dropped: settings about other things than weights.  follows_tensors:
     readers require exactly the tensors that settings mention.  experts: one of EXPERT_NAMES.  formats: rules for settings by
     format.  headers: rules for a header's JSON by format.  tensors: by format and storage, the storage's tensors -> the ends of
@@ -141,6 +142,7 @@ class Producer:
     unnamed: tuple[tuple[str, ...], ...] = ()
     places: tuple[Place, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
+    accepts: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skipped_patterns: str = ""
     plain_by_default: tuple[str, ...] = ()
@@ -250,6 +252,7 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "unnamed": _list_of(_words),
     "places": _list_of(_record(Place, {"file": _word, "at": _words, "first": _flag, "repeat": _flag}, ["file"])),
     "settings": _mapping_of(_word),
+    "accepts": _mapping_of(_list_of(_any)),
     "skipped": _mapping_of(_list_of(_dialect)),
     "skipped_patterns": _word,
     "plain_by_default": _words,

@@ -13,6 +13,44 @@ _AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\((?:(?P<some>\d+)\*)?)?(
                    r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\)(?:/(?P<over>[a-z0-9_*]+))?)\Z")
 
 NEVER = 1 << 60                                                  # a step without legal slices
+ANY = "any"                                                      # in a list of block lengths: any other positive one, too
+
+
+class BlockLengths(tuple[int, ...]):
+    """The listed lengths of a block, the default first, where any other positive length is valid, too."""
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) or (type(value) is int and value > 0)
+
+
+def listed(values: Sequence[int | str]) -> tuple[int | str, ...]:
+    """The values of a parameter from their list in a spec or a generated file."""
+    return BlockLengths(int(value) for value in values if value != ANY) if ANY in values else tuple(values)
+
+
+def is_unlisted(values: Sequence[int | str], value: object) -> bool:
+    """Whether a value is a valid length of a block that is not in the list."""
+    return isinstance(values, BlockLengths) and value in values and not tuple.__contains__(values, value)
+
+
+def own_value(values: tuple[int | str, ...], value: int | str) -> int | str:
+    """A valid value as the list has it: 128 for 128.0."""
+    return values[values.index(value)] if tuple.__contains__(values, value) else value
+
+
+def values_text(values: Sequence[int | str]) -> str:
+    """The values of a parameter, for messages."""
+    return ", ".join(map(str, values)) + (" or any other positive number" if isinstance(values, BlockLengths) else "")
+
+
+def compiled_step(values: Sequence[int | str], code_bits: Sequence[int]) -> int:
+    """The number that kernels may assume to divide the lengths of blocks, apart from blocks of a whole axis.
+
+    It divides all listed lengths.  Where others are valid, and a 32-bit word holds at most 8 codes, it is 8, so that no kernel
+    gets slower: one word meets one block.  code_bits: of the integers of single weights, empty for planar.
+    """
+    step = gcd(*(value for value in values if isinstance(value, int) and value > 0))
+    return gcd(step, 8) if isinstance(values, BlockLengths) and code_bits and all(bits in (4, 8) for bits in code_bits) else step
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from qdsl.core.numbers import TORCH_FLOATS, number
-from qdsl.core.shapes import Axis, axis, extents, seen_shape
+from qdsl.core.shapes import Axis, axis, extents, own_value, seen_shape
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
@@ -261,7 +261,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
         values = {**chosen, **sizes}
-        complete = {name: own[own.index(values.get(name, own[0]))] for name, own in format.params.items()}
+        complete = {name: own_value(own, values.get(name, own[0])) for name, own in format.params.items()}
         uses = {name: Use(keys[name], dtypes[name], shapes[name]) for name in present}
         alike = all(_squeezed(shapes[name]) == _squeezed(tensor.shape) for name, tensor in present.items())
         exact = all(shapes[name] == tensors[keys[name]].shape for name in present)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qdsl.core.shapes import listed, own_value, values_text
 from qdsl.core.stored import Description
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.torch import dequantize, experts, ops
@@ -48,7 +49,7 @@ class Format:
                  by: Sequence[str] = (), params: Mapping[str, tuple[int | str, ...]] | None = None,
                  sizes: Mapping[str, str] | None = None, detect: Mapping[str, Any] | None = None, digest: str = "") -> None:
         self.name = name
-        self.params = dict(params or {})
+        self.params = {name: listed(values) for name, values in (params or {}).items()}
         self.variants = dict(variants)
         self.by = tuple(by)
         self.size_axes = dict(sizes or {})
@@ -82,8 +83,8 @@ class Format:
                 raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}"
                                   + (f", and the options {', '.join(options)} to quantize" if options else ""))
             if value not in self.params[name]:
-                raise FormatError(f"{self.name}: {name} is one of {', '.join(map(str, self.params[name]))}, not {value}")
-        return {name: values[values.index(params.get(name, values[0]))] for name, values in self.params.items()}
+                raise FormatError(f"{self.name}: {name} is one of {values_text(self.params[name])}, not {value}")
+        return {name: own_value(values, params.get(name, values[0])) for name, values in self.params.items()}
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers; -1 becomes the length of the axis that the parameter divides."""

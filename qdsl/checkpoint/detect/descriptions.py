@@ -12,7 +12,7 @@ from typing import Any
 import qdsl.generated
 from qdsl.checkpoint.detect.producers import Producers, producers
 from qdsl.core.producer import Producer, check
-from qdsl.core.shapes import axis
+from qdsl.core.shapes import axis, listed
 from qdsl.core.stored import Description, Stored
 
 Variants = Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
@@ -58,7 +58,7 @@ def described(data: dict[str, Any]) -> Description:
     """A description from the JSON that `qdsl build` wrote."""
     variants = {tuple(variant["key"]): {name: {key: _stored(tensor) for key, tensor in storage["tensors"].items()}
                                         for name, storage in variant["storages"].items()} for variant in data["variants"]}
-    params = {name: tuple(values) for name, values in data["params"].items()}
+    params = {name: listed(values) for name, values in data["params"].items()}
     return Description(data["format"], params, data["sizes"], tuple(data["by"]), variants, data["detect"],
                        {name: tuple(values) for name, values in data.get("tables", {}).items()},
                        {tuple(variant["key"]): {name: tuple(map(axis, axes)) for name, axes in variant["fields"].items()}

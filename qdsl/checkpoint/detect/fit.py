@@ -9,15 +9,16 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdsl.checkpoint.detect.header_claims import flat
 from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, Reading, from_tensors, is_block, readings
-from qdsl.core.shapes import granule, shared_blocks
+from qdsl.core.shapes import granule, is_unlisted, shared_blocks
 from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
 
 CLAIMED = 100                                                    # LayoutMismatch.reached if a tensor itself names the format
+EXTENT = 2                                                       # of a length that does not divide an axis
 UNKNOWN = -1                                                     # LayoutMismatch.reached if a header names another format
 WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes per number of types in which bytes may be stored
 # Tensors of layers of many formats that do not belong to the weight.
@@ -62,19 +63,22 @@ class Evidence:
     """A module's tensors and their contents, as input of detection.
 
     entries: dtypes and shapes by the last parts of names.  contents: of small tensors.  claims: the header's metadata of the
-    weight, or None.  shape: the caller's (N, K) or (E, N, K), or ().
+    weight, or None.  shape: the caller's (N, K) or (E, N, K), or ().  lengths: settings of the weight with block lengths that
+    specs do not list, by format.
     """
 
     entries: Mapping[str, TensorInfo]
     contents: Mapping[str, Any]
     claims: Mapping[str, Any] | None
     shape: tuple[int, ...] = ()
+    lengths: Mapping[str, Sequence[Reading]] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[object, ...]:
         """The parts that decide which formats fit, as a key for caching: most layers of a checkpoint share it."""
         contents = ((leaf, repr(_without_numbers(content))) for leaf, content in self.contents.items())
-        return (*sorted(self.entries.items(), key=lambda item: item[0]), *contents, repr(self.claims), self.shape)
+        return (*sorted(self.entries.items(), key=lambda item: item[0]), *contents, repr(self.claims), self.shape,
+                repr(self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
     if shape is not None and experts is not None:
         return _through_experts(format, entries, shape, experts, params)
     if evidence.claims is None:
-        return _fitting(format, entries, shape, None, params)
+        return _with_unlisted(format, entries, shape, params, evidence.lengths.get(format.name, ()))
     return _claimed(format, entries, shape, params, evidence.claims)
 
 
@@ -133,6 +137,7 @@ def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
         except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
+        fit += _of_unlisted(format, entries, whole_shape, params, reading, fit)
         allowed += [candidate for candidate in fit if _agrees(candidate, reading)]
         other = LayoutMismatch(CLAIMED, f"the header says {claims_text(claims)}; the tensors fit {fit[0].label}")
         nearest = max(nearest, other, key=lambda mismatch: mismatch.reached)
@@ -190,6 +195,34 @@ def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
             return [Candidate(format, fit, experts) for fit in fits(format, {
                 leaf: _of_one(entry, experts) for leaf, entry in entries.items()}, shape, storage, params)]
     return [Candidate(format, fit, None) for fit in fits(format, entries, shape, storage, params)]
+
+
+def _with_unlisted(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
+                   params: Mapping[str, int | str], lengths: Sequence[Reading]) -> list[Candidate]:
+    """All candidates of a format, also with block lengths that only settings state.  Raises LayoutMismatch."""
+    every: list[Candidate] = []
+    nearest: LayoutMismatch | None = None
+    try:
+        every += _fitting(format, entries, shape, None, params)
+    except LayoutMismatch as miss:
+        nearest = miss
+    for reading in lengths:
+        try:
+            every += _of_unlisted(format, entries, shape, params, reading, every)
+        except LayoutMismatch as miss:                           # its reason names the length that the settings state
+            nearest = miss if nearest is None or miss.reached >= EXTENT else nearest
+    if nearest is not None and not every:
+        raise nearest
+    return every
+
+
+def _of_unlisted(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
+                 params: Mapping[str, int | str], reading: Reading, others: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates with a reading's block lengths that are not listed, unless others mean the same.  Raises LayoutMismatch."""
+    lengths = {name: value for name, value in reading.values.items() if is_unlisted(format.params.get(name, ()), value)}
+    if not lengths or any(all(other.means(name, value) for name, value in lengths.items()) for other in others):
+        return []
+    return _fitting(format, entries, shape, reading.storage or None, {**params, **lengths})
 
 
 def _of_one(entry: TensorInfo, experts: int) -> TensorInfo:

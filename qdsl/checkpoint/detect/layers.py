@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from qdsl.checkpoint.detect.collect import Collector, Module
 from qdsl.checkpoint.detect.descriptions import descriptions
@@ -19,7 +20,7 @@ from qdsl.checkpoint.detect.judge import Judge
 from qdsl.checkpoint.detect.layer import NOT_KNOWN, Layer, Layers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.detect.report import Report
-from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.detect.rules import OWN, Reading, unlisted_lengths
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.core.stored import Description, LayoutMismatch
@@ -55,6 +56,7 @@ class _Recognizer:
         self.collector = Collector(folder, formats)
         self.judge = Judge(self.collector, self.quantization)
         self.report = Report(folder, quantized, self.groups, formats)
+        self._lengths: dict[int, tuple[Mapping[str, Any], Mapping[str, Sequence[Reading]]]] = {}
         self._fitting: dict[tuple[object, ...], list[Candidate] | LayoutMismatch] = {}
 
     @property
@@ -93,18 +95,18 @@ class _Recognizer:
         """As _layer, with the caller's shape, or ()."""
         try:
             module = self.collector.module(name, tensors, shape, transposed)
-            fitting = self._candidates(module)
+            scheme = self.quantization.scheme(name) if self.quantization else Scheme({})
+            fitting = self._candidates(module, scheme)
         except CheckpointError as error:                         # invalid JSON
             return Layer(name, others=self.collector.present(tensors), why=str(error))
         if fitting is None:
             return None
-        scheme = self.quantization.scheme(name) if self.quantization else Scheme({})
         if not isinstance(fitting, LayoutMismatch):
             return replace(self.judge.layer(module, fitting, scheme), transposed=transposed)
         why = self._unknown(module) if fitting.reached == UNKNOWN else f"{TRANSPOSED}: {fitting}" if transposed else str(fitting)
         return Layer(name, others=module.tensors, by=scheme.by, why=self.collector.missing(tensors) or why)
 
-    def _candidates(self, module: Module) -> list[Candidate] | LayoutMismatch | None:
+    def _candidates(self, module: Module, scheme: Scheme) -> list[Candidate] | LayoutMismatch | None:
         """The candidates for a module's tensors, or why there are none; None if they are plain.
 
         8-bit floats without any scale are casts, unless settings or a marker state scales, or files are missing.  Raises
@@ -120,11 +122,20 @@ class _Recognizer:
         if module.claims is None and is_cast and len(coded[0].shape) not in (2, 3):
             return None
         contents = self.collector.contents(module.tensors)
-        evidence = Evidence(self.collector.read_entries(module, contents), contents, module.claims, module.shape)
+        whole = self.quantization.settings if self.quantization else {}
+        lengths = self._unlisted_lengths(whole if scheme.settings is None else scheme.settings)
+        evidence = Evidence(self.collector.read_entries(module, contents), contents, module.claims, module.shape, lengths)
         key = evidence.key
         if key not in self._fitting:
             self._fitting[key] = self._fit(evidence, is_cast, bool(coded) and coded[0].dtype in FLOAT8)
         return self._fitting[key]
+
+    def _unlisted_lengths(self, settings: Mapping[str, Any]) -> Mapping[str, Sequence[Reading]]:
+        """The readings of a layer's settings that state block lengths that specs do not list, by format."""
+        if id(settings) not in self._lengths:                    # settings stay alive here, so that ids stay unique
+            lengths = {format.name: unlisted_lengths(format, settings) for format in self.formats}
+            self._lengths[id(settings)] = settings, {name: read for name, read in lengths.items() if read}
+        return self._lengths[id(settings)][1]
 
     def _fit(self, evidence: Evidence, is_cast: bool, is_float8: bool) -> list[Candidate] | LayoutMismatch:
         """The candidates with all the scales that they need, or why there are none."""

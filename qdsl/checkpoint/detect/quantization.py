@@ -11,9 +11,11 @@ from typing import Any
 
 from qdsl.checkpoint.detect.ignored import Budget, Rule, Rules, rules
 from qdsl.checkpoint.detect.producers import ConfigKeys, producers
+from qdsl.checkpoint.detect.rules import at
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
-from qdsl.core.producer import INLINE, GroupSettings
+from qdsl.core.producer import INLINE, GroupSettings, Producer
+from qdsl.core.shapes import listed, values_text
 
 METADATA = "quantization_config"                                 # a safetensors header key that may hold settings too
 LEFT_ALONE = "-:"                                                # prefix of patterns of unquantized layers
@@ -75,7 +77,7 @@ class Quantization:
         for patterns, overrides in self.dynamic:
             rule = patterns.first(module)
             if rule is not None:
-                return Scheme(None if overrides is None else ChainMap(dict(overrides), self.settings), str(rule))
+                return Scheme(overrides, str(rule))
         if self.only is not None and self.only.first(module) is None:
             return Scheme(None, f"not in {self.only_key}")
         if module in self.layers:
@@ -154,7 +156,9 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
             read.only, read.only_key = rules(dialect, names_inside, budget), f"{key} ({dialect})"
     read_rules = [*read.lists, *(patterns for patterns, _ in read.dynamic),
                   *(group.targets for group in read.groups if group.targets), *([read.only] if read.only else [])]
-    problems = [*_misplaced(settings, keys), *(problem for listed in read_rules for problem in listed.problems)]
+    every = [settings, *(group.settings for group in read.groups), *read.layers.values(), *(own for _, own in read.dynamic)]
+    problems = [*_misplaced(settings, keys), *_unaccepted(registry.of(method), [own for own in every if own is not None]),
+                *(problem for listed in read_rules for problem in listed.problems)]
     read.problems = list(dict.fromkeys(f"{source}: {problem}" for problem in problems))
     return read
 
@@ -175,22 +179,31 @@ def _misplaced(settings: Mapping[str, Any], keys: ConfigKeys) -> Iterator[str]:
                 yield f"{key}: {shown(name)} is {shown(str(own))}, no object of settings"
 
 
+def _unaccepted(producer: Producer, every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Problems with block lengths that the producer's own code rejects.  every: the settings of all layers and of some."""
+    for key, values in producer.accepts.items():
+        for value in [length for settings in every for length in _listed(at(settings, key)) if length is not None]:
+            if type(value) is not int or value not in listed(values):
+                text = shown(value) if isinstance(value, str) else str(value)[:60]
+                yield f"{key} is {text}; {producer.name} writes {values_text(listed(values))}"
+
+
 def dialects(key: str, method: str) -> Sequence[str]:
     """The dialects of a producer's list of unquantized layers, by its key."""
     return producers().keys(method).skipped[key]
 
 
-def _dynamic(settings: Mapping[str, Any], keys: ConfigKeys, budget: Budget) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
-    """Settings by pattern, None for layers that stay unquantized."""
+def _dynamic(settings: dict[str, Any], keys: ConfigKeys, budget: Budget) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
+    """Complete settings by pattern, None for layers that stay unquantized."""
     for key, how in keys.patterns.items():
         by_pattern = settings.get(key)
         for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():
             if how.under:
-                yield rules(how.dialect, pattern, budget), {how.under: own}
+                yield rules(how.dialect, pattern, budget), ChainMap({how.under: own}, settings)
                 continue
             left = pattern.startswith(LEFT_ALONE) or own is False
             yield (rules(how.dialect, re.sub(r"\A[-+]:", "", pattern), budget),
-                   None if left else own if isinstance(own, Mapping) else {})
+                   None if left else ChainMap(dict(own) if isinstance(own, Mapping) else {}, settings))
 
 
 def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, budget: Budget) -> list[Group]:

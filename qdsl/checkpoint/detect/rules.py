@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdsl.core.producer import ABOUT_RULE
+from qdsl.core.shapes import BlockLengths, is_unlisted
 from qdsl.core.stored import Description
 
 EXTENTS = ("N", "K")
@@ -86,6 +87,17 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     follows = {key: wanted for key, wanted in rule.items() if key not in ABOUT_RULE and isinstance(wanted, Mapping)}
     constants = {key: word for key, word in rule.get("with", {}).items() if type(word) is int}
     return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, constants)
+
+
+def unlisted_lengths(format: Description, settings: Mapping[str, Any]) -> list[Reading]:
+    """The readings of settings with a block length that the format's spec does not list, with these values alone."""
+    if not any(isinstance(values, BlockLengths) for values in format.params.values()):
+        return []
+    rules = own_rule(format, settings) if same(settings.get("quant_method"), OWN) else format.detect.get("config")
+    lengths = [(reading, {name: value for name, value in reading.values.items()
+                          if name in format.params and is_unlisted(format.params[name], value)})
+               for reading in readings(rules, list(format.params), settings)]
+    return [replace(reading, values=own) for reading, own in lengths if own]
 
 
 def is_block(key: str) -> bool:

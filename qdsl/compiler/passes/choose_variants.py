@@ -16,6 +16,7 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Param, Spec, Storage
 from qdsl.compiler.spec.source import Problems, did_you_mean
 from qdsl.core.numbers import number
+from qdsl.core.shapes import ANY
 
 MAX_PROGRAMS = 128
 
@@ -87,6 +88,9 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
     kinds = {type(value) for value in param.values}
     if len(kinds) > 1:
         problems.add(name.span, f"parameter '{name}' mixes integers and types")
+    if param.is_open and (structural or kinds != {int}):
+        problems.add(name.span, f"parameter '{name}': '{ANY}' stands for other block lengths, and this is no block length",
+                     "its values are all in the list")
     for value in param.values:
         if isinstance(value, str):
             if number(value) is None:

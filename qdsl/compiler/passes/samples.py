@@ -12,6 +12,7 @@ from qdsl.compiler.ir.index import Atom, Index, substitute
 from qdsl.compiler.ir.program import Program
 
 MAX_CHOICES = 128
+UNLISTED = (48, 24)                                              # lengths of blocks that stand for all that a spec does not list
 SampleSizes = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
@@ -23,7 +24,8 @@ def samples(program: Program, extents: Sequence[Index]) -> tuple[Mapping[str, in
 def sample_sizes(program: Program) -> SampleSizes:
     """A program's size parameters, and the axes that it fixes: name, axis, values."""
     fixed = tuple((axis, axis, (extent,)) for axis, extent in program.spec.fixed.items())
-    listed = {p.name.value: tuple(v for v in p.values if isinstance(v, int)) for p in program.spec.params}
+    listed = {p.name.value: (*(v for v in p.values if isinstance(v, int)), *(UNLISTED if p.is_open else ()))
+              for p in program.spec.params}
     return fixed + tuple((size, size_axis(program, size), listed[size]) for size in program.sizes)
 
 

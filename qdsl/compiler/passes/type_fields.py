@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import gcd
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
@@ -18,6 +17,8 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Field as SpecField
 from qdsl.compiler.spec.source import Problems, did_you_mean
 from qdsl.core.numbers import FLOATS, Number, number
+from qdsl.core.shapes import compiled_step, listed
+from qdsl.core.stored import PLANAR
 
 AXES = {"n": "N", "k": "K"}
 
@@ -102,10 +103,14 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
 
 
 def _domain(program: Program) -> Domain:
-    """Size parameters are at least 1 and share the divisor of their positive values."""
-    listed = {p.name.value: [v for v in p.values if isinstance(v, int) and v > 0] for p in program.spec.params}
-    sizes = {size: listed[size] for size in program.sizes}
-    return Domain(dict.fromkeys(sizes, (1, None)), {size: gcd(*values) for size, values in sizes.items() if values})
+    """Size parameters are at least 1, and multiples of what kernels may assume."""
+    values = {p.name.value: listed(p.written) for p in program.spec.params if p.name.value in program.sizes}
+    of_weights = [item.typed.type for item in program.spec.fields
+                  if [part.name for part in item.typed.index if isinstance(part, g.Name)] == ["n", "k"]]
+    words = [kind.name + str(program.params.get(kind.parameter.name) if kind.parameter else "") for kind in of_weights]
+    codes = [] if program.storage == PLANAR else [kind.bits for word in words if (kind := number(word)) is not None]
+    steps = {size: compiled_step(own, codes) for size, own in values.items()}
+    return Domain(dict.fromkeys(values, (1, None)), {size: step for size, step in steps.items() if step})
 
 
 def _field(program: Program, item: SpecField, problems: Problems) -> Field | None:

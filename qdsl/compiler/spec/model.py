@@ -7,16 +7,26 @@ from dataclasses import dataclass, field
 
 from qdsl.compiler.spec.grammar import Apply, Expr, Line, Shape, Typed
 from qdsl.compiler.spec.source import Source, Span, Text
+from qdsl.core.shapes import ANY
 
 Data = bool | int | str | list["Data"] | dict[str, "Data"]
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter and the finite set of its values, the default first: integers or names of number types."""
+    """A parameter and its values, the default first: integers or names of number types.
+
+    is_open: any other positive number is valid, too.
+    """
 
     name: Text
     values: tuple[int | str, ...]
+    is_open: bool = False
+
+    @property
+    def written(self) -> tuple[int | str, ...]:
+        """The values as generated files list them."""
+        return (*self.values, ANY) if self.is_open else self.values
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 from qdsl.compiler.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
 from qdsl.compiler.spec.tokens import GrammarError
-from qdsl.core.shapes import is_axis
+from qdsl.core.shapes import ANY, is_axis
 
 _T = TypeVar("_T")
 _Fixed = tuple[tuple[Text, grammar.Expr], ...]
@@ -38,7 +38,7 @@ KEYS = {
     "format": "the format's name; the generated module is called so",
     "title": "one line that says what it is",
     "source": "where the layout is defined",
-    "params": "parameters, each with the finite list of its values, the default first",
+    "params": "parameters, each with the list of its values, the default first",
     "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces; a number where it is fixed",
     "dims": "derived extents and constants",
     "tables": "numbers that decode looks up: listed, read from a file, or computed from other tables",
@@ -272,8 +272,8 @@ class _Reader:
     def params(self, node: Node | None) -> Iterable[Param]:
         for key, value in self.named(node, "parameter"):
             values = self.values(value, "a parameter's value")
-            if values:
-                yield Param(key, values)
+            if {*values} - {ANY}:
+                yield Param(key, tuple(one for one in values if one != ANY), ANY in values)
             else:
                 self.problems.add(key.span, f"parameter '{key}' needs a list of the values it may have")
 

@@ -149,7 +149,7 @@ def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | N
 
     Raises UnfitArray for tensors that are shorter than the weight's shape says, or on another device.
     """
-    if not all(tensor.is_contiguous() for tensor in packed.tensors.values()):
+    if not packed.has_kernels or not all(tensor.is_contiguous() for tensor in packed.tensors.values()):
         return None
     tensors = read_tensors(packed)
     key = (packed.format, packed.storage, *packed.params.values(), *packed.sizes.values(),

@@ -38,7 +38,7 @@ def _decode_base(packed: PackedWeight, out: Tensor) -> Tensor:
         return out
     if packed.order is not None:
         return _decode_in_order(packed, order.places(packed.order), out)
-    if runs_kernels(packed.device):
+    if packed.runs_kernels:
         with on_device(packed.device):
             launch.dequantize(packed, out)
         return out

@@ -81,7 +81,7 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
     experts = len(offsets) - 1
     n = _checked(x, packed, experts, bias)
     x, packed = as_stored(x, packed)                         # all experts have the same column order, because there is one index
-    if runs_kernels(x.device):
+    if packed.runs_kernels:
         with torch.no_grad(), on_device(x.device):
             offsets = device_offsets(offsets, x)
             if x.dtype == torch.float64:
@@ -98,7 +98,7 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
 
 def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets) -> Tensor:
     """Gradients [M, N] times the weights of their experts: [M, K], without gradients; rows of no expert are 0."""
-    if runs_kernels(gradient.device):
+    if packed.runs_kernels:
         with torch.no_grad(), on_device(gradient.device):
             stored = packed if packed.order is None else packed.as_stored()
             out = _by_batches(gradient, stored, device_offsets(offsets, gradient), None, transposed=True)

@@ -17,7 +17,6 @@ from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.costs import DECODED
 from qdsl.runtime.gpu.plan import plan_of
 from qdsl.runtime.gpu.product import product, quantized
-from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles
@@ -80,7 +79,7 @@ def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
     if packed.order is None:
         return x, packed
     stored = packed.as_stored()
-    if runs_kernels(x.device):
+    if packed.runs_kernels:
         own = plan_of(packed) if packed.layout.is_order_plain else packed.stored_plan or plan_of(stored)
         stored.plan = packed.stored_plan = own
     return x.index_select(-1, packed.order), stored
@@ -92,7 +91,7 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: st
         return _narrow_product(x, packed.decode_streams(), bias, mode)
     if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
         return out
-    if runs_kernels(x.device):
+    if packed.runs_kernels:
         return product(x, packed, bias, mode, mode == INVARIANT)
     packed = packed.decode_streams()
     return _invariant_product(x, packed, bias) if mode == INVARIANT else cpu.product(x, packed, bias)
@@ -112,7 +111,7 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
 def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
     """The product with x quantized to 8 bits: by a kernel, or without one by dequantizing x and multiplying in float32."""
     scale = _static_scale(mode)
-    if not runs_kernels(x.device) or not launch.has_w8a8(x, packed):
+    if not packed.runs_kernels or not launch.has_w8a8(x, packed):
         return packed_linear(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
     return quantized(x, packed, bias, scale, mode)
 
@@ -136,7 +135,7 @@ def tile_weights(x: Tensor) -> int:
 def _weights(packed: PackedWeight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Rows [start, stop) of the decoded weight."""
     weight = torch.empty(stop - start, packed.shape[1], dtype=dtype, device=packed.device)
-    if runs_kernels(packed.device):
+    if packed.runs_kernels:
         launch.dequantize(packed.cut("N", start, stop), weight)
         return weight
     decode_rows(packed, start, stop, weight)

@@ -128,8 +128,8 @@ def _format_of(key: str, params: str) -> tuple[Format, dict[str, int | str]]:
         raise FormatError(f"no format {name} with the spec {digest} is here: import its module, such as qdsl.generated.{name}, "
                           "or load its spec with qdsl.load, before a program that uses it runs")
     format = _formats[key]
-    values = {name: {str(value): value for value in choices} for name, choices in format.params.items()}
-    return format, {name: values[name][value] for name, _, value in (word.partition("=") for word in params.split())}
+    texts = dict(word.split("=") for word in params.split())
+    return format, {name: int(text) if isinstance(format.params[name][0], int) else text for name, text in texts.items()}
 
 
 def packed_weight(tensors: Sequence[Tensor], weight: str) -> PackedWeight:

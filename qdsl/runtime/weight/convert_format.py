@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
+from qdsl.core.shapes import values_text
 from qdsl.runtime.weight import branches, convert
 from qdsl.runtime.weight.assemble import assemble, check_shape
 from qdsl.runtime.weight.defaults import default_field
@@ -97,7 +98,7 @@ def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | st
         value = packed.params.get(name)
         value = value if value in values or name not in packed.sizes else packed.sizes[name]      # -1, the whole axis
         if isinstance(value, int) and value not in values:
-            raise FormatError(f"{packed.format.name} has {name} = {value}; {format.name} has {', '.join(map(str, values))}")
+            raise FormatError(f"{packed.format.name} has {name} = {value}; {format.name} has {values_text(values)}")
         if value in values:
             shared[name] = value
     wide: dict[str, int | str] = {name: WIDEST for name, values in format.params.items() if WIDEST in values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from qdsl.core.borders import UNITS
-from qdsl.core.shapes import Axis, granule
-from qdsl.core.stored import Stored
+from qdsl.core.numbers import number
+from qdsl.core.shapes import Axis, compiled_step, granule
+from qdsl.core.stored import PLANAR, Stored
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.weight import algebra, branches, order, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
@@ -317,6 +319,20 @@ class PackedWeight:
         """Why the storage has no weight of so many rows or columns; '' if it has."""
         shape = (size, self.shape[1]) if dim == "N" else (self.shape[0], size)
         return self.layout.why_not(shape, self.format.sizes(self.params, shape)) if self.layout.least or self.layout.fixed else ""
+
+    @cached_property
+    def has_kernels(self) -> bool:
+        """Whether compiled kernels support the lengths of its blocks; torch decodes others."""
+        of_weights = [field for field in self.variant.fields.values() if [axis.text for axis in field.axes] == ["N", "K"]]
+        kinds = [] if self.storage == PLANAR else [number(field.type) for field in of_weights]
+        codes = [kind.bits for kind in kinds if kind is not None]
+        return all(size % compiled_step(self.format.params[name], codes) == 0 or size >= self.extents[self.format.size_axes[name]]
+                   for name, size in self.sizes.items())
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether kernels decode and multiply it on its device."""
+        return runs_kernels(self.device) and self.has_kernels
 
     @property
     def _is_flat(self) -> bool:

@@ -27,6 +27,8 @@ def why_not_planar(packed: PackedWeight, larger: bool = False) -> str:
         for axis in stored.axes:
             if axis.extent(*packed.shape, packed.sizes) is None:
                 return f"blocks of {axis.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
+    if not planar_template(packed).has_kernels:
+        return f"its kernels take no blocks of {', '.join(map(str, packed.sizes.values()))} weights"
     if larger:
         return ""
     size = sum(tensor.nbytes for tensor in wide.values())

@@ -34,7 +34,7 @@ def description(programs: Sequence[Program]) -> str:
     return indented({
         "format": first.spec.name.value,
         "summary": summary(programs),
-        "params": {param.name.value: list(param.values) for param in first.spec.params},
+        "params": {param.name.value: list(param.written) for param in first.spec.params},
         "sizes": {size: size_axis(first, size) for size in first.sizes},
         "by": by,
         **({"fixed": dict(first.spec.fixed)} if first.spec.fixed else {}),

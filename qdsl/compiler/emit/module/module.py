@@ -166,7 +166,7 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
     else:
         lines.append("    variants={(): VARIANT},")
     if spec.params:
-        shown = [f'"{p.name}": {tupled(p.values)}' for p in spec.params]
+        shown = [f'"{p.name}": {tupled(p.written)}' for p in spec.params]
         lines += indent(wrapped("params={", shown, "},", level=1))
     if programs[0].sizes:
         shown = [f'"{size}": "{size_axis(programs[0], size)}"' for size in programs[0].sizes]

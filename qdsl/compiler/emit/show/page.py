@@ -52,7 +52,7 @@ def terminal(programs: Sequence[Program]) -> list[str]:
     for table in spec.tables:
         lines.append(f"  {table.name}: {_table(table)}")
     for param in spec.params:
-        lines.append(f"  {param.name}: one of {', '.join(map(str, param.values))}")
+        lines.append(f"  {param.name}: one of {', '.join(map(str, param.written))}")
     for program in distinct(programs):
         lines += ["", f"{title(program)}: {bits_text(program)}"]
         for tensor in program.tensors:
@@ -85,7 +85,7 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
     kinds = field_kinds(programs)
     return {
         **summary(programs), "source": spec.origin,
-        "params": {param.name.value: list(param.values) for param in spec.params},
+        "params": {param.name.value: list(param.written) for param in spec.params},
         "tables": {table.name.value: {"shape": table.shape, "numbers": table.values} for table in spec.tables},
         "fields": {field.name: {"type": kinds[field.name], "axes": field_axes(programs, field)} for field in programs[0].fields},
         "layouts": [{
