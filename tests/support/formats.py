@@ -130,7 +130,8 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
 
 def fixed_shape(case: Case, shape: tuple[int, int]) -> tuple[int, int]:
     """A shape with N and K as the format has them where it fixes them."""
-    return case.spec.fixed.get("N", shape[0]), case.spec.fixed.get("K", shape[1])
+    fixed = spec(case.path).fixed                                # as in derived storages, whose spec takes time to compile
+    return fixed.get("N", shape[0]), fixed.get("K", shape[1])
 
 
 def is_held(case: Case, params: Mapping[str, int | str]) -> bool:
