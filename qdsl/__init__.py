@@ -78,6 +78,16 @@ def fuse_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = No
     return fuse_model(model, filter)
 
 
+def match_dense_(model: nn.Module, on: bool = True) -> None:
+    """Have a model's qdsl layers compute the same bits as the dequantized model, in place; on=False ends that.
+
+    A layer then decodes its whole weight to x's dtype at every product, and torch multiplies: slow, and only to compare.
+    """
+    from qdsl.runtime.torch.model import match_dense
+
+    match_dense(model, on)
+
+
 def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
     """Time the ways to multiply by a weight on its GPU for these numbers of rows of x, and keep the fastest for each number.
 
@@ -143,7 +153,7 @@ def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[S
 def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], str | None] | Mapping[str, str] | None = None,
                   device: torch.device | str | None = None, dtype: torch.dtype | None = None, verify: bool = False,
                   copy: bool = False, format: str | None = None, skip: Sequence[str] | None = None,
-                  base: Path | str | None = None, **options: Any) -> LoadReport:
+                  base: Path | str | None = None, match_dense: bool = False, **options: Any) -> LoadReport:
     """Fill a model, on meta or not, with the weights of a checkpoint as they are packed, in place, a tensor at a time.
 
     Linear and Embedding layers with packed weights are replaced, stacks of experts become `qdsl.Experts`, groups that are coded
@@ -157,6 +167,7 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     format, options: quantize plain Linear layers in a format on the way.  skip: patterns of names, or of parts of them, whose
     layers become dense, packed ones too; by default heads, embeddings, norms and routers are not quantized on the way.
     base: the folder or repository that a folder's weights were made of, with plain tensors for parameters that have none.
+    match_dense: products have the bits of the dequantized model, as `match_dense_` sets it.
 
     Returns which layers are packed, which are dense and why, which tensors were not used, and bytes before and after.  Raises
     qdsl.models.plan.LoadError, with the model unchanged, where a parameter has no weight or shapes differ, and for DF11 where a
@@ -165,7 +176,7 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     from qdsl.checkpoint.files.references import local_path
     from qdsl.models.load import load_weights
 
-    return load_weights(model, local_path(path), rename, device, dtype, verify, copy, format, skip, base, **options)
+    return load_weights(model, local_path(path), rename, device, dtype, verify, copy, format, skip, base, match_dense, **options)
 
 
 def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] | None = None) -> SaveReport:

@@ -19,7 +19,7 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
     """Draw an image twice with one seed, write it, and print the figures.
 
     models: references of models of the pipeline, by their names.  options: those of `generate_image`.  against: a pipeline that
-    draws the same, to compare with.  quantization: a format and its params.  place: a device and a dtype.
+    draws the same, to compare with.  quantization: a format, its params, and `match_dense`.  place: a device and a dtype.
     """
     target = _target(out, [model, *models.values(), *([] if against is None else [against])], force)
     options = {**options, "size": _size(options["size"])}

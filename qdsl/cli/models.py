@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
 Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
 DType = Annotated[str, typer.Option("--dtype", help="Of products, such as float32; by default that of the model.")]
+MatchDense = Annotated[bool, typer.Option("--match-dense", help="Compute the same bits as the dequantized model; slow.")]
 TEXT, IMAGE = "Language models", "Pipelines of diffusers"        # headings of options that are for one kind of model
 
 
@@ -51,7 +53,8 @@ def generate(context: typer.Context,
                                                               rich_help_panel=IMAGE)] = None,
              against: Annotated[str | None, typer.Option("--against", metavar="PIPELINE", help="A pipeline whose image is "
                                                          "compared.", rich_help_panel=IMAGE)] = None,
-             device: Device = None, dtype: DType = "auto", force: Force = False, as_json: Json = False) -> None:
+             device: Device = None, dtype: DType = "auto", match_dense: MatchDense = False, force: Force = False,
+             as_json: Json = False) -> None:
     """Run a model on a prompt, with its weights packed, and print how fast it was and what memory it took.
 
     Language models write text.  Pipelines draw an image, twice with one seed, and it is printed whether the two are the same.
@@ -71,13 +74,14 @@ def generate(context: typer.Context,
 
         models = {name: ref for name, ref in (("transformer", transformer), ("text_encoder", text_encoder)) if ref is not None}
         options = {"prompt": prompt, "seed": seed, "steps": steps, "guidance": guidance}
-        draw(model, models, out, {**options, "size": size}, against, {"format": format, "params": params},
-             {"device": device, "dtype": dtype}, force, as_json)
+        quantization = {"format": format, "params": params, "match_dense": match_dense}
+        place = {"device": device, "dtype": dtype}
+        draw(model, models, out, {**options, "size": size}, against, quantization, place, force, as_json)
         return
     with _running():
         from qdsl.models import language
 
-        loaded = language.load_language_model(model, format, device, dtype, params)
+        loaded = language.load_language_model(model, format, device, dtype, params, match_dense)
         write = None if as_json else lambda text: typer.echo(text, nl=False)
         result = language.generate(loaded, prompt, max_new_tokens, temperature, seed, chat, write)
     _print_generation(loaded, result, as_json)
@@ -103,7 +107,8 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
                                ] = None,
              context: Annotated[int, typer.Option("--context", "-c", min=4, help="Tokens of a chunk.")] = 512,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw divergence over bits per weight.")] = None,
-             device: Device = None, dtype: DType = "auto", force: Force = False, as_json: Json = False) -> None:
+             device: Device = None, dtype: DType = "auto", match_dense: MatchDense = False, force: Force = False,
+             as_json: Json = False) -> None:
     """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them.
 
     The row of a model is printed as soon as it is known.
@@ -119,13 +124,14 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         if svg is not None:
             check_output(svg, text, force=force)
         content = text.read_text(encoding="utf-8")
-        base = None if against is None else measure.Base(language.load_language_model(against, None, device, dtype))
+        load = partial(language.load_language_model, device=device, dtype=dtype, match_dense=match_dense)
+        base = None if against is None else measure.Base(load(against))
         chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)
         results = []
         width = max(map(len, [*models, *(f"{against} as {form}" for form in format or ())]))
         for name, form in [*((name, None) for name in models), *((str(against), form) for form in format or ())]:
             quantized, *params = form.split() if form else (None,)
-            loaded = language.load_language_model(name, quantized, device, dtype, dict(map(read_param, params)))
+            loaded = load(name, quantized, params=dict(map(read_param, params)))
             own = chunks or measure.chunks(loaded.tokenizer, content, context)
             results.append(measure.evaluate(loaded, own, base))
             del loaded

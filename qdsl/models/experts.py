@@ -74,6 +74,11 @@ class Experts(nn.Module):
         return self._linears()[0].compute_dtype
 
     @property
+    def match_dense(self) -> bool:
+        """Whether products have the bits of products with decoded weights, as of `linear`."""
+        return self._linears()[0].match_dense
+
+    @property
     def device(self) -> torch.device:
         """The device of the packed weights."""
         return self._linears()[0].packed.device
@@ -114,7 +119,7 @@ class Experts(nn.Module):
         with onloaded_by_hooks(self._linears()):
             rows = torch.cat([part.dequantize(dtype or self.dtype) for part in self._linears()])
         dense = rows.view(self.experts, -1, rows.shape[1])
-        return dense.transpose(1, 2) if self.transposed else dense
+        return self._oriented(dense)
 
     def __getitem__(self, index: Any) -> Tensor:
         """The dense weights of an index of the first axis: one expert, a slice, or a tensor of experts."""
@@ -140,7 +145,7 @@ class Experts(nn.Module):
         parts, x = self._linears(), ops.autocast(x)
         if len(parts) == 1:
             with onloaded_by_hooks(parts):
-                return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias, partial, rows)
+                return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias, partial, rows, self.match_dense)
         if len(offsets) != self.experts + 1:
             raise FormatError(f"{len(offsets)} offsets do not divide rows of x among {self.experts} experts")
         n = sum(part.out_features for part in self._linears_of(0))
@@ -148,7 +153,7 @@ class Experts(nn.Module):
             raise FormatError(f"bias {list(bias.shape)} does not fit {self.experts} experts of {n} rows: expected "
                               f"[{self.experts}, {n}]")
         m = len(x if rows is None else rows)
-        if is_on_gpu(x, bias) and (m >= self.experts or torch.cuda.is_current_stream_capturing()):
+        if is_on_gpu(x, bias) and not self.match_dense and (m >= self.experts or torch.cuda.is_current_stream_capturing()):
             out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
             matmul(x.contiguous(), lambda start, stop: torch.cat([self._apart(e, x.dtype) for e in range(start, stop)]),
                    device_offsets(offsets, x), None if bias is None else bias.contiguous(), rows, out)
@@ -167,6 +172,8 @@ class Experts(nn.Module):
 
     def _product(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
         """The matmul of x [M, K] with one expert's weights that are not joined, plus bias [N]: [M, N]."""
+        if self.match_dense:
+            return nn.functional.linear(x, self._apart(expert, x.dtype), None if bias is None else bias.to(x.dtype))
         parts = self._linears_of(expert)
         biases = [None] * len(parts) if bias is None else torch.split(bias, [part.out_features for part in parts])
         with onloaded_by_hooks(parts):
@@ -208,4 +215,10 @@ class Experts(nn.Module):
         with onloaded_by_hooks(self._linears_of(expert) if len(self.parts) > 1 else self._linears()):
             rows = [weight.format.dequantize(weight, dtype or self.dtype) for weight in self.weights(expert)]
         dense = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return dense.t() if self.transposed else dense
+        return self._oriented(dense)
+
+    def _oriented(self, dense: Tensor) -> Tensor:
+        """Decoded weights [..., N, K] as the model has them; with `match_dense` in the layout of a parameter, for equal bits."""
+        if not self.transposed:
+            return dense
+        return dense.mT.contiguous() if self.match_dense else dense.mT

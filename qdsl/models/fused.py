@@ -48,7 +48,7 @@ class FusedLinear(QuantizedLinear):
     stored by groups (act-order).  `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
 
     Forward calls the operation for x in the dtypes for which it is fast: on a CPU bfloat16, on an XPU float16, bfloat16 and
-    float32.  For other dtypes, for many rows of x, where x needs gradients, under `batch_invariant` and on other devices it runs
+    float32.  For other dtypes, for many rows of x, where x needs gradients, in other modes and on other devices it runs
     the format's own `linear`.  On a CPU weights are exact, products and sums float32, and each term of the scales adds one
     rounding to bfloat16.  On an XPU the operation gets x and scales in x's dtype if scales have it too, else in float32.
     """
@@ -155,7 +155,9 @@ class FusedLinear(QuantizedLinear):
 
     def _takes(self, x: Tensor) -> bool:
         """Whether the operation supports x; it has no derivatives and no batching rules."""
-        if self.batch_invariant or x.dtype not in self.operation.dtypes or x.device.type != self.device_type or not x.numel():
+        if self.batch_invariant or self.match_dense or x.dtype not in self.operation.dtypes:
+            return False
+        if x.device.type != self.device_type or not x.numel():
             return False
         most, scales = self.operation.most, self.get_parameter(self.operation.arguments[1])
         if most is not None and x.numel() * len(scales) > most * self.in_features:
@@ -180,6 +182,9 @@ class FusedLinear(QuantizedLinear):
     def _ordinary(self, x: Tensor) -> Tensor:
         """The format's own `linear`, which is differentiable."""
         parts = self.parts()
+        if self.match_dense:
+            weight = torch.cat([part.format.dequantize(part, x.dtype) for part in parts])
+            return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         rows = [part.shape[0] for part in parts]
         biases = [None] * len(parts) if self.bias is None else torch.split(self.bias, rows)
         return torch.cat([part.format.linear(x, part, bias, batch_invariant=self.batch_invariant)

@@ -73,10 +73,11 @@ class Generation:
 
 
 def load_language_model(ref: str, format: str | None = None, device: str | None = None, dtype: str = "auto",
-                        params: Mapping[str, Any] | None = None) -> LanguageModel:
+                        params: Mapping[str, Any] | None = None, match_dense: bool = False) -> LanguageModel:
     """Load a folder, a repository or a GGUF file: packed weights as they are, plain ones plain or quantized in a format.
 
-    device: by default a GPU where there is one.  params: of the format's quantizer.  Raises LoadError, CheckpointError, OSError.
+    device: by default a GPU where there is one.  params: of the format's quantizer.  match_dense: as of `QdslConfig`.  Raises
+    LoadError, CheckpointError, OSError.
     """
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
@@ -84,11 +85,10 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     if not path.exists():
         raise LoadError(f"{ref}: no such folder or file")
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
-    if format is not None:
-        options["quantization_config"] = plugin.QdslConfig(format, **(params or {}))
     is_gguf = path.suffix == ".gguf"
     if is_gguf or format is not None or _is_packed(path):
-        model = plugin.from_pretrained(path, **options)
+        config = plugin.QdslConfig(format, match_dense=match_dense, **(params or {}))
+        model = plugin.from_pretrained(path, quantization_config=config, **options)
     else:
         model = _load_plain(path, options)
     wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""

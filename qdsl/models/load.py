@@ -33,6 +33,7 @@ from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
 from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.gpu.placement import may_change, setting
+from qdsl.runtime.torch.model import match_dense as match_dense_layers
 from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.weight.algebra import concatenated
@@ -44,7 +45,8 @@ SMALL = 1 << 20                                                  # bytes of a pl
 
 def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
-                 skip: Sequence[str] | None = None, base: str | Path | None = None, **options: Any) -> LoadReport:
+                 skip: Sequence[str] | None = None, base: str | Path | None = None, match_dense: bool = False,
+                 **options: Any) -> LoadReport:
     """Fill a model; `qdsl.load_weights_` explains the arguments."""
     if verify:
         checksums.check(path, is_optional=True)
@@ -52,13 +54,14 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
         if base is not None and isinstance(checkpoint.source, FolderSource):
             _tie(model)
             complete_from(checkpoint.source, Names(model), base, rename)
-        return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, **options)
+        return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, match_dense=match_dense,
+                          **options)
 
 
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, planar: bool = True,
-               **options: Any) -> LoadReport:
+               match_dense: bool = False, **options: Any) -> LoadReport:
     """Fill a model with the weights of an open checkpoint, as `load_weights` does.
 
     plain: False leaves plain tensors, other than those that are quantized, to a library that loads them after this.
@@ -84,7 +87,9 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     for group in plan.groups:
         loader.place_group(group)
     remember(model, loader.origin)
-    if planar and "storage" not in options:
+    if match_dense:
+        match_dense_layers(model)
+    elif planar and "storage" not in options:
         use_planar(model, loader.report)
     return loader.finished()
 

@@ -184,7 +184,7 @@ def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
         return packed.format.Embedding(packed, base.padding_idx, base.compute_dtype, base.max_norm, base.norm_type,
                                        base.scale_grad_by_freq, base.sparse)
     layer = packed.format.Linear(packed, None, base.compute_dtype, base.quantize_x, base.input_scale)
-    layer.batch_invariant = base.batch_invariant
+    layer.take_mode(base)
     return layer
 
 

@@ -229,30 +229,35 @@ class Format:
         return int4.for_device(packed, dtype)
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
-               batch_invariant: bool = False, input_scale: float | None = None) -> Tensor:
+               batch_invariant: bool = False, input_scale: float | None = None, match_dense: bool = False) -> Tensor:
         """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias.
 
         batch_invariant: a row of x gives the same bits whatever the other rows are.  A GPU then reads the weight once per 8 rows;
         a CPU multiplies rows one by one.  quantize_x: quantize each row of x to 8 bits first (weight/eight.py), for a weight with
         8-bit codes; matrix units then multiply 8-bit numbers.  Gradients ignore the rounding.  Raises FormatError for other
         weights.  input_scale: with quantize_x, a static scale of x that replaces the scale per row; else it is ignored.
+
+        match_dense: the bits of torch's linear with `dequantize(packed, x.dtype)`, which is in memory meanwhile, and the bits of
+        torch's gradient of x.
         """
         if packed.format is not self:
             self._own(packed)
-        is_plain = not (quantize_x or batch_invariant)
-        return ops.linear(x, packed, bias, "" if is_plain else mode_of(quantize_x, batch_invariant, input_scale))
+        is_plain = not (quantize_x or batch_invariant or match_dense)
+        return ops.linear(x, packed, bias, "" if is_plain else mode_of(quantize_x, batch_invariant, input_scale, match_dense))
 
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
-                       partial: bool = False, rows: Tensor | None = None) -> Tensor:
+                       partial: bool = False, rows: Tensor | None = None, match_dense: bool = False) -> Tensor:
         """x [M, K], sorted by expert, times the transposed weights [E * N, K] of E experts, plus bias [E, N]: [M, N].
 
         Expert e has rows [offsets[e], offsets[e + 1]) of x and [e * N, (e + 1) * N) of the weight; offsets are E + 1 integers, a
         list or a tensor.  On a GPU the offsets stay on the device and are not validated, so that nothing waits for the host.
         partial: rows after the last offset belong to no expert, and their results are 0.  rows: int64 [M], the row of x [T, K]
         for each of the M rows.  Differentiable in x and bias.  Raises FormatError if something does not fit.
+
+        match_dense: as in `linear`, for every expert; a GPU then waits for the offsets.
         """
         self._own(packed)
-        return experts.linear(x, packed, offsets, bias, partial, rows)
+        return experts.linear(x, packed, offsets, bias, partial, rows, mode_of(False, False, None, match_dense))
 
     @cached_property
     def Linear(self) -> type[QuantizedLinear]:

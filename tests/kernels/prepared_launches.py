@@ -198,10 +198,10 @@ def capturable() -> dict[str, Callable[[], object]]:
 
     return products() | {
         "shared K": lambda: q4_0.linear(rows, large),
-        "grouped_linear": lambda: torch.ops.qdsl.grouped_linear(x, tensors, offsets, None, key, True),
+        "grouped_linear": lambda: torch.ops.qdsl.grouped_linear(x, tensors, offsets, None, key, True, ""),
         "grouped_linear float64": lambda: q4_0.grouped_linear(x.double(), packed, offsets, partial=True),
         "gradients of grouped_linear": gradients,
-        "grouped_linear decoded": lambda: torch.ops.qdsl.grouped_linear(x, coded, offsets, None, coded_key, False),
+        "grouped_linear decoded": lambda: torch.ops.qdsl.grouped_linear(x, coded, offsets, None, coded_key, False, ""),
         "dequantize": lambda: torch.ops.qdsl.dequantize(tensors, key, BF16),
         "dequantize streams": lambda: torch.ops.qdsl.dequantize(coded, coded_key, BF16)}
 

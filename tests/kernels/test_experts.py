@@ -364,7 +364,7 @@ def test_the_operation_is_what_torch_asks_of_one() -> None:
     packed = q4_0.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
     tensors, key = ops.operands(packed)
     arguments = (torch.randn(5, 64, requires_grad=True), tensors, torch.tensor([0, 2, 2, 5]), torch.zeros(3, 16),
-                 key, False)
+                 key, False, "")
     torch.library.opcheck(experts._grouped_linear, arguments)
 
 

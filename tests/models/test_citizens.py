@@ -47,7 +47,7 @@ def test_operations_are_what_torch_asks_of_them(trait: str) -> None:
     if any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors):
         checks.remove("test_schema")                             # it compares arguments by arithmetic that 8-bit floats lack
     torch.library.opcheck(ops._linear, (x, tensors, bias, key), test_utils=checks)
-    torch.library.opcheck(ops._transposed_linear, (x, tensors, key), test_utils=checks)
+    torch.library.opcheck(ops._transposed_linear, (x, tensors, key, ""), test_utils=checks)
     torch.library.opcheck(ops._linear, (sample(64), tensors, None, key), test_utils="test_faketensor")
     torch.library.opcheck(ops._dequantize, (tensors, key, torch.bfloat16), test_utils="test_faketensor")
 

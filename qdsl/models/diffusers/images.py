@@ -21,6 +21,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.diffusers.pipeline import QUANTIZED, from_pretrained, pipeline_folder
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
+from qdsl.runtime.torch.model import match_dense as match_dense_layers
 
 PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PEAK = 255.0                                                     # of a channel of an image
@@ -68,12 +69,13 @@ class ImageDifference:
 
 
 def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, format: str | None = None, device: str | None = None,
-                        dtype: str = "auto", params: Mapping[str, Any] | None = None, is_quiet: bool = False) -> ImagePipeline:
+                        dtype: str = "auto", params: Mapping[str, Any] | None = None, is_quiet: bool = False,
+                        match_dense: bool = False) -> ImagePipeline:
     """Loads a folder or repository of a pipeline; packed weights stay packed, plain ones are quantized if a format is named.
 
     models: references of models that come from elsewhere, by their names in the pipeline.  device: by default a GPU where there
-    is one.  dtype: by default that of most plain numbers.  is_quiet: without a progress bar of steps.  Raises LoadError,
-    CheckpointError, OSError.
+    is one.  dtype: by default that of most plain numbers.  is_quiet: without a progress bar of steps.  match_dense:
+    as of `QdslConfig`.  Raises LoadError, CheckpointError, OSError.
     """
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
@@ -87,6 +89,9 @@ def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, forma
         raise
     except Exception as error:                                   # of many kinds, by what is wrong
         raise LoadError(f"{ref}: diffusers does not load it: {error}") from error
+    for model in pipeline.components.values() if match_dense else ():
+        if isinstance(model, torch.nn.Module):
+            match_dense_layers(model)
     pipeline.set_progress_bar_config(disable=is_quiet, leave=False)
     return ImagePipeline(f"{ref} as {format}" if format else ref, pipeline, time.perf_counter() - began)
 

@@ -63,7 +63,8 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         kwargs["dtype"] = config.dtype or plain
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
-        quantization_config=QdslConfig(ignore=options.ignore, weights=weights, verify=options.verify), **kwargs)
+        quantization_config=QdslConfig(ignore=options.ignore, weights=weights, verify=options.verify,
+                                       match_dense=options.match_dense), **kwargs)
     weights.state.clear()
     if base is not None:
         with suppress(OSError):

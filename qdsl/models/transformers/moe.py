@@ -15,10 +15,12 @@ NAME = "qdsl"                                                    # of the implem
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The weighted outputs of the experts [T, k], with weights [T, k], that the router chose for tokens [T, K]: [T, K].
 
-    The library's own implementation runs experts of plain weights, and decodes those whose rows are the columns of the product.
+    The library's own implementation runs experts of plain weights and those that match dense ones, and decodes those whose rows
+    are the columns of the product.
     """
     up = self.gate_up_proj if self.has_gate else self.up_proj
-    if not all(isinstance(stack, Experts) and stack.transposed == self.is_transposed for stack in (up, self.down_proj)):
+    if not all(isinstance(stack, Experts) and stack.transposed == self.is_transposed and not stack.match_dense
+               for stack in (up, self.down_proj)):
         plain: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return plain
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None

@@ -111,7 +111,8 @@ class QdslHfQuantizer(HfQuantizer):
         before, device = _tensors(model), single_device(self._device_map)
         stacks = None if names is None else names.stacks(_shapes(source, config.format))
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
-                                 stacks=stacks, format=config.format, verify=config.verify, planar=False, **config.options)
+                                 stacks=stacks, format=config.format, verify=config.verify, planar=False,
+                                 match_dense=config.match_dense, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         if config.format is not None:
@@ -155,7 +156,8 @@ class QdslHfQuantizer(HfQuantizer):
                             "name those that transformers shall initialise in QdslConfig(ignore=...)")
         if isinstance(self._device_map, Mapping):
             move(model, placed, self._device_map)
-        if self.report is not None and "storage" not in self.quantization_config.options:
+        config = self.quantization_config
+        if self.report is not None and not (config.match_dense or "storage" in config.options):
             # A map of several devices may offload those on a CPU, which accelerate knows by the names that they have.
             is_mapped = isinstance(self._device_map, Mapping) and len(self._device_map) > 1
             for layer in use_planar(model, self.report, ("cuda", "xpu") if is_mapped else ()):

@@ -23,7 +23,7 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch import ops
-from qdsl.runtime.torch.linear import FLOATS, as_stored
+from qdsl.runtime.torch.linear import FLOATS, MATCH_DENSE, as_stored
 from qdsl.runtime.weight import order, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -54,32 +54,35 @@ def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
 
 
 def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None = None, partial: bool = False,
-           rows: Tensor | None = None) -> Tensor:
+           rows: Tensor | None = None, mode: str = "") -> Tensor:
     """Rows [offsets[e], offsets[e + 1]) of x [M, K] times the transpose of rows [e * N, (e + 1) * N) of w, plus bias[e]: [M, N].
 
     offsets: E + 1 integers from 0 to M, a list or a tensor on any device.  On a GPU they stay there, unchecked.  rows: int64 [M],
     the row of x [T, K] for each of the M rows.  partial: rows after the last offset belong to no expert, and their results are 0.
-    Differentiable in x and bias.  Raises FormatError if something does not fit.
+    mode: '' or MATCH_DENSE.  Differentiable in x and bias.  Raises FormatError if something does not fit.
     """
     if packed.has_branch:
         raise FormatError(f"'{packed.branch_names[0]}' is added to the weight of all experts; multiply each by linear")
     x = ops.autocast(x)
-    if rows is not None and not is_on_gpu(x, bias, *packed.tensors.values()):
+    if rows is not None and (mode or not is_on_gpu(x, bias, *packed.tensors.values())):
         x, rows = x[rows], None
     if ops.is_recorded():
-        return _operation(x, packed, offsets, bias, partial)
+        return _operation(x, packed, offsets, bias, partial, None, mode)
     if ops.is_differentiated(x, bias):
-        result: Tensor = _Product.apply(x, bias, device_offsets(offsets, x), packed, partial, False)  # type: ignore[no-untyped-call]
+        result: Tensor = _Product.apply(x, bias, device_offsets(offsets, x), packed, partial, False,  # type: ignore[no-untyped-call]
+                                       mode)
         return result
     compute = _computed if ops.is_plain(x, bias, *packed.tensors.values()) else _operation
-    return compute(x, packed, offsets, bias, partial, rows)
+    return compute(x, packed, offsets, bias, partial, rows, mode)
 
 
 def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
-              ) -> Tensor:
+              mode: str = "") -> Tensor:
     """The product without gradients: one launch for all experts, or expert by expert."""
     experts = len(offsets) - 1
     n = _checked(x, packed, experts, bias)
+    if mode == MATCH_DENSE:
+        return _by_experts(x, packed, offsets, bias, partial, n, mode)
     x, packed = as_stored(x, packed)                         # all experts have the same column order, because there is one index
     if packed.runs_kernels:
         with torch.no_grad(), on_device(x.device):
@@ -87,18 +90,24 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
             if x.dtype == torch.float64:
                 return _by_batches(x if rows is None else x[rows], packed, offsets, bias)
             return _by_tiles(x, packed, offsets, bias, partial, n, rows)
+    return _by_experts(x, packed, offsets, bias, partial, n, mode)
+
+
+def _by_experts(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, n: int, mode: str,
+                ) -> Tensor:
+    """The product expert by expert, for which the host waits; n: rows of w per expert."""
     packed = packed if x.device.type == "cpu" else packed.decode_streams()
     borders = host_borders(offsets, x.shape[0], partial)
-    parts = [ops.computed(x[start:stop], weight, None if bias is None else bias[e], False)
+    parts = [ops.computed(x[start:stop], weight, None if bias is None else bias[e], False, mode)
              for e, start, stop, weight in _weights(packed, borders)]
     if borders[-1] < x.shape[0] or not parts:
         parts.append(x.new_zeros(x.shape[0] - borders[-1], n))
     return torch.cat(parts)
 
 
-def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets) -> Tensor:
+def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets, mode: str = "") -> Tensor:
     """Gradients [M, N] times the weights of their experts: [M, K], without gradients; rows of no expert are 0."""
-    if packed.runs_kernels:
+    if packed.runs_kernels and mode != MATCH_DENSE:
         with torch.no_grad(), on_device(gradient.device):
             stored = packed if packed.order is None else packed.as_stored()
             out = _by_batches(gradient, stored, device_offsets(offsets, gradient), None, transposed=True)
@@ -107,7 +116,7 @@ def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets)
     borders = host_borders(offsets, gradient.shape[0], True)
     out = gradient.new_zeros(gradient.shape[0], packed.shape[1])
     for _, start, stop, expert in _weights(packed, borders):
-        out[start:stop] = ops.computed(gradient[start:stop], expert, None, transposed=True)
+        out[start:stop] = ops.computed(gradient[start:stop], expert, None, True, mode)
     return out
 
 
@@ -323,15 +332,16 @@ class _Product(torch.autograd.Function):
     """The product as an autograd function; it is linear in x, so its gradient is the transposed product and vice versa."""
 
     @staticmethod
-    def forward(x: Tensor, bias: Tensor | None, offsets: Tensor, packed: PackedWeight, partial: bool, transposed: bool) -> Tensor:
+    def forward(x: Tensor, bias: Tensor | None, offsets: Tensor, packed: PackedWeight, partial: bool, transposed: bool, mode: str,
+                ) -> Tensor:
         is_plain = ops.is_plain(x, bias, *packed.tensors.values())
         if transposed:
-            return (_computed_gradient if is_plain else _gradient_operation)(x, packed, offsets)
-        return (_computed if is_plain else _operation)(x, packed, offsets, bias, partial)
+            return (_computed_gradient if is_plain else _gradient_operation)(x, packed, offsets, mode)
+        return (_computed if is_plain else _operation)(x, packed, offsets, bias, partial, None, mode)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, bias, offsets, ctx.packed, _, ctx.transposed = inputs
+        _, bias, offsets, ctx.packed, _, ctx.transposed, ctx.mode = inputs
         ctx.save_for_backward(offsets)
         ctx.save_for_forward(offsets)
         ctx.bias = None if bias is None else bias.dtype
@@ -340,20 +350,22 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (offsets,), to_x, to_bias = ctx.saved_tensors, None, None
         if ctx.needs_input_grad[0]:
-            to_x = _Product.apply(gradients[0], None, offsets, ctx.packed, True, not ctx.transposed)  # type: ignore[no-untyped-call]
+            to_x = _Product.apply(gradients[0], None, offsets, ctx.packed, True,  # type: ignore[no-untyped-call]
+                                  not ctx.transposed, ctx.mode)
         if ctx.needs_input_grad[1]:
             to_bias = _bias_gradient(gradients[0], offsets, ctx.bias)
-        return to_x, to_bias, None, None, None, None
+        return to_x, to_bias, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
         [offsets] = ctx.saved_tensors
-        out: Tensor = _Product.apply(x, None, offsets, ctx.packed, True, ctx.transposed)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(x, None, offsets, ctx.packed, True, ctx.transposed,  # type: ignore[no-untyped-call]
+                                     ctx.mode)
         return out if bias is None else out + _bias_rows(bias.to(out.dtype), offsets, len(out))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, offsets: Tensor, packed: PackedWeight,
-             partial: bool, transposed: bool) -> tuple[Tensor, int]:
+             partial: bool, transposed: bool, mode: str) -> tuple[Tensor, int]:
         """A batch of x multiplies the rows per expert; a batch of biases is added afterwards."""
         of_x, of_bias, of_offsets, *_ = in_dims
         if of_offsets is not None:
@@ -362,7 +374,7 @@ class _Product(torch.autograd.Function):
         x = x.unsqueeze(1).expand(-1, size, -1) if of_x is None else x.movedim(of_x, 1)              # [M, B, K]
         own = bias if of_bias is None else None
         out: Tensor = _Product.apply(x.flatten(0, 1), own, size * offsets, packed, partial,  # type: ignore[no-untyped-call]
-                                     transposed)
+                                     transposed, mode)
         out = out.view(-1, size, out.shape[1])
         if bias is None or of_bias is None:
             return out, 1
@@ -390,56 +402,57 @@ def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _operation(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
-               ) -> Tensor:
+               mode: str = "") -> Tensor:
     tensors, weight = ops.operands(packed)
     x = x if rows is None else x[rows]
-    result: Tensor = _grouped_linear(x, tensors, device_offsets(offsets, x), bias, weight, partial)
+    result: Tensor = _grouped_linear(x, tensors, device_offsets(offsets, x), bias, weight, partial, mode)
     return result
 
 
-def _gradient_operation(gradient: Tensor, packed: PackedWeight, offsets: Tensor) -> Tensor:
+def _gradient_operation(gradient: Tensor, packed: PackedWeight, offsets: Tensor, mode: str) -> Tensor:
     tensors, weight = ops.operands(packed)
-    result: Tensor = _grouped_transposed(gradient, tensors, offsets, weight)
+    result: Tensor = _grouped_transposed(gradient, tensors, offsets, weight, mode)
     return result
 
 
 def _computed_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
-                     ) -> Tensor:
-    return _computed(x, ops.packed_weight(tensors, weight), offsets, bias, partial)
+                     mode: str) -> Tensor:
+    return _computed(x, ops.packed_weight(tensors, weight), offsets, bias, partial, None, mode)
 
 
-def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
-    return _computed_gradient(gradient, ops.packed_weight(tensors, weight), offsets)
+def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str, mode: str) -> Tensor:
+    return _computed_gradient(gradient, ops.packed_weight(tensors, weight), offsets, mode)
 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the packed tensors and their key for gradients, never the dense weight."""
-    _, tensors, offsets, bias, ctx.weight, _ = inputs
+    _, tensors, offsets, bias, ctx.weight, _, ctx.mode = inputs
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(offsets, *tensors)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     offsets, *tensors = ctx.saved_tensors
-    to_x = _grouped_transposed(gradient, tensors, offsets, ctx.weight) if ctx.needs_input_grad[0] else None
+    to_x = _grouped_transposed(gradient, tensors, offsets, ctx.weight, ctx.mode) if ctx.needs_input_grad[0] else None
     to_bias = _bias_gradient(gradient, offsets, ctx.bias) if ctx.needs_input_grad[3] else None
-    return to_x, [None] * len(tensors), None, to_bias, None, None
+    return to_x, [None] * len(tensors), None, to_bias, None, None, None
 
 
 def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, tensors, offsets, ctx.weight = inputs
+    _, tensors, offsets, ctx.weight, ctx.mode = inputs
     ctx.save_for_backward(offsets, *tensors)
 
 
 def _gradients_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     offsets, *tensors = ctx.saved_tensors
-    return _grouped_linear(gradient, tensors, offsets, None, ctx.weight, True), [None] * len(tensors), None, None
+    to_gradient = _grouped_linear(gradient, tensors, offsets, None, ctx.weight, True, ctx.mode)
+    return to_gradient, [None] * len(tensors), None, None, None
 
 
 _grouped_linear = ops.define(
-    "grouped_linear", _computed_linear, lambda x, tensors, offsets, bias, weight, partial: x.new_empty(
+    "grouped_linear", _computed_linear, lambda x, tensors, offsets, bias, weight, partial, mode: x.new_empty(
         x.shape[0], ops.read_key(weight).n // (offsets.shape[0] - 1)), _gradients, _keep, bias=3)
 _grouped_transposed = ops.define(
-    "grouped_transposed", _computed_transposed, lambda gradient, tensors, offsets, weight: gradient.new_empty(
+    "grouped_transposed", _computed_transposed, lambda gradient, tensors, offsets, weight, mode: gradient.new_empty(
         gradient.shape[0], ops.read_key(weight).k), _gradients_of_transposed, _keep_transposed)

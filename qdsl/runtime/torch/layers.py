@@ -29,8 +29,9 @@ class QuantizedLinear(PackedModule, nn.Linear):
     """
 
     input_scale: Tensor | None
-    quantize_x: bool = False                                     # these two as in `linear`; may be changed at any time
+    quantize_x: bool = False                                     # these three as in `linear`; may be changed at any time
     batch_invariant: bool = False
+    match_dense: bool = False
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
                  quantize_x: bool = False, input_scale: Tensor | None = None) -> None:
@@ -72,7 +73,8 @@ class QuantizedLinear(PackedModule, nn.Linear):
         if not is_dynamo_compiling():
             own = self.__dict__                                  # attribute lookups of nn.Module cost more
             plan, parameters = own["_packed"].plan, own["_parameters"]
-            if plan is not None and "bias" in parameters and own["_x_scale"] is None and not self._has_branch:
+            is_quick = own["_x_scale"] is None and not (self._has_branch or self.match_dense)
+            if plan is not None and "bias" in parameters and is_quick:
                 bias = parameters["bias"]
                 if is_direct(input, bias) and (tensors := self._unchanged(plan.names)) is not None:
                     x = autocast(input) if is_autocast_enabled() else input
@@ -81,12 +83,17 @@ class QuantizedLinear(PackedModule, nn.Linear):
                         return out
         return self._product(input)
 
+    def take_mode(self, other: QuantizedLinear) -> None:
+        """Compute as another layer, but for its `quantize_x`."""
+        self.batch_invariant, self.match_dense = other.batch_invariant, other.match_dense
+
     def _product(self, input: Tensor) -> Tensor:
         """The product without the fast path, for any x and current tensors."""
         if self.quantize_x and self._x_scale is None and self.input_scale is not None:
             self._read_scale()
         packed = self.packed
-        out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, self._x_scale)
+        out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, self._x_scale,
+                                 self.match_dense)
         if not is_compiling() and packed.plan is not None:
             self._packed.plan, self._packed.dense = packed.plan, packed.dense
         return out

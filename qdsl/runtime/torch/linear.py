@@ -21,7 +21,7 @@ from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles
 
-QUANTIZE_X, INVARIANT = "quantize_x", "batch_invariant"          # modes of a product
+QUANTIZE_X, INVARIANT, MATCH_DENSE = "quantize_x", "batch_invariant", "match_dense"        # modes of a product
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -46,18 +46,25 @@ def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
                           f"expected floats [{n}]")
 
 
-def mode_of(quantize_x: bool, batch_invariant: bool, input_scale: float | None = None) -> str:
+def mode_of(quantize_x: bool, batch_invariant: bool, input_scale: float | None = None, match_dense: bool = False) -> str:
     """The `mode` argument of operations.  Raises FormatError for options that exclude each other.
 
     A static scale of x follows as text that converts back to the same float.
     """
-    if quantize_x and batch_invariant:
-        raise FormatError("quantize_x and batch_invariant exclude each other: choose one")
+    wanted = {QUANTIZE_X: quantize_x, INVARIANT: batch_invariant, MATCH_DENSE: match_dense}
+    modes = [mode for mode, is_wanted in wanted.items() if is_wanted]
+    if len(modes) > 1:
+        raise FormatError(f"{' and '.join(modes)} exclude each other: choose one")
     if quantize_x and input_scale is not None:
         if not 0 < input_scale < math.inf:
             raise FormatError(f"input_scale is {input_scale:g}; a scale is positive and finite")
         return f"{QUANTIZE_X}={input_scale!r}"
-    return QUANTIZE_X if quantize_x else INVARIANT if batch_invariant else ""
+    return modes[0] if modes else ""
+
+
+def gradient_mode(mode: str) -> str:
+    """The mode of products for the gradient of a product; only a dense layer's gradients depend on its mode."""
+    return mode if mode == MATCH_DENSE else ""
 
 
 def is_quantized(mode: str) -> bool:

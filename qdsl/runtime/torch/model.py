@@ -103,6 +103,13 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
     return ""
 
 
+def match_dense(model: nn.Module, on: bool = True) -> None:
+    """Set `match_dense` of all packed linear layers of a model, those of experts too."""
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.match_dense = on
+
+
 def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None, larger: bool = False) -> Report:
     """Convert the weights of a model's quantized layers to storage planar, one after the other.
 
@@ -172,7 +179,7 @@ def _replace_layer(model: nn.Module, names: list[str], old: QuantizedLinear,
         return new
     new.bias = old.bias                                          # the same parameter, in case it is trained
     new.train(old.training)
-    new.batch_invariant = old.batch_invariant
+    new.take_mode(old)
     vars(new).update({key: value for key, value in vars(old).items() if key.endswith("_hooks")})
     for name in names:
         model.set_submodule(name, new)

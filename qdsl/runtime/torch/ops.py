@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
 from qdsl.runtime.torch.branches import add_branches
 from qdsl.runtime.torch.decode import decode_into
-from qdsl.runtime.torch.linear import as_stored, check_x, is_quantized, packed_linear, packed_matmul
+from qdsl.runtime.torch.linear import MATCH_DENSE, as_stored, check_x, gradient_mode, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.torch.private_apis import (
     PLAIN,
     gradient_kernel,
@@ -220,6 +221,8 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
 
 def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
     """x [..., K] @ w.T + bias, or x [..., N] @ w if transposed; computed at once, without gradients."""
+    if mode == MATCH_DENSE:
+        return _dense_product(x, packed, bias, transposed)
     if packed.has_branch:
         return _computed_sum(x, packed, bias, transposed, mode)
     if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
@@ -237,6 +240,18 @@ def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: b
         return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))
 
 
+def _dense_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The product by torch with the whole decoded weight, in x's dtype: the order of sums depends on the number of rows."""
+    with torch.no_grad(), on_device(x.device):
+        weight = decode_into(packed, empty(packed.shape, x.dtype, packed.device))
+        if transposed:                                           # as autograd multiplies gradients
+            out = x.reshape(-1, packed.shape[0]) @ weight
+        else:
+            out = functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        result: Tensor = torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))     # see `computed`
+        return result
+
+
 def _computed_sum(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
     """The product with a weight that has branches: the product with its base plus those with the branches."""
     base = packed.base
@@ -248,7 +263,7 @@ def _computed_sum(x: Tensor, packed: PackedWeight, bias: Tensor | None, transpos
 
 def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
     tensors, weight = operands(packed)
-    result: Tensor = _transposed_linear(x, tensors, weight) if transposed else _linear(x, tensors, bias, weight, mode)
+    result: Tensor = _transposed_linear(x, tensors, weight, mode) if transposed else _linear(x, tensors, bias, weight, mode)
     return result
 
 
@@ -264,21 +279,22 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, bias, ctx.packed, ctx.transposed, _ = inputs
+        _, bias, ctx.packed, ctx.transposed, mode = inputs
+        ctx.mode = gradient_mode(mode)
         ctx.bias = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         to_x = to_bias = None
         if ctx.needs_input_grad[0]:
-            to_x = _Matmul.apply(gradients[0], None, ctx.packed, not ctx.transposed, "")  # type: ignore[no-untyped-call]
+            to_x = _Matmul.apply(gradients[0], None, ctx.packed, not ctx.transposed, ctx.mode)  # type: ignore[no-untyped-call]
         if ctx.needs_input_grad[1]:
             to_bias = _bias_gradient(gradients[0], ctx.bias)
         return to_x, to_bias, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
-        out: Tensor = _Matmul.apply(x, None, ctx.packed, ctx.transposed, "")  # type: ignore[no-untyped-call]
+        out: Tensor = _Matmul.apply(x, None, ctx.packed, ctx.transposed, ctx.mode)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod
@@ -323,8 +339,8 @@ def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, 
     return out
 
 
-def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> Tensor:
-    return computed(x, packed_weight(tensors, weight), None, transposed=True)
+def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str, mode: str) -> Tensor:
+    return computed(x, packed_weight(tensors, weight), None, True, mode)
 
 
 def _computed_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
@@ -345,25 +361,26 @@ def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the packed tensors and their key for gradients, never the dense weight."""
     _, tensors, bias, ctx.weight, mode = inputs
     ctx.others = 1 + bool(mode)                                  # torch does not count arguments with default values
+    ctx.mode = gradient_mode(mode)
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(*tensors)
 
 
 def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, tensors, ctx.weight = inputs
+    _, tensors, ctx.weight, ctx.mode = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _of_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
-    to_x = _transposed_linear(gradient, tensors, ctx.weight) if ctx.needs_input_grad[0] else None
+    to_x = _transposed_linear(gradient, tensors, ctx.weight, ctx.mode) if ctx.needs_input_grad[0] else None
     to_bias = _bias_gradient(gradient, ctx.bias) if ctx.needs_input_grad[2] else None
     return to_x, [None] * len(tensors), to_bias, *[None] * ctx.others
 
 
 def _of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
-    return _linear(gradient, tensors, None, ctx.weight), [None] * len(tensors), None
+    return _linear(gradient, tensors, None, ctx.weight, ctx.mode), [None] * len(tensors), None, None
 
 
 # -- registration by torch.library.Library: its calls cost half of a custom_op's ------------------------------------------
@@ -399,6 +416,6 @@ _linear = define("linear", _computed_linear,
                  lambda x, tensors, bias, weight, mode="": x.new_empty(*x.shape[:-1], read_key(weight).n),
                  _of_linear, _keep_linear, bias=2)
 _transposed_linear = define("transposed", _computed_transposed,
-                            lambda x, tensors, weight: x.new_empty(*x.shape[:-1], read_key(weight).k),
+                            lambda x, tensors, weight, mode: x.new_empty(*x.shape[:-1], read_key(weight).k),
                             _of_transposed, _keep_transposed)
 _dequantize = define("dequantize", _computed_dequantize, _empty_dequantize)
