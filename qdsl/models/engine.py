@@ -58,7 +58,8 @@ class EngineConfig:
         own = dict(settings or {})
         own = own if OWN in (own.get("quant_method"), own.get("method")) else {}
         self.format: str | None = own.get("format")
-        self.ignore = tuple(own.get("ignore", ()))
+        ignore = own.get("ignore") or ()
+        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self.quantize_x: bool | str = own.get("quantize_x", False)
         self.gguf_model: str | None = own.get("gguf_model")
         self.verify = bool(own.get("verify", False))

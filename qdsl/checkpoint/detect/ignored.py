@@ -162,6 +162,16 @@ def is_skipped(name: str, patterns: Sequence[str]) -> bool:
     return any(pattern.fullmatch(part) for pattern in _compiled(tuple(patterns)) for part in names)
 
 
+def unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Notes on patterns, as `is_skipped` reads them, that match none of the modules."""
+    left = dict.fromkeys(patterns)
+    for name in names:
+        left = {pattern: None for pattern in left if not is_skipped(name, [pattern])}
+        if not left:
+            break
+    return [f"the pattern {shown(pattern)} names no layer" for pattern in left]
+
+
 @cache
 def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, patterns))

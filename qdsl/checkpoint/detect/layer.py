@@ -71,8 +71,8 @@ class Left:
 class Layers:
     """A checkpoint's quantized layers, and all other tensors, in the order of the files.
 
-    left: modules with unquantized matrices.  problems: of the checkpoint and not of one layer.  groups: weights in one entropy
-    code; their tensors are among the others.
+    left: modules with unquantized matrices.  problems: of the checkpoint and not of one layer; notes: on entries of its lists
+    that name nothing.  groups: weights in one entropy code; their tensors are among the others.
     """
 
     layers: list[Layer]
@@ -81,3 +81,4 @@ class Layers:
     quantizations: list[Quantization]
     problems: list[str]
     groups: list[Group]
+    notes: list[str] = field(default_factory=list)

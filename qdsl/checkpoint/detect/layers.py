@@ -81,7 +81,7 @@ class _Recognizer:
         plain = [name for name in self.folder.names() if name not in of_layers]
         left = self.report.left({name: tensors for name, tensors in modules.items() if name not in quantized}, quantized)
         return Layers(list(quantized.values()), plain, left, self.quantizations, self.report.problems(quantized, modules),
-                      self.groups)
+                      self.groups, self.report.notes(modules))
 
     def _layer(self, name: str, tensors: Mapping[str, str], transposed: bool = False) -> Layer | None:
         """The module as a layer; None if it has only plain tensors.  transposed: its tensors are [E, K, N]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -96,11 +96,35 @@ class Quantization:
         return (isinstance(inputs, Mapping) and inputs.get("num_bits") == 8) or bool(
             scheme.settings is not None and scheme.settings.get("activation_scheme"))
 
+    def unmatched(self, names: Collection[str]) -> list[str]:
+        """Entries of the lists of unquantized layers that name none of these modules in any dialect.
+
+        Empty if that would take long to find out.
+        """
+        by_entry: dict[str, list[Rule]] = {}
+        for entries in (*self.lists, *(patterns for patterns, own in self.dynamic if own is None)):
+            for rule in entries.rules:
+                by_entry.setdefault(rule.pattern, []).append(rule)
+        budget, unmatched = Budget(len(names)), []
+        try:
+            with budget:
+                for entry, rules in by_entry.items():
+                    if entry not in names and not any(_names(rule, name, budget) for name in names for rule in rules):
+                        unmatched.append(entry)
+        except CheckpointError:                                  # a slow or invalid expression, which is a problem elsewhere
+            return []
+        return unmatched
+
     def maybe(self, module: str) -> Rule | None:
         """The rule by which some dialects, but not all, leave a module unquantized."""
         with self.budget:
             ignored = [rule for listed in self.lists if (rule := listed.first(module)) is not None]
         return ignored[0] if 0 < len(ignored) < len(self.lists) else None
+
+
+def _names(rule: Rule, module: str, budget: Budget) -> bool:
+    budget.charge(rule.cost(module))
+    return rule.matches(module)
 
 
 def quantizations(folder: Folder) -> list[Quantization]:

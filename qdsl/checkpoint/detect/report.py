@@ -18,6 +18,8 @@ from qdsl.core.places import FOLDER_VARIABLE
 from qdsl.core.stored import Description
 from qdsl.core.text import counted
 
+HEAD = "lm_head"                                                 # may share the embedding's weight
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -66,6 +68,16 @@ class Report:
         shards = list(self.folder.missing.values())
         return [*problems, *(f"{shard} is missing, with {counted(shards.count(shard), 'tensor')}"
                              for shard in dict.fromkeys(shards))]
+
+    def notes(self, modules: Collection[str]) -> list[str]:
+        """Entries of the decisive settings' lists that name no module.  modules: of all tensors.
+
+        A head that shares the embedding's weight has no tensor, and lists name it nevertheless.
+        """
+        names = {name[:end] for name in modules for end in (*(i for i, letter in enumerate(name) if letter == "."), None)}
+        entries = [] if self.first is None else self.first.unmatched(names)
+        return [f"{shown(entry)} in the lists of {self.first.source} names no layer" for entry in entries
+                if self.first is not None and HEAD not in entry]
 
     def _unknown_format(self, first: Quantization) -> str:
         """The remedy for settings of qdsl with an unknown format; '' for others."""

@@ -59,6 +59,7 @@ def _of_safetensors(path: Path, limit: int, shapes: Shapes | None) -> dict[str, 
         totals["total"] = {**_total(len(tensors), count, nbytes), "nbytes": whole}
         notes = [f"{name} holds other weights, which are no part of the model" for name in folder.unread]
         notes += [f"bits per weight are without {whole - nbytes} bytes of layers of no known format"] if whole > nbytes else []
+        notes += layers.notes
         return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **totals,
                 "notes": notes,
                 "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()},

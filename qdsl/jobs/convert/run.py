@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import refuse_groups
+from qdsl.checkpoint.detect.ignored import unmatched
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
@@ -232,7 +233,10 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
     kept = sum(next(iter(layer.tensors.values())) in written_names for model in models for layer in model.plan.kept)
     sums = {name: Sums(*(cost.get(total.name, 0.0) for total in fields(Sums))) for name, cost in costs.items()}
     readable = [(model, readers(model.folder, model.plan, model.layers)) for model in models if model.plan.changed]
-    notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in changed_layers for problem in layer.problems), *notes]
+    named = {layer.name for model in models for layer in (*model.plan.changed, *model.plan.kept)}
+    named |= {name for model in models for name in (*model.left, *model.plan.left)}
+    notes = [*unmatched(aim.ignore or aim.skip, sorted(named)), *(note for model in models for note in model.layers.notes),
+             *(f"layer {shown(layer.name)}: {problem}" for layer in changed_layers for problem in layer.problems), *notes]
     return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
             "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,
             "layers": [{"from": f"{format}.{storage}", "to": f"{aim.format if aim.requantize else format}.{aim.storage}",
