@@ -37,6 +37,8 @@ def generate(context: typer.Context,
                                                          rich_help_panel=TEXT)] = 128,
              temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the most probable token.",
                                                         rich_help_panel=TEXT)] = 0.0,
+             base: Annotated[str | None, typer.Option("--base", metavar="REF", rich_help_panel=TEXT, help="The model that "
+                                                      "weights were made of, for what DF11 folders and GGUF files lack.")] = None,
              chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Use the chat template, where there is one.",
                                                 rich_help_panel=TEXT)] = True,
              out: Annotated[Path | None, typer.Option("--out", "-o", help="The .png file to write.",
@@ -81,7 +83,7 @@ def generate(context: typer.Context,
     with _running():
         from qdsl.models import language
 
-        loaded = language.load_language_model(model, format, device, dtype, params, match_dense)
+        loaded = language.load_language_model(model, format, device, dtype, params, match_dense, base)
         write = None if as_json else lambda text: typer.echo(text, nl=False)
         result = language.generate(loaded, prompt, max_new_tokens, temperature, seed, chat, write)
     _print_generation(loaded, result, as_json)

@@ -23,20 +23,22 @@ from qdsl.runtime.torch.module import PackedModule
 
 @dataclass
 class LanguageModel:
-    """A model of transformers.  name: as the user named it.  path: its folder, repository or file.  seconds: of loading."""
+    """A model of transformers.  name: as the user named it.  path: its folder, repository or file.  seconds: of loading.
+
+    base: the model that its weights were made of, with what its folder lacks.
+    """
 
     name: str
     path: str
     model: Any
     seconds: float
+    base: str | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
         """Its tokenizer, loaded on first use."""
         try:
-            if self.path.endswith(".gguf"):
-                return plugin.tokenizer(self.path)
-            return transformers.AutoTokenizer.from_pretrained(self.path)
+            return plugin.tokenizer(self.path, self.base)
         except Exception as error:                               # of many kinds, by what is wrong
             raise LoadError(f"{self.path}: transformers reads no tokenizer from it: {error}") from error
 
@@ -51,7 +53,8 @@ class LanguageModel:
         """Stored bits of all parameters per number; plain numbers count in the dtype of the files."""
         report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
         dtype = self.model.dtype
-        plain = dtype if self.path.endswith(".gguf") else transformers.AutoConfig.from_pretrained(self.path).dtype or dtype
+        is_gguf, described = self.path.endswith(".gguf"), self.base or self.path
+        plain = dtype if is_gguf else transformers.AutoConfig.from_pretrained(described).dtype or dtype
         packed = {tensor.data_ptr() for module in self.model.modules() if isinstance(module, PackedModule)
                   for tensor in module.parameters()}
         stored = sum({tensor.data_ptr(): tensor.nbytes if tensor.data_ptr() in packed else tensor.numel() * plain.itemsize
@@ -73,11 +76,12 @@ class Generation:
 
 
 def load_language_model(ref: str, format: str | None = None, device: str | None = None, dtype: str = "auto",
-                        params: Mapping[str, Any] | None = None, match_dense: bool = False) -> LanguageModel:
+                        params: Mapping[str, Any] | None = None, match_dense: bool = False,
+                        base: str | None = None) -> LanguageModel:
     """Load a folder, a repository or a GGUF file: packed weights as they are, plain ones plain or quantized in a format.
 
-    device: by default a GPU where there is one.  params: of the format's quantizer.  match_dense: as of `QdslConfig`.  Raises
-    LoadError, CheckpointError, OSError.
+    device: by default a GPU where there is one.  params: of the format's quantizer.  match_dense: as of `QdslConfig`.  base: the
+    model that packed weights were made of, for what a folder or a GGUF file lacks.  Raises LoadError, CheckpointError, OSError.
     """
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
@@ -86,13 +90,13 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
         raise LoadError(f"{ref}: no such folder or file")
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
     is_gguf = path.suffix == ".gguf"
-    if is_gguf or format is not None or _is_packed(path):
+    if is_gguf or base is not None or format is not None or _is_packed(path):
         config = plugin.QdslConfig(format, match_dense=match_dense, **(params or {}))
-        model = plugin.from_pretrained(path, quantization_config=config, **options)
+        model = plugin.from_pretrained(path, base=base, quantization_config=config, **options)
     else:
         model = _load_plain(path, options)
     wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
-    return LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), model, time.perf_counter() - began)
+    return LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), model, time.perf_counter() - began, base)
 
 
 def _load_plain(path: Path, options: Mapping[str, Any]) -> Any:

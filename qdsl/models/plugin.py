@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint
+from qdsl.checkpoint.detect.guard import describes_model
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.models.base import check_described
 from qdsl.models.plan import LoadError
 
 
@@ -44,7 +46,12 @@ def open_files(files: Sequence[Path], verify: bool = False) -> Checkpoint:
     for file in files if verify else ():
         checksums.check(file, is_optional=True)
     folder = Folder(files[0].parent, files=[file.name for file in files])        # others may lie there, such as a variant
-    return Checkpoint(folder.path, {"": FolderSource(folder)})
+    source = FolderSource(folder)
+    if source.groups and not describes_model(folder.config):     # else the library has built the class with default sizes
+        folder.close()
+        check_described(folder.path, folder.config,
+                        "call `from_pretrained` of qdsl.models.transformers or diffusers with its base")
+    return Checkpoint(folder.path, {"": source})
 
 
 def check_format(checkpoint: Checkpoint, format: str | None) -> None:

@@ -30,6 +30,7 @@ diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 plugin = pytest.importorskip("qdsl.models.diffusers")
 language = pytest.importorskip("qdsl.models.transformers")
+load_language_model = pytest.importorskip("qdsl.models.language").load_language_model
 models = pytest.importorskip("tests.support.package_models")
 pytestmark = pytest.mark.filterwarnings("default")
 COMPONENTS = ["transformer", "text_encoder", "text_encoder_2", "vae"]
@@ -134,7 +135,9 @@ def test_a_published_language_model(kind: str, base: Path, tmp_path: Path) -> No
     folder = published(kind, "language_model", tmp_path / "in")
     is_described = describes_model(json.loads((folder / "config.json").read_text()))
     assert is_described == (kind == "file_per_group")
-    model = language.from_pretrained(folder, base=None if is_described else base / "language_model")
+    loaded = load_language_model(str(folder), device="cpu", base=None if is_described else str(base / "language_model"))
+    model = loaded.model
+    assert loaded.packed_layers == 16 and 10 < loaded.bits_per_weight < 24
     tokens, plain = torch.arange(8)[None], transformers.AutoModelForCausalLM.from_pretrained(base / "language_model")
     with torch.no_grad():
         assert model(tokens).logits.equal(plain(tokens).logits)
@@ -167,6 +170,9 @@ def test_no_base(name: str, base: Path, tmp_path: Path) -> None:
     folder = as_on_the_hub(published("single_file", name, tmp_path / "in"))
     with pytest.raises(LoadError, match="has dfloat11_config, model_type, and does not describe a model: pass base="):
         load_one(name, folder, None)
+    if name == "language_model":                                 # by then the library has built a Llama of default sizes
+        with pytest.raises(LoadError, match="does not describe a model: call `from_pretrained` of qdsl"):
+            transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=language.QdslConfig())
     if name in COMPONENTS:
         whole = shutil.copytree(base / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns(name))
         folder.rename(whole / name)
