@@ -65,6 +65,9 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
         fail(f"no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
     with reported(), exit_on_sigterm():
         check_output(out, file, force=force)
+        if out.suffix != ".safetensors":
+            fail(f"--out is a .safetensors file, not '{out}'; "
+                 f"`qdsl quantize {file} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
         written = dequantize_file(file, out, dtype)
     if as_json:
         typer.echo(json.dumps({"schema": 1, **written}))

@@ -119,13 +119,15 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         fail("--format and --svg compare with a model: name it with --against", 2)
     _check_formats([form.split()[0] for form in format or () if form.split()])
     with _running():
-        from qdsl.host.files import check_output, write_text
-        from qdsl.models import evaluate as measure
-        from qdsl.models import language
+        from qdsl.host.files import check_output, open_input, write_text
 
         if svg is not None:
             check_output(svg, text, force=force)
-        content = text.read_text(encoding="utf-8")
+        with open_input(text) as file:
+            content = file.read().decode()
+        from qdsl.models import evaluate as measure
+        from qdsl.models import language
+
         load = partial(language.load_language_model, device=device, dtype=dtype, match_dense=match_dense)
         base = None if against is None else measure.Base(load(against))
         chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)

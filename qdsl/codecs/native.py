@@ -28,7 +28,7 @@ def _compiled() -> CFunctions | None:
     for options in ((*OPTIONS, *_machine_options()), OPTIONS):   # an old compiler may not know the processor
         try:
             return CFunctions(library.load(source, options), source)
-        except (library.NoCompiler, library.UnsafeCache, OSError):
+        except (library.NoCompiler, OSError):
             continue
     return None
 

@@ -1,26 +1,59 @@
 """Builds modules for specs of users into a cache, and imports them from there.
 
 The cache is $QDSL_CACHE, or qdsl below the user's cache folder.  A module's folder is named after the hash of its text, so that
-different specs, and different compiler versions, never share one.
+different specs, and different compiler versions, never share one.  What is executed is the text that this process has generated.
+Its file is for those who read it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import shutil
+import linecache
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.abc import ExecutionLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
 from qdsl.compiler.emit.module.build import files_of
 from qdsl.core.places import UnknownSpec
-from qdsl.host.files import cache_folder, make_cache_folder, write_text
+from qdsl.host.private import check_only, private_bytes, private_folder, write_private
 
 # Threads must not see a partly imported module, nor parse in parallel, which crashes CPython 3.11.
 _lock = threading.Lock()
+
+
+class GeneratedText(MetaPathFinder, ExecutionLoader):
+    """Imports modules from text in memory.  files: the path and the text of each, by the module's full name."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[str, str]] = {}
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The spec of a module whose text is here."""
+        return spec_from_loader(name, self) if name in self.files else None
+
+    def get_filename(self, name: str) -> str:
+        """The path of the module's file."""
+        return self.files[name][0]
+
+    def get_source(self, name: str) -> str:
+        """The module's text."""
+        return self.files[name][1]
+
+    def is_package(self, name: str) -> bool:
+        """Whether the module has submodules."""
+        return self.get_filename(name).endswith("__init__.py")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the text; Triton, which compiles kernels from it, and tracebacks read it from memory, too."""
+        path, text = self.files[module.__name__]
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+        super().exec_module(module)
 
 
 def load(spec: Path) -> ModuleType:
@@ -30,7 +63,8 @@ def load(spec: Path) -> ModuleType:
         stem = next(iter(files)).split("/")[0].removesuffix(".py")
         folder = _written(files)
         module = f"qdsl_loaded_{folder.name}_{stem}"
-        return sys.modules[module] if module in sys.modules else _imported(module, folder, stem, files)
+        _offer(module, folder, stem, files)
+        return import_module(module)
 
 
 def build_together(specs: Sequence[Path]) -> Path:
@@ -46,35 +80,37 @@ def build_together(specs: Sequence[Path]) -> Path:
             raise UnknownSpec(f"{spec}: a spec's file must have the name of its format; rename it to {name}.yaml")
         files |= own
     folder = _written(files)
-    for path in (folder, *(folder / spec.stem for spec in specs)):
-        shutil.rmtree(path / "__pycache__", ignore_errors=True)  # run the text that was compared, not other bytecode
+    for spec in specs:
+        _offer(f"qdsl.generated.{spec.stem}", folder, spec.stem, files)
     return folder
 
 
 def _written(files: Mapping[str, str]) -> Path:
-    """Write these files to the cache folder that is named after their hash; returns the folder."""
+    """Write these files to the cache folder that is named after their hash; returns the folder.
+
+    Raises UnsafeCache if others can write there, or if it has other files.
+    """
     digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(files.items())).encode()).hexdigest()[:16]
-    folder = cache_folder() / digest
+    folders: dict[str, list[str]] = {digest: []}
+    for name in files:
+        parent, _, own = f"{digest}/{name}".rpartition("/")
+        folders.setdefault(parent, []).append(own)
+    for name, inside in folders.items():
+        check_only(private_folder(name), [*inside, *(other.rpartition("/")[2] for other in folders if other != digest)])
+    folder = private_folder(digest)
     for name, text in files.items():
-        path = folder / name
-        if not path.is_file() or path.read_bytes() != text.encode():
-            make_cache_folder(path.parent)
-            write_text(path, text)
+        if private_bytes(folder / name) != text.encode():
+            write_private(folder / name, text.encode())
     return folder
 
 
-def _imported(module: str, folder: Path, stem: str, files: Mapping[str, str]) -> ModuleType:
-    package = f"{stem}.py" not in files
-    path = folder / stem / "__init__.py" if package else folder / f"{stem}.py"
-    inside = [str(path.parent)] if package else None
-    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)   # run the text that was compared, not other bytecode
-    spec = importlib.util.spec_from_file_location(module, path, submodule_search_locations=inside)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[module] = loaded
-    try:
-        spec.loader.exec_module(loaded)
-    except BaseException:
-        del sys.modules[module]
-        raise
-    return loaded
+def _offer(module: str, folder: Path, stem: str, files: Mapping[str, str]) -> None:
+    """Have imports of a module, and of its submodules, run these texts."""
+    finder = next((finder for finder in sys.meta_path if isinstance(finder, GeneratedText)), None)
+    if finder is None:
+        finder = GeneratedText()
+        sys.meta_path.insert(0, finder)
+    for name, text in files.items():
+        own = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        if name.endswith(".py") and own.split(".")[0] == stem:
+            finder.files[module + own.removeprefix(stem)] = str(folder / name), text

@@ -11,6 +11,13 @@ CHECKOUT = PACKAGE.parent
 FOLDER_VARIABLE = "QDSL_SPECS"                                   # the environment variable with a folder of further specs
 
 
+def regular(path: Path) -> Path:
+    """The path of a file that can be read at once.  Raises OSError for a pipe or a device, whose reader could wait for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: not a regular file")
+    return path
+
+
 def specs() -> Path:
     """The folder of the specs that ship with qdsl."""
     inside = PACKAGE / "specs"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qdsl.core.places import regular
 from qdsl.core.stored import Description
 
 # How a list's entries name modules; see checkpoint/detect/ignored.py.
@@ -302,7 +303,7 @@ def read_yaml(path: Path) -> Any:
             return dict(super().construct_mapping(node, deep))
 
     try:
-        return yaml.load(path.read_text(), Loader)               # noqa: S506 - Loader is a SafeLoader
+        return yaml.load(regular(path).read_text(), Loader)      # noqa: S506 - Loader is a SafeLoader
     except yaml.YAMLError as error:
         raise ProducerError(f"{path}: {error}") from None
 

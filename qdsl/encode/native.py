@@ -70,5 +70,5 @@ def _compiled() -> CFunctions | None:
     source = SOURCE.read_text(encoding="utf-8")
     try:
         return CFunctions(library.load(source, library.machine_options(torch.backends.cpu.get_cpu_capability())), source)
-    except (library.NoCompiler, library.UnsafeCache, OSError):
+    except (library.NoCompiler, OSError):
         return None

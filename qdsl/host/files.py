@@ -12,10 +12,12 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +25,7 @@ import qdsl
 from qdsl.host import system
 
 JOURNAL = ".journal"                                             # what is complete in an interrupted file
+DEPTH_LIMIT = 256                                                # folders in the path of an output
 
 
 def cache_folder() -> Path:
@@ -67,7 +70,7 @@ def digest(*values: Any) -> str:
 
 def identity(path: Path) -> list[Any]:
     """A file's name, size, modification time, and a digest of its first MiB, to notice changes of inputs."""
-    with naming(path), open(path, "rb") as file:
+    with naming(path), open_input(path) as file:
         status = os.fstat(file.fileno())
         return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(1 << 20)).hexdigest()]
 
@@ -85,7 +88,7 @@ def naming(path: str | os.PathLike[str], part: Path | None = None) -> Iterator[N
 
 def read_chunks(path: Path, start: int, nbytes: int) -> Iterator[bytes]:
     """Bytes of a file, a MiB at a time.  Raises OSError, with the path, also for a file that is too short."""
-    with naming(path), open(path, "rb") as file:
+    with naming(path), open_input(path) as file:
         file.seek(start)
         while nbytes:
             if not (data := file.read(min(1 << 20, nbytes))):
@@ -101,14 +104,33 @@ def check_unchanged(inputs: Mapping[Path, list[Any]]) -> None:
             raise InputError(f"{path} changed while it was read; run the same command again")
 
 
-def make_cache_folder(path: Path) -> None:
-    """Make a folder below the cache folder that others cannot enter, because its files are executed."""
-    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
 class InputError(OSError):
-    """An input that changed while it was read."""
+    """An input that changed while it was read, or that is no regular file."""
+
+
+def open_input(path: str | os.PathLike[str]) -> BufferedReader:
+    """A regular file, opened for reading, at once: a pipe or a device could wait for ever.
+
+    Raises InputError for anything else, OSError.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):                  # to open a device may change it
+        raise InputError(f"{path}: not a regular file")
+    file = os.open(path, system.READ)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise InputError(f"{path}: not a regular file")
+    return open(file, "rb")
+
+
+def _check_depth(path: Path) -> None:
+    if len(path.parts) > DEPTH_LIMIT:
+        raise OutputError(f"{str(path)[:80]}...: {len(path.parts)} folders in one path; at most {DEPTH_LIMIT} are written to")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it.  Raises OutputError for more than DEPTH_LIMIT of them, OSError."""
+    _check_depth(path.absolute())
+    path.mkdir(parents=True, exist_ok=True)
 
 
 class OutputError(OSError):
@@ -138,6 +160,7 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
                               f"{out}: the output is a folder that holds the input {shared}, or links to it")
     if target.is_file() and not force:
         raise OutputError(f"{out} exists already; --force replaces it")
+    _check_depth(target)
     nearest = next(folder for folder in target.parents if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{out} cannot be written: {nearest} is no folder")
@@ -193,7 +216,7 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     """
     target = regular_file(path)
     prefix = f".qdsl-{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:12]}-"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     part = target.parent / f"{prefix}{key[:16] or secrets.token_hex(8)}.part"
     _remove_abandoned(target.parent, prefix, part)
     with naming(path, part):

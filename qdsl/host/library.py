@@ -15,15 +15,14 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import threading
 from functools import cache
 from pathlib import Path
 
-from qdsl.host.files import cache_folder, make_cache_folder
-from qdsl.host.system import processor_flags, replace
+from qdsl.host.private import private_bytes, private_folder, write_private
+from qdsl.host.system import processor_flags
 
 # A fused multiply-add would skip a rounding of the formula.
 OPTIONS = ("-std=gnu11", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fPIC", "-shared",
@@ -35,10 +34,6 @@ _compiling = threading.Lock()
 
 class NoCompiler(Exception):
     """This machine has no C compiler, or its compiler failed."""
-
-
-class UnsafeCache(Exception):
-    """Other users can write a file of the cache, or its folder."""
 
 
 _chosen = ""
@@ -84,14 +79,11 @@ def machine_options(capability: str) -> tuple[str, ...]:
 
 
 def load(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library of C source: from the cache, or compiled now.  Raises NoCompiler, UnsafeCache and OSError."""
+    """The library of C source: from the cache, or compiled now.  Raises NoCompiler and OSError, as UnsafeCache."""
     command = (*compiler(), *OPTIONS, *options)
     status = os.stat(command[0])
     described = "\0".join((*command, str(status.st_size), str(status.st_mtime_ns), platform.platform(), source))
-    path = cache_folder() / "cpu" / f"{hashlib.sha256(described.encode()).hexdigest()[:40]}.so"
-    make_cache_folder(path.parent)
-    _check_owner(path.parent.parent)
-    _check_owner(path.parent)
+    path = private_folder("cpu") / f"{hashlib.sha256(described.encode()).hexdigest()[:40]}.so"
     if not _is_whole(path):
         with _compiling:
             if not _is_whole(path):
@@ -99,29 +91,14 @@ def load(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _check_owner(path: Path) -> os.stat_result:
-    """The status of a file or folder that only this user can write; raises UnsafeCache, and FileNotFoundError."""
-    status = os.lstat(path)
-    if stat.S_ISLNK(status.st_mode):
-        raise UnsafeCache(f"{path} is a link")
-    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        raise UnsafeCache(f"{path} is another user's, or others can write it")
-    return status
-
-
 def _is_whole(path: Path) -> bool:
     """Whether a library exists and ends with its digest.  Raises UnsafeCache."""
-    try:
-        if not stat.S_ISREG(_check_owner(path).st_mode):
-            raise UnsafeCache(f"{path} is no file")
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return data[-32:] == hashlib.sha256(data[:-32]).digest()
+    data = private_bytes(path)
+    return data is not None and data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 
 def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
-    """Compile C source to a library at a path, atomically: parallel processes write the same bytes."""
+    """Compile C source to a library at a path, atomically."""
     with tempfile.TemporaryDirectory(prefix=".compile-", dir=path.parent) as folder:
         library = Path(folder) / "library.so"
         try:
@@ -133,6 +110,4 @@ def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
             lines = result.stdout.decode(errors="replace").strip().splitlines() or [f"status {result.returncode}"]
             raise NoCompiler(f"{command[0]}: {next((line for line in lines if 'error' in line), lines[-1])[:200]}")
         data = library.read_bytes()
-        library.write_bytes(data + hashlib.sha256(data).digest())
-        library.chmod(0o700)
-        replace(library, path)
+        write_private(path, data + hashlib.sha256(data).digest(), 0o700)

@@ -21,6 +21,7 @@ from typing import BinaryIO
 if sys.byteorder != "little":
     raise ImportError("qdsl reads and writes little-endian bytes in place, and this machine is big-endian")
 
+READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)    # without waiting for the writer of a pipe
 LOCKED_BYTE = 1 << 43                                            # beyond the end of any file: Windows locks bytes
 UNLIMITED = 1 << 62
 

@@ -23,7 +23,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.compiler.emit.module.build import build
 from qdsl.core import places
 from qdsl.core.numbers import number
-from qdsl.host.files import write_text
+from qdsl.host.files import make_folder, write_text
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight.match import torch_dtype
 
@@ -101,7 +101,7 @@ def write_checkpoint(fp8: ModuleType, matrices: Mapping[str, Tensor], others: Ma
     for name, matrix in matrices.items():
         layer = name.removesuffix("weight")
         tensors |= {f"{layer}{leaf}": tensor for leaf, tensor in fp8.quantize(matrix, bn=128, bk=128).tensors.items()}
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     safetensors.write(out / "model.safetensors", tensors, metadata={"format": "pt"})
     write_text(out / "config.json", json.dumps({"torch_dtype": "bfloat16", "quantization_config": FP8}, indent=2) + "\n")
     say(f"wrote     {out / 'config.json'}, {out / 'model.safetensors'}: FP8 E4M3 in blocks of 128 x 128")

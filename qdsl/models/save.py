@@ -21,7 +21,7 @@ from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.resume import write_tensors
 from qdsl.checkpoint.files.safetensors import Buffer, Header, bytes_of, laid_out, shown
-from qdsl.host.files import flush_folder, shared_file, write_text
+from qdsl.host.files import flush_folder, make_folder, shared_file, write_text
 from qdsl.jobs.convert.config import own_settings
 from qdsl.jobs.engine.others import INDICES, WEIGHTS, regular_files
 from qdsl.models.collect import Collector, SaveError, Stored
@@ -62,7 +62,7 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
     texts = _texts(model, origin, config, collected, files, exact, stem)
     stage = folder / STAGE
     shutil.rmtree(stage, ignore_errors=True)
-    stage.mkdir(parents=True)
+    make_folder(stage)
     sums: dict[str, dict[str, int]] = {}
     try:
         for name, (start, header) in files.items():
@@ -224,6 +224,6 @@ def _save_gguf(folder: Path, origin: Origin, tensors: Mapping[str, Stored]) -> S
         if tensors[name].dtype != getattr(torch, TORCH.get(kind.name, "uint8")):
             raise SaveError(f"{shown(name)} has become {str(tensors[name].dtype)[6:]}, and {kind.name} cannot hold its numbers")
         new.append(NewTensor(name, kind, shape, _bytes(tensors[name])))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_gguf(path, origin.gguf.metadata, new, state_checksums=True)
     return SaveReport(folder, (path.name,), path.stat().st_size, _is_same(folder, origin, path.name))

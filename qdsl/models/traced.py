@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.host.files import cache_folder, make_cache_folder, write_text
+from qdsl.host.private import private_bytes, private_folder, write_private
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.plan import LoadError
 
@@ -92,14 +93,12 @@ def kept_trace(convert: Convert, shapes: Shapes, *key: str) -> dict[str, TensorR
     key: what the result depends on besides, such as the library's release, the converter's name and the model's config.
     """
     described = json.dumps([VERSION, key, [(name, list(shape)) for name, shape in shapes.items()]])
-    path = cache_folder() / "traces" / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
+    name = f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
     try:
-        return {target: TensorRule.of(record) for target, record in json.loads(path.read_text()).items()}
+        text = private_bytes(private_folder("traces") / name) or b""
+        return {target: TensorRule.of(record) for target, record in json.loads(text).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         rules = trace(convert, shapes)
-    try:
-        make_cache_folder(path.parent)
-        write_text(path, json.dumps({target: rule.record() for target, rule in rules.items()}))
-    except OSError:
-        pass                                                     # a cache that cannot be written is none
+    with suppress(OSError):                                      # a cache that cannot be written, or not be trusted, is none
+        write_private(private_folder("traces") / name, json.dumps({key: rule.record() for key, rule in rules.items()}).encode())
     return rules

@@ -20,7 +20,8 @@ import pytest
 
 from qdsl.compiler.emit.module.build import files_of
 from qdsl.host import files, system
-from qdsl.host.files import OutputError, cache_folder, check_output, locked, make_cache_folder, replacing, write_text
+from qdsl.host.files import OutputError, cache_folder, check_output, locked, replacing, write_text
+from qdsl.host.private import private_folder
 from qdsl.host.processes import affordable, needed
 from qdsl.runtime.gpu.triton import use_writable_cache
 from tests.support.paths import ROOT
@@ -247,7 +248,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     files._temporary_cache.cache_clear()
     with pytest.warns(UserWarning, match=r"/proc/nobody/qdsl cannot be written; .* Set QDSL_CACHE"):
         folder = cache_folder()
-    make_cache_folder(folder / "traces")
+    private_folder("traces")
     assert folder.stat().st_mode & 0o777 == 0o700 and cache_folder() == folder
     shutil.rmtree(folder)
     files._temporary_cache.cache_clear()

@@ -20,6 +20,7 @@ from qdsl.analyze.check.stored_bits import StoredBits
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile
 from qdsl.checkpoint.files.strict_json import shown as quoted
 from qdsl.compiler.spec.model import Spec
+from qdsl.core.places import regular
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.format import Format
 
@@ -202,7 +203,7 @@ def read_golden(path: Path, names: Collection[str] | None = None) -> tuple[dict[
                 _expect(names, file.names())
                 return ({name: file.tensor(name) for name in (file.names() if names is None else names)},
                         dict(file.header.metadata))
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(regular(path), allow_pickle=False) as arrays:
             _expect(names, arrays.files)
             if names is not None:
                 return {name: torch.from_numpy(arrays[name]) for name in names}, {}

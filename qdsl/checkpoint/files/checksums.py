@@ -10,6 +10,7 @@ from qdsl.checkpoint.files.crc import FILE, checksum, checksums_path
 from qdsl.checkpoint.files.folder import read_object
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.host.files import open_input
 
 LIMIT = 100_000_000
 Extents = Mapping[str, tuple[int, int]]                          # of tensors: the first byte, and how many
@@ -29,7 +30,7 @@ def damaged(path: Path, tell: Callable[[int, str], None] = lambda done, name: No
             raise CheckpointError(f"{root}: no {FILE} states checksums; qdsl writes it with its outputs")
         for file, tensors in files.items():
             expected = checksums.pop(file.name, {})
-            with open(file, "rb") as data:
+            with open_input(file) as data:
                 for tensor, (start, nbytes) in tensors.items():
                     crc = expected.pop(tensor, None)
                     if crc is None or crc != checksum(data, start, nbytes):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -70,7 +71,20 @@ def local_path(ref: str | os.PathLike[str]) -> Path:
     if isinstance(target, Url):
         first, *_ = [download(url) for url in target.parts.values()]
         return first
-    return target
+    return _readable(target)
+
+
+def _readable(path: Path) -> Path:
+    """The path of a file or folder.  Raises CheckpointError for a pipe, a device or a socket, also two levels into the folder.
+
+    Libraries that read the folder, too, could wait for ever.
+    """
+    for entry in (path, *path.glob("[!.]*"), *path.glob("[!.]*/*")):
+        with suppress(FileNotFoundError):                        # or a link to nothing
+            mode = entry.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise CheckpointError(f"{entry}: not a regular file")
+    return path
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -20,7 +21,7 @@ from qdsl.checkpoint.files.resume import Resume, write_tensors
 from qdsl.checkpoint.files.strict_json import CheckpointError as CheckpointError
 from qdsl.checkpoint.files.strict_json import shown as shown
 from qdsl.checkpoint.files.strict_json import strict_json as strict_json
-from qdsl.host.files import naming
+from qdsl.host.files import InputError, naming, open_input
 from qdsl.host.system import map_file
 
 if TYPE_CHECKING:
@@ -104,14 +105,15 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         return _read(file, Path(path))
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Opens a regular file for reading.
 
     Raises CheckpointError for a pipe or a device, on which a read might never end, and for a pointer that Git LFS left.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise CheckpointError(f"{path}: not a regular file")
-    file = open(path, "rb")  # noqa: SIM115
+    try:
+        file = open_input(path)
+    except InputError as error:
+        raise CheckpointError(f"{error}") from None
     if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
         file.close()
         raise CheckpointError(f"{path}: a pointer of Git LFS, not the file itself; `git lfs pull` in its repository fetches that")
@@ -308,7 +310,7 @@ def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype
 
 def read_into(path: Path, start: int, memory: memoryview) -> None:
     """Fill memory with bytes of a file from `start` on.  Raises CheckpointError for a file that is too short."""
-    with naming(path), open(path, "rb", buffering=0) as file:
+    with naming(path), open_input(path) as file:
         file.seek(start)
         place = 0
         while place < memory.nbytes:

@@ -15,6 +15,7 @@ from typing import Any
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, element_bits, torch_dtypes
+from qdsl.host.files import open_input
 from qdsl.host.processes import results
 
 PIECE = 1 << 24                                                  # bytes of a tensor that a process compares at a time
@@ -216,7 +217,7 @@ def compare(piece: Piece) -> PieceDifference | None:
     size = READ // width * width
     count, first = 0, None
     a, b = bytearray(size), bytearray(size)
-    with open(piece.paths[0], "rb") as left, open(piece.paths[1], "rb") as right:
+    with open_input(piece.paths[0]) as left, open_input(piece.paths[1]) as right:
         left.seek(piece.entries[0].start + piece.start)
         right.seek(piece.entries[1].start + piece.start)
         for start in range(piece.start, piece.stop, size):

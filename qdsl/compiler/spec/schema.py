@@ -17,6 +17,7 @@ from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 from qdsl.compiler.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
 from qdsl.compiler.spec.tokens import GrammarError
+from qdsl.core.places import regular
 from qdsl.core.shapes import ANY, is_axis
 
 _T = TypeVar("_T")
@@ -79,7 +80,7 @@ SECTION_KEYS = ("tensor", "run", "record")
 
 def load(path: Path | str, name: str | None = None) -> Spec:
     """Read a spec file.  `name` is its name in messages.  Raises SpecError, or OSError if it cannot be read."""
-    data = Path(path).read_bytes()
+    data = regular(Path(path)).read_bytes()
     label = name or str(path)
     try:
         text = data.decode("utf-8").replace("\r\n", "\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.files.safetensors import CheckpointError, parse_header, shown, strict_json
-from qdsl.host.files import locked, write_text
+from qdsl.host.files import locked, make_folder, open_input, write_text
 from qdsl.jobs.engine import OccupiedFolder, RewriteError
 from qdsl.jobs.engine.others import check_free, has_checkpoint, other_files, replaced
 from qdsl.jobs.engine.shards import Shard
@@ -48,7 +48,7 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
         _check_empty(out, force, Path(request["from"]))
     if begun and not is_resumed:
         shutil.rmtree(stage)
-    stage.mkdir(parents=True, exist_ok=True)
+    make_folder(stage)
     if force:
         write(stage / FORCE, {})
     write(stage / REQUEST, request)
@@ -216,7 +216,7 @@ def _fingerprint(shard: Shard) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """A JSON object of the stage.  Raises CheckpointError for anything else."""
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         content = strict_json(file.read(LIMIT), str(path), depth=4)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")

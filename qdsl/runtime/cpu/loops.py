@@ -211,7 +211,7 @@ def _new_loop(packed: PackedWeight, rows: int, way: str) -> Loop | None:
         functions = library.load(source.text, library.machine_options(_capability()))
     except Unsupported:
         return None
-    except (library.NoCompiler, library.UnsafeCache, OSError) as error:
+    except (library.NoCompiler, OSError) as error:
         if way != FACTORED:                                      # the plain way comes next, and says it
             warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
         return None

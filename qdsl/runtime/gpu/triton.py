@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import torch
 
 from qdsl.host import system
-from qdsl.host.files import cache_folder, is_writable
+from qdsl.host.files import is_writable
+from qdsl.host.private import private_folder
 
 __all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_device", "require", "runs_kernels", "tl", "triton",
            "use_writable_cache"]
@@ -111,7 +112,7 @@ def use_writable_cache() -> None:
     """Have Triton keep compiled kernels in qdsl's cache if its own cache folder is not writable, where it would fail."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     if "TRITON_CACHE_DIR" not in os.environ and not is_writable(home / ".triton"):
-        os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+        os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from qdsl.compiler.emit.module.module import module
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import load
 from qdsl.core.producer import producer_of, read_yaml
-from qdsl.host.files import write_text
+from qdsl.host.files import make_folder, write_text
 
 PRODUCERS = "producers"                                          # the folder of producers' JSON
 MARK = "Do not edit: change the spec"
@@ -62,7 +62,7 @@ def put(files: Mapping[str, str], out: Path, write: bool = True) -> Iterator[Wri
         _refuse_outside(path, root)
         same = path.is_file() and path.read_bytes() == text.encode()
         if write and not same:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             write_text(path, text)
         yield Written(path, "same" if same else "written")
     for path in _stale(root, stem, files):
