@@ -123,6 +123,7 @@ def test_one_launch_serves_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert experts.is_on_gpu(x, bias, *packed.tensors.values()) is not INTERPRETED
     assert not experts.is_on_gpu(x.float().requires_grad_(), bias)
     monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
     out = torch.empty(offsets[-1], 128, dtype=x.dtype, device=DEVICE)
     launch.grouped(x, packed, experts.tile_map(torch.tensor(offsets, device=DEVICE), offsets[-1]), bias, out)
     for border in (offsets, torch.tensor(offsets, device=DEVICE)):
@@ -150,6 +151,7 @@ class NoWaiting(TorchDispatchMode):
 def test_decoded_experts(module: Any, dtype: torch.dtype, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that have rows are decoded and multiplied, and all are where there are more rows than experts; nothing waits."""
     monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
     monkeypatch.setattr(experts, "_is_fused", lambda *arguments: False)
     monkeypatch.setattr(experts, "DECODED", 2 * 128 * 256)       # two experts at a time
     calls = []
@@ -222,6 +224,7 @@ def test_the_weighted_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     offsets = torch.tensor([0, 3, 8], device=DEVICE)
     by_torch = experts.weighted_sum(results, order, weights, offsets)
     monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
     by_kernel = experts.weighted_sum(results, order, weights, offsets)
     assert by_kernel.dtype == dtype and by_kernel.shape == (5, 70) and not by_kernel.isnan().any()
     if INTERPRETED:
@@ -246,6 +249,7 @@ def test_nothing_waits_for_gradients_and_float64(module: Any, dtype: torch.dtype
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row's gradient is that of its own expert; rows of none have 0, as their results have in float64."""
     monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
     monkeypatch.setattr(experts, "DECODED", 2 * 64 * 64)         # two experts in float32 at a time, one in float64
     packed = module.quantize(torch.randn(3 * 64, 64, generator=torch.Generator().manual_seed(0))).to(DEVICE)
     offsets = torch.tensor(offsets_of(rows), device=DEVICE)
@@ -310,6 +314,7 @@ def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> N
     rows = case.module.dequantize(packed, torch.float32).double().unflatten(0, (4, 24)).sum(1)
     torch.testing.assert_close(to_x, rows.repeat_interleave(torch.tensor(ROWS[0], device=DEVICE), 0))
     monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
     close(experts.linear(x, packed, offsets, bias), x, packed, offsets, bias)
 
 
@@ -323,6 +328,7 @@ def test_rows_of_no_expert_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not out[5:].any() and out.shape == (9, 128)
         close(out[:5], x[:5], packed, offsets, None)
         monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(PackedWeight, "runs_kernels", True)
         monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)       # where a plan would decode so small a weight
     assert not experts.linear(x, packed, [0, 0, 0, 0], partial=True).any()
 

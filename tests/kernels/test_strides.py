@@ -15,7 +15,7 @@ from qdsl.generated import any_precision, fp8_block, int8_channel, int_group, q4
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, strides
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.torch import experts, linear
+from qdsl.runtime.torch import experts
 from tests.kernels.test_large import run_last, sparse
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, assert_same, cases, random_fields, random_packed, shapes
@@ -188,7 +188,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU meet kernels, as those on a GPU do; a copy is a failure."""
     if not INTERPRETED:
         pytest.skip("on a GPU tensors are there")
-    monkeypatch.setattr(linear, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
     monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
     monkeypatch.setattr(PackedWeight, "apply", lambda *arguments: pytest.fail("a weight was copied"))
 
@@ -214,7 +214,7 @@ def test_products_follow_the_weight(form: Callable[[PackedWeight], PackedWeight]
 
 def test_planes_of_bits_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gaps within a plane of bits and between planes; the plan says why, and a changed weight is copied anew."""
-    monkeypatch.setattr(linear, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
     case = next(case for case in CASES if case.path.stem == "any_precision")
     whole, x = random_packed(case, (16, 2048)), torch.randn(2, 1024, dtype=BF16)
     part = whole.cut("K", 1024, 2048)
