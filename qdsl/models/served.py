@@ -23,13 +23,15 @@ from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.references import local_path
-from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.checkpoint.files.safetensors import CheckpointError, dtype_of, shown
 from qdsl.checkpoint.report.shards import STREAMED, ShardError, packed_layers, plain_layer, plain_layers, single_experts
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
 from qdsl.models.shards import INPUT_SCALE
 from qdsl.runtime.weight.packed import PackedWeight
+
+GATED = {"gate_up_proj": ("gate_proj", "up_proj")}              # stacks of experts whose parts engines take one by one
 
 
 class Arrived(dict[str, Tensor]):
@@ -60,13 +62,16 @@ class Served:
 
     packed: by name; weights of groups (DF11) are plain layers here, to be quantized one by one.  plain: other unquantized
     matrices.  assemblies: how tensors of the files are converted to those of the layers.  quantizing_x: names of layers
-    whose x the checkpoint wants quantized to 8 bits, by its settings or by a static scale.
+    whose x the checkpoint wants quantized to 8 bits, by its settings or by a static scale.  path: the folder or file.
+    is_gguf: whether it is a GGUF file, which no engine loads by itself.
     """
 
     packed: dict[str, Layer] = field(default_factory=dict)
     plain: dict[str, Layer] = field(default_factory=dict)
     assemblies: tuple[Assembly, ...] = ()
     quantizing_x: frozenset[str] = frozenset()
+    path: Path = Path()
+    is_gguf: bool = False
 
     @classmethod
     def of_folder(cls, path: Path) -> Served:
@@ -85,13 +90,15 @@ class Served:
             settings = quantizations(folder)
             quantizing_x = frozenset(name for name, layer in packed.items()
                                if INPUT_SCALE in layer.others or any(own.has_8_bit_inputs(name) for own in settings))
-            return cls(packed, plain_layers(folder), tuple(assemblies), quantizing_x)
+            return cls(packed, plain_layers(folder), tuple(assemblies), quantizing_x, path)
 
     @classmethod
     def of_gguf(cls, source: MappedSource) -> Served:
         """The layers of a GGUF file."""
-        return cls({single.name: single for layer in source.layers.values() if not _is_parameter(source, layer)
-                    for single in _singles(layer)})
+        packed = {single.name: single for layer in source.layers.values() if not _is_parameter(source, layer)
+                  for single in _singles(layer)}
+        plain = {layer.name: layer for name in source.plain for layer in _plain_singles(source, name)}
+        return cls(packed, plain, path=source.path, is_gguf=True)
 
 
 def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[Assembly]) -> Iterator[tuple[str, Tensor]]:
@@ -163,7 +170,12 @@ def open_gguf(path: Path, config: Any) -> MappedSource:
 def source_tensors(source: MappedSource) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a GGUF file under the names of `Served.of_gguf`."""
     for name in source.plain:
-        yield name, source.tensor(name)
+        tensor, singles = source.tensor(name), _plain_singles(source, name)
+        if not singles:
+            yield name, tensor
+            continue
+        matrices = tensor.to(_dtype(source, name)).view(-1, *singles[0].shape)
+        yield from ((f"{single.name}.weight", matrix) for single, matrix in zip(singles, matrices, strict=True))
     for layer in source.layers.values():
         if _is_parameter(source, layer):
             yield layer.name, source.tensor(layer.name)
@@ -184,6 +196,25 @@ def _singles(layer: Layer) -> list[Layer]:
     """The layer, or its experts, with tensors named as in its storage."""
     named = {own: f"{layer.name}.{own}" for own in layer_weights.layout_of(layer)} if not layer.why else {}
     return single_experts(replace(layer, tensors=named))
+
+
+def _plain_singles(source: MappedSource, name: str) -> list[Layer]:
+    """A plain parameter as layers: itself, or gate, up and down of each expert; [] for one that engines take as it is."""
+    shape, (stem, _, last) = source.shape(name), name.rpartition(".")
+    dtype = dtype_of(str(_dtype(source, name)))
+    if len(shape) == 2 and last == "weight":
+        return [plain_layer(stem, dtype, (shape[0], shape[1]))]
+    if len(shape) != 3 or not stem.endswith("experts") or source.rules[name].transposed:
+        return []
+    parts = GATED.get(last, (last,))
+    return [plain_layer(f"{stem}.{expert}.{part}", dtype, (shape[1] // len(parts), shape[2]))
+            for expert in range(shape[0]) for part in parts]
+
+
+def _dtype(source: MappedSource, name: str) -> torch.dtype:
+    """The dtype of a plain parameter: that of the file where weights have it, else float32."""
+    dtype = source.dtype(name)
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def gguf_path(model: str | Path, ref: str | None = None) -> Path | None:

@@ -18,9 +18,7 @@ plugin = pytest.importorskip("qdsl.models.diffusers")
 images = pytest.importorskip("qdsl.models.diffusers.images")
 models = pytest.importorskip("tests.support.diffusion_models")
 gguf_models = pytest.importorskip("tests.support.gguf_models")
-language_models = pytest.importorskip("tests.support.language_models")
 pytestmark = pytest.mark.filterwarnings("default")
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @pytest.fixture(autouse=True)
@@ -29,24 +27,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
 
 
-def tokenizer(folder: Path) -> Any:
-    path = language_models.add_tokenizer(folder, chat_template=TEMPLATE, pad_token=" ")
-    return transformers.PreTrainedTokenizerFast.from_pretrained(path)
-
-
 def write_flux2(folder: Path) -> tuple[Any, dict[str, Path]]:
     """A Flux2KleinPipeline and the files of its transformer and its text encoder, Q8_0."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=64,
-                                      num_attention_heads=2, num_key_value_heads=1)
-    encoder, transformer = transformers.Qwen3ForCausalLM(config).eval(), models.random_model("Flux2Transformer2DModel")
-    vae = diffusers.AutoencoderKLFlux2(block_out_channels=(16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=8,
-                                       down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
-    pipeline = diffusers.Flux2KleinPipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae.eval(), encoder,
-                                            tokenizer(folder / "characters"), transformer, is_distilled=True)
+    pipeline = models.klein_pipeline(folder / "characters")
+    encoder, transformer = pipeline.text_encoder, pipeline.transformer
     pipeline.save_pretrained(folder / "pipeline")
     recorded = GgufMap.read(MAPS / "qwen3.json")
-    models.write_q8_0(folder / "transformer.gguf", transformer)
+    models.write_gguf_model(folder / "transformer.gguf", transformer)
     gguf_models.write_file(folder / "encoder.gguf", "qwen3", gguf_models.file_tensors(encoder, recorded),
                            gguf_models.types_of(encoder, recorded, "Q8_0"))
     return pipeline, {"transformer": folder / "transformer.gguf", "text_encoder": folder / "encoder.gguf"}
@@ -64,9 +51,9 @@ def write_qwen_image(folder: Path) -> tuple[Any, dict[str, Path]]:
         "QwenImageTransformer2DModel")
     vae = diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=16, num_res_blocks=1)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    pipeline = diffusers.QwenImagePipeline(scheduler, vae.eval(), encoder, tokenizer(folder / "characters"), transformer)
+    pipeline = diffusers.QwenImagePipeline(scheduler, vae.eval(), encoder, models.tokenizer(folder / "characters"), transformer)
     pipeline.save_pretrained(folder / "pipeline")
-    models.write_q8_0(folder / "transformer.gguf", transformer)
+    models.write_gguf_model(folder / "transformer.gguf", transformer)
     return pipeline, {"transformer": folder / "transformer.gguf"}
 
 

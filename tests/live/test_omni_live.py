@@ -1,19 +1,27 @@
 """vllm-omni's transformers from packed files, on a CPU: `make live-vllm`.  They compute what they do with decoded weights.
 
-vllm-omni has no attention for a CPU: torch's takes its place.
+vllm-omni has no attention for a CPU, and no platform: torch's takes its place, and tests.support.omni_cpu.
 """
 
 from __future__ import annotations
 
+import base64
+import gc
+import io
+import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 pytest.importorskip("vllm_omni")
@@ -30,7 +38,11 @@ from qdsl.checkpoint.files.safetensors import write
 from qdsl.models import omni
 from qdsl.models.vllm.methods import PackedLinearMethod
 from tests.support import diffusion_models as tiny
+from tests.support import omni_cpu, omni_image
+from tests.support.paths import ROOT
+from tests.support.vllm_server import environment, post, serving, write_metadata
 
+PIXELS = 8                                                       # of 255, in bfloat16
 CLOSE = 5e-6                                                     # of the largest number; sums have another order
 # Modules of vllm-omni, by the classes of diffusers.
 MODELS = {"Flux2Transformer2DModel": "flux2_klein.flux2_klein_transformer",
@@ -63,6 +75,13 @@ def one_rank() -> Iterator[None]:
             patch.setattr(forward_context, "_forward_context", forward_context.ForwardContext())
             yield
         cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(autouse=True)
+def freed() -> Iterator[None]:
+    """Nothing left of a test's models: vLLM's handles of their weights raise if they are freed while torch traces a function."""
+    yield
+    gc.collect()
 
 
 def model(name: str, folder: Path, quantization: Any = None) -> Any:
@@ -115,11 +134,12 @@ def packed_layers(built: Any) -> set[str]:
             if isinstance(getattr(module, "quant_method", None), PackedLinearMethod)}
 
 
+@pytest.mark.parametrize("types", ["Q8_0", "F16", "BF16", "Q8_0 F16 BF16 F32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_gguf_files(name: str, tmp_path: Path) -> None:
-    """For all components, and for the transformer alone."""
+def test_gguf_files(name: str, types: str, tmp_path: Path) -> None:
+    """For all components, and for the transformer alone; of packed and of plain weights."""
     tiny.write_config(tmp_path / "transformer", name)
-    numbers = tiny.write_q8_0(tmp_path / "model.gguf", tiny.random_model(name))
+    numbers = tiny.write_gguf_model(tmp_path / "model.gguf", tiny.random_model(name), types)
     reference = model(name, tmp_path)
     reference.load_weights(tiny.converted(name, numbers, tiny.TINY[name].config).items())
     wanted = output(processed(reference))
@@ -133,9 +153,9 @@ def test_gguf_files(name: str, tmp_path: Path) -> None:
         packed = loaded(model(name, tmp_path, config), tmp_path, config)
         layers.append(packed_layers(packed))
         difference = float((output(packed) - wanted).abs().max() / wanted.abs().max())
-        print(f"{name}: {len(layers[-1])} packed layers, outputs differ by {difference:.1e}")
+        print(f"{name}, {types}: {len(layers[-1])} packed layers, outputs differ by {difference:.1e}")
         assert difference < CLOSE
-    assert layers[0] == layers[1] != set()
+    assert layers[0] == layers[1] and bool(layers[0]) == ("Q8_0" in types)
 
 
 def test_plain_folders_are_quantized(tmp_path: Path) -> None:
@@ -152,3 +172,62 @@ def test_plain_folders_are_quantized(tmp_path: Path) -> None:
     packed = loaded(model(name, tmp_path, config), tmp_path, config)
     assert packed_layers(packed)
     assert 0 < float((output(packed) - wanted).abs().max() / wanted.abs().max()) < 0.05
+
+
+@pytest.fixture(scope="module")
+def klein(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline, one with the decoded weights of a GGUF file, and one without weights of a transformer.
+
+    Besides, the metadata by which vllm-omni finds a CPU's platform.
+    """
+    folder = tmp_path_factory.mktemp("klein")
+    pipeline = tiny.klein_pipeline(folder / "characters")
+    numbers = tiny.write_gguf_model(folder / "Q8_0.gguf", pipeline.transformer)
+    tiny.write_gguf_model(folder / "BF16.gguf", pipeline.transformer, "BF16")
+    for name in ("plain", "bare"):
+        pipeline.to(torch.bfloat16).save_pretrained(folder / name)
+    for file in (folder / "bare" / "transformer").glob("*.safetensors"):
+        file.unlink()
+    decoded = tiny.converted("Flux2Transformer2DModel", numbers, tiny.TINY["Flux2Transformer2DModel"].config)
+    pipeline.transformer.float().load_state_dict(decoded)
+    pipeline.save_pretrained(folder / "decoded")
+    write_metadata(folder / "packages", "omni-cpu", "1", omni_cpu.ENTRY_POINT)
+    return folder
+
+
+def picture(klein: Path, pipeline: str, quantization: Any = None) -> Tensor:
+    """The picture of vllm-omni's engine under bfloat16 [H, W, 3], from 0 to 255."""
+    path = klein / "picture.png"
+    command = [sys.executable, "-m", "tests.support.omni_image", str(klein / pipeline), str(path), json.dumps(quantization)]
+    result = subprocess.run(command, cwd=ROOT, env=environment(klein / "packages"), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    return pixels(path.read_bytes())
+
+
+def pixels(png: bytes) -> Tensor:
+    with Image.open(io.BytesIO(png)) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).float()
+
+
+def gguf(klein: Path, type: str) -> dict[str, Any]:
+    return {"method": "qdsl", "gguf_model": str(klein / f"{type}.gguf")}
+
+
+def test_a_pipeline_and_a_server(klein: Path) -> None:
+    """Of packed weights: the engine and `vllm serve --omni` make one picture, and that of decoded weights is nearly it."""
+    own, decoded = picture(klein, "bare", gguf(klein, "Q8_0")), picture(klein, "decoded")
+    options = ["--omni", "--dtype", "bfloat16", "--enforce-eager", "--diffusion-quantization-config",
+               json.dumps(gguf(klein, "Q8_0"))]
+    body = {"prompt": omni_image.PROMPT, "size": f"{omni_image.SIZE}x{omni_image.SIZE}", "seed": omni_image.SEED,
+            "num_inference_steps": omni_image.STEPS}
+    with serving(klein / "bare", options, klein / "packages") as address:
+        answer = post(f"{address}/v1/images/generations", body)
+    served = pixels(base64.b64decode(answer["data"][0]["b64_json"]))
+    print(f"pixels differ by {float((own - decoded).abs().max())} from those of decoded weights")
+    assert own.std() > 10 and torch.equal(served, own)
+    assert float((own - decoded).abs().max()) <= PIXELS
+
+
+def test_a_pipeline_of_plain_weights(klein: Path) -> None:
+    """A file of the pipeline's own weights in BF16 gives its picture, bit for bit."""
+    assert torch.equal(picture(klein, "bare", gguf(klein, "BF16")), picture(klein, "plain"))

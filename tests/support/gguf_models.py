@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH, WEIGHTLESS
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.models.gguf_maps import FOLDER as MAPS
@@ -39,15 +40,16 @@ def own_tensors(model: Any) -> dict[str, Tensor]:
     return dict(tensors.values())
 
 
-def types_of(model: Any, recorded: GgufMap, type: str) -> dict[str, str]:
-    """The types of a file's tensors: matrices whose rows are whole blocks have the given one, all others F32."""
+def types_of(model: Any, recorded: GgufMap, *kinds: str) -> dict[str, str]:
+    """The types of a file's tensors: matrices whose rows are whole blocks have the given ones in turn, all others F32."""
     types: dict[str, str] = {}
+    turns = cycle(kinds)
     for name, tensor in own_tensors(model).items():
         rule = recorded.rule(name)
         assert rule is not None, name
         plain = tensor.dim() < 2 or rule.elements or rule.values or rule.rows == LATENT or any(part in name for part in UNCHANGED)
-        columns = rows_of(tensor, rule).shape[1]
-        types |= dict.fromkeys(rule.sources, "F32" if plain or columns % BY_NAME[type].elements else type)
+        type, columns = "F32" if plain else next(turns), rows_of(tensor, rule).shape[1]
+        types |= dict.fromkeys(rule.sources, "F32" if columns % BY_NAME[type].elements else type)
     return types
 
 
@@ -98,17 +100,21 @@ def decode_(model: Any, recorded: GgufMap, types: Mapping[str, str]) -> Any:
 
 def _rounded(tensor: Tensor, type: str) -> Tensor:
     """The numbers of a tensor in a type, of which the last axis is encoded."""
-    decoded = quants.dequantize(_encoded(tensor, type), GGMLQuantizationType[type])
+    encoded = _encoded(tensor, type)
+    decoded = encoded.astype("float32") if type in WEIGHTLESS else quants.dequantize(encoded, GGMLQuantizationType[type])
     return torch.from_numpy(decoded.copy()).reshape(tensor.shape)
 
 
 def written(folder: Path, model_type: str, size: int = 1, type: str = "Q8_0", has_settings: bool = False,
             has_vocabulary: bool = False, **changes: Any) -> tuple[Path, Any]:
-    """A GGUF file of a tiny model in a folder with its config; and the model, with the numbers that the file holds."""
+    """A GGUF file of a tiny model in a folder with its config; and the model, with the numbers that the file holds.
+
+    type: of its matrices, or several, as 'Q4_0 F16', which they have in turn.
+    """
     model = tiny_model(model_type, size, **changes)
     recorded = GgufMap.read(MAPS / f"{model_type}.json")
     model.config.save_pretrained(folder)
-    types = types_of(model, recorded, type)
+    types = types_of(model, recorded, *type.split())
     settings = settings_of(model.config, recorded.architecture) if has_settings else {}
     settings |= vocabulary(model.config.vocab_size) if has_vocabulary else {}
     path = write_file(folder / "model.gguf", recorded.architecture, file_tensors(model, recorded), types, settings)
@@ -117,6 +123,8 @@ def written(folder: Path, model_type: str, size: int = 1, type: str = "Q8_0", ha
 
 def _encoded(tensor: Tensor, type: str) -> Any:
     array = tensor.detach().contiguous().float().numpy()
+    if type in WEIGHTLESS:                                       # whole numbers, of weights that are less than 1
+        return (array * 500).round().astype(TORCH[type])
     return quants.quantize(array, GGMLQuantizationType[type]) if math.prod(array.shape) else array
 
 

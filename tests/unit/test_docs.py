@@ -81,7 +81,7 @@ def write_diffusion_models() -> None:
 
     diffusion_models.write_pipeline(Path("Z-Image-Turbo"))
     model = diffusion_models.random_model("ZImageTransformer2DModel")
-    diffusion_models.write_q8_0(Path("z_image_turbo-Q8_0.gguf"), model)
+    diffusion_models.write_gguf_model(Path("z_image_turbo-Q8_0.gguf"), model)
 
 
 def run_commands(text: str) -> list[str]:

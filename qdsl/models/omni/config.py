@@ -54,7 +54,7 @@ class DiffusionConfig(QdslConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method that serves a module; None for vLLM's own."""
-        if not self.layers:                                      # vllm-omni tells the components of a configuration no folder
+        if not self.is_planned:                                  # vllm-omni tells the components of a configuration no folder
             self.maybe_update_config(get_current_diffusion_config().model)
         return super().get_quant_method(layer, prefix)
 

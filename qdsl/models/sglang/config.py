@@ -64,7 +64,7 @@ def _with_headers(configured: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
     def config_of(model_config: Any, load_config: Any) -> Any:
         config = configured(model_config, load_config)
         if isinstance(config, QdslConfig):
-            config.plan(Served.of_folder(config.verified(local_path(model_config.model_path))), model_config.model_path)
+            config.plan(Served.of_folder(config.verified(local_path(model_config.model_path))))
         return config
 
     return config_of

@@ -38,7 +38,7 @@ class QdslConfig(EngineConfig, QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the headers of the model.  Raises CheckpointError, and LoadError for a GGUF file of another model."""
-        self.plan(self.read(model_name, hf_config, revision), model_name)
+        self.plan(self.read(model_name, hf_config, revision))
         if getattr(hf_config, "model_type", "") == STREAMED:     # else its loader asks for tensors of MXFP4
             hf_config.quantization_config = {"quant_method": OWN}
 

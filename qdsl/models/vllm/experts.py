@@ -31,14 +31,16 @@ STREAMED_SHARDS = {"gpt_oss_w13": GATE, "gpt_oss_w2": DOWN}
 def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> PackedExpertsMethod | None:
     """The method of a module of experts, None for plain ones.  Raises ShardError for experts that cannot be served."""
     begin = f"{prefix}."
-    layers = {name[len(begin):]: own for name, own in config.layers.items() if name.startswith(begin)}
+    if not any(name.startswith(begin) for name in config.layers):
+        return None
+    layers = {name[len(begin):]: own for name, own in (config.plain | config.layers).items() if name.startswith(begin)}
     config.served.update(begin + name for name in layers)
     if problem := next(filter(None, map(unservable, layers.values())), ""):
         raise ShardError(f"{prefix}: {problem}")
-    if layers and config.batch_invariant:                        # kernels are chosen by the number of rows
+    if config.batch_invariant:                                   # kernels are chosen by the number of rows
         raise ShardError(f"{prefix}: packed experts are not batch-invariant; serve without VLLM_BATCH_INVARIANT")
     config.warn_of_experts(prefix, layers.values())
-    return PackedExpertsMethod(config, layer, layers) if layers else None
+    return PackedExpertsMethod(config, layer, layers)
 
 
 class PackedExpertsMethod(FusedMoEMethodBase):
@@ -81,7 +83,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def _collector(self, layer: RoutedExperts, name: str, shard: str, size: int) -> Collector:
         own, full = self.layers.get(name), f"{layer.layer_name}.{name}"
         if own is None:
-            raise ShardError(f"{full}: it is plain or missing, and other experts are packed; quantize all experts or none")
+            raise ShardError(f"{full}: the checkpoint lacks it, and has other experts packed")
         ranks, rank = self.moe.tp_size, self.moe.tp_rank
         if shard == DOWN:
             pieces = [row_piece(full, own, ranks, rank)]
