@@ -153,7 +153,8 @@ class Checkpoint:
     def report(self) -> CheckpointReport:
         """The quantized layers by format, the plain tensors, and the problems."""
         packed: dict[str, Counter[str]] = {}
-        for source in self._sources.values():
+        sources = {prefix: source.described() for prefix, source in self._sources.items()}
+        for source in sources.values():
             for layer in source.layers.values():
                 if not layer.why:
                     params = (f"{key}={value}" for key, value in layer.params.items())
@@ -165,11 +166,13 @@ class Checkpoint:
                     layers=len(group.parts), weights=group.numbers, nbytes=sum(map(source.nbytes, group.tensors.values())))
         return CheckpointReport(
             self.path, {label: (counts["layers"], counts["weights"], counts["nbytes"]) for label, counts in packed.items()},
-            {name: list(group.parts) for name, group in self.groups.items()},
-            {prefix + name: source.nbytes(name) for prefix, source in self._sources.items() for name in source.plain},
-            {name: layer.why for name, layer in self.layers.items() if layer.why},
-            [f"{prefix}{problem}" for prefix, source in self._sources.items() for problem in (
-                *source.problems, *(f"{layer.name}: {text}" for layer in source.layers.values() for text in layer.problems),
+            {prefix + group.name: list(group.parts) for prefix, source in sources.items() for group in source.groups},
+            {prefix + name: source.nbytes(name) for prefix, source in sources.items() for name in source.plain},
+            {prefix + name: layer.why for prefix, source in sources.items()
+             for name, layer in source.layers.items() if layer.why},
+            [f"{prefix}{problem}" for prefix, source in sources.items() for problem in (
+                *source.problems, *(f"{layer.name}: {text}" for layer in source.layers.values()
+                                    for text in (*layer.contradictions, *layer.problems) if text != layer.why),
                 *(f"{group.name}: {text}" for group in source.groups for text in group.problems))])
 
     def _stored(self, name: str, expert: int | None) -> Any:

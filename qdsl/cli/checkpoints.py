@@ -20,20 +20,25 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
                                                 show_default=False)],
             shared_memory: Annotated[str | None, typer.Option("--shared-memory", help="What a GPU gives a kernel, such as 48KiB; "
                                      "exit code 1 where DF11's need more.")] = None,
-            strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 for notes and contradictions.")] = False,
+            check: Annotated[bool, typer.Option("--check", help="Read the scales, too, and list those that are NaN or "
+                                                "infinite.")] = False,
+            strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 for notes and warnings, too.")] = False,
             as_json: Json = False) -> None:
     """List the contents of a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and problems.
 
-    Exit code 1 where tensors cannot be read, or where no quantized layer is recognised.
+    Exit code 1 where tensors cannot be read, or where no quantized layer is recognised; 3 where settings contradict tensors in
+    what numbers depend on.
     """
     from qdsl.checkpoint.detect.groups import SHARED_MEMORY
     from qdsl.checkpoint.files.references import local_headers
     from qdsl.checkpoint.report.contents import contents, lines
     from qdsl.checkpoint.report.survey import fits
 
+    if check and "://" in file:
+        fail("--check reads weights, and of a URL only headers are read: download it first", 2)
     limit = SHARED_MEMORY if shared_memory is None else read_size(shared_memory)
     with reported(), local_headers(file) as path:
-        report = {**contents(path, limit, layer_shapes), "file": file}
+        report = {**contents(path, limit, layer_shapes, check), "file": file}
     typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report)))
     models = report.get("models", [report])
     if any(model["problems"] for model in models):
@@ -45,7 +50,8 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
             fail(f"{model['file']}: none of its {len(unread)} quantized layers is recognised: {unread[0]['why']}")
     if shared_memory is not None and not all(fits(group) for model in models for group in model.get("groups", ())):
         raise typer.Exit(1)
-    if strict and any(model["notes"] or model.get("contradictions") or model.get("unknown") for model in models):
+    is_suspect = any(model["notes"] or model.get("warnings") or model.get("unknown") for model in models)
+    if any(model.get("contradictions") for model in models) or (strict and is_suspect):
         raise typer.Exit(3)
 
 

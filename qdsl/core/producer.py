@@ -19,7 +19,8 @@ DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glo
 EXPERT_NAMES = ("short", "full", "none")
 NULL = "null"                                                    # in a rule: the setting is absent
 # Keys of a rule that are not settings.
-ABOUT_RULE = ("storage", "where", "with", "preferred", "quantize", "experts", "producer")
+ABOUT_RULE = ("storage", "where", "fixed", "with", "preferred", "quantize", "experts", "producer")
+WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 INLINE = "*"                                                     # in `layers`: settings are stored under the layers' own names
 CONFIG_FILE = "config.json"
 
@@ -224,7 +225,7 @@ def _record(kind: Callable[..., Any], keys: Mapping[str, Callable[[Any, str], An
 def _rule(value: Any, key: str) -> Rule:
     """A rule with YAML nulls replaced by the word 'null'."""
     rule: Rule = _with_null_words(_mapping_of(_any)(value, key))
-    for name in ("where", "with", "quantize"):
+    for name in ("where", "fixed", "with", "quantize"):
         if not isinstance(rule.get(name, {}), Mapping):
             raise ProducerError(f"{key}: '{name}' is a mapping")
     for name, wanted in rule.items():

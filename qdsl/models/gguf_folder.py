@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.detect.groups import refuse_groups
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
@@ -68,7 +69,7 @@ class LanguageFolder:
 
         self.path, self.folder = path, Folder(path, copies=True)
         self.paths = self.folder.shards
-        refuse_groups(self.folder)
+        refuse_groups(self.folder, layers(self.folder).groups)
         try:
             config = AutoConfig.from_pretrained(path)
         except Exception as error:                               # of many kinds, by what is wrong

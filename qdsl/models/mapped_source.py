@@ -228,6 +228,10 @@ class MappedSource:
     def use_shapes(self, shapes: Shapes) -> None:
         """Does nothing: the file's blocks state their shapes."""
 
+    def described(self) -> MappedSource:
+        """This source."""
+        return self
+
     def close(self) -> None:
         """Close the file."""
         self.file.close()

@@ -27,7 +27,7 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
     model = _on_meta(folder)
     parameters = Names(model).parameters
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    stacks = usual_stacks(parameters, FolderSource(folder), partial(renamed, rename=None))
+    stacks = usual_stacks(parameters, FolderSource(folder, is_described=True), partial(renamed, rename=None))
     shapes |= {f"{name}.weight": shape for name, shape in piece_shapes(parameters, stacks).items()}
     if prefix := getattr(model, "base_model_prefix", ""):
         start = f"{prefix}."

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from qdsl.checkpoint.detect.guard import FIELD, REPLACED, SENTENCE, guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.layer import Layers
-from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
@@ -66,7 +66,7 @@ def config(path: Path) -> dict[str, Any]:
 
 def recognised(path: Path) -> Layers:
     with Folder(path) as folder:
-        return layers(folder)
+        return detected_layers(folder)
 
 
 def command(*arguments: str | Path) -> Result:
@@ -308,10 +308,10 @@ OWN = {"quant_method": "qdsl"}
 
 
 def storage_of(path: Path, packed: PackedWeight, settings: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    """The storage of the only layer, why there is none, and its problems."""
+    """The storage of the only layer, why there is none, and its contradictions."""
     folders.folder(path, folders.named({"w": packed}), config={"quantization_config": {**OWN, **settings}})
     [layer] = recognised(path).layers
-    return layer.storage, layer.why, layer.problems
+    return layer.storage, layer.why, layer.contradictions
 
 
 @pytest.mark.parametrize("settings", [{}, {"format": "int_group"}, {"bits": 4, "group": 32}, {"storage": "awq"},
@@ -357,5 +357,5 @@ def test_settings_of_another_format_than_the_streams(format: str, tmp_path: Path
     data = config(tmp_path / "out")
     data["quantization_config"] |= {"format": "int_group", "storage": "awq"}
     (tmp_path / "out" / "config.json").write_text(json.dumps(data))
-    [problem] = recognised(tmp_path / "out").problems
+    [problem] = recognised(tmp_path / "out").contradictions
     assert problem.endswith(f"says quant_method = qdsl, format = int_group, storage = awq, version = 1; the tensors fit {format}")

@@ -134,7 +134,7 @@ def test_symmetric_zero_points_tell_the_version_that_a_config_leaves_open(tmp_pa
         folder = tmp_path / "".join(tag.values() or ["none"])
         folder.mkdir()
         layer = one(read(checkpoints.folder(folder, {UP: golden(name)}, gptq(**settings, **tag))))
-        assert (layer.storage, layer.why, len(layer.problems)) == (wanted, "", problems)
+        assert (layer.storage, layer.why, len(layer.contradictions)) == (wanted, "", problems)
     tensors = golden(name)
     if storage == "gptq_v2":
         tensors["qzeros"] = tensors["qzeros"] - {8: 0x01010101, 4: 0x11111111}[settings["bits"]]
@@ -150,7 +150,7 @@ def test_a_config_that_is_wrong_of_sizes_may_be_right_of_the_storage(tmp_path: P
         folder.mkdir()
         layer = one(read(checkpoints.folder(folder, {UP: tensors}, gptq(bits=4, group_size=64, **tag))))
         assert (layer.storage, layer.params["group"]) == (storage, 32)
-        [problem] = layer.problems
+        [problem] = layer.contradictions
         assert problem.startswith(f"{group}the tensors fit int_group.{storage} bits=4 group=32")
     awq = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
     layer = one(read(checkpoints.folder(tmp_path, {UP: tensors}, awq)))
@@ -248,7 +248,8 @@ def test_bytes_that_a_file_holds_as_larger_numbers(tmp_path: Path) -> None:
     with np.load(next(path for path in checkpoints.GOLDENS if path.stem == name)) as file:
         assert same_bits(weight.format.dequantize(weight, torch.float32), torch.from_numpy(file["dequant_f32"]))
     for claimed in ({"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}):
-        assert len(one(read(checkpoints.folder(tmp_path, {UP: golden(name)}, {"quantization_config": claimed}))).problems) == 1
+        layer = one(read(checkpoints.folder(tmp_path, {UP: golden(name)}, {"quantization_config": claimed})))
+        assert len(layer.contradictions) == 1
     alone = {"weight": golden(name)["weight"], "weight.absmax": golden(name)["weight.absmax"]}
     assert one(read(checkpoints.folder(tmp_path, {UP: alone}))).format == ""
 
@@ -280,7 +281,7 @@ def test_one_group_is_that_of_the_settings(tmp_path: Path, k: int) -> None:
     several = int_group.quantize(torch.randn(8, k), "pack_quantized", bits=4, group=32, symmetric=True)
     layer = one(read(checkpoints.folder(tmp_path, {UP: several.tensors},
                                         ct(type="int", num_bits=4, strategy="channel", format="pack-quantized"))))
-    assert layer.params["group"] == 32 and "strategy = channel" in layer.problems[0]
+    assert layer.params["group"] == 32 and "strategy = channel" in layer.contradictions[0]
 
 
 def test_thousands_of_layers_are_quick(tmp_path: Path) -> None:
@@ -334,11 +335,12 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
     assert lines[lines.index("layers format shape bits parameters beside by") + 1:][:2] == [
         "model.layers.{0-1,3}.mlp.up_proj 3 fp8_block.safetensors 128 x 128 8.002 bn=128 bk=128 scale_type=f32", ""]
     assert "lm_head.weight 1 F32 128 x 128 lm_head (transformers)" in lines and all(map(str.isprintable, lines))
-    assert lines[lines.index("contradictions") + 1:][:2] == [
+    assert lines[lines.index("warnings") + 1:][:2] == [
         "1 hf_quant_config.json: quantization says quant_method = \\x1b[2j, config.json: quantization_config fp8",
         "model.layers.2.mlp.up_proj 1 fp8_block.safetensors needs tensor 'weight_scale_inv'; given are weight"]
     data = json.loads(CliRunner().invoke(app, ["inspect", "--json", str(path)]).stdout, parse_constant=pytest.fail)
-    assert len(data["layers"]) == 4 and len(data["contradictions"]) == 2 and data["quantization"][0]["settings"]["limit"] == "inf"
+    assert len(data["layers"]) == 4 and len(data["warnings"]) == 2 and data["contradictions"] == []
+    assert data["quantization"][0]["settings"]["limit"] == "inf"
     assert data["layers"][0] == {
         "name": "model.layers.0.mlp.up_proj", "format": "fp8_block", "storage": "safetensors", "shape": [128, 128],
         "params": {"bn": 128, "bk": 128, "scale_type": "f32"}, "experts": None, "transposed": False, "settings": [], "others": {},

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import module_of, weights
-from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import read_header, write
 from qdsl.cli import app
@@ -49,7 +49,7 @@ def read(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None =
     if config is not None:
         (path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with Folder(path) as folder:
-        return layers(folder)
+        return detected_layers(folder)
 
 
 def decoded(path: Path) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import module_of, weights
-from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.files.components import open_models
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, read_header, write
@@ -51,7 +51,7 @@ DETECTED: dict[str, dict[str, tuple[str, dict[str, int | str]]]] = {
 
 def read(path: Path) -> Layers:
     with Folder(path) as folder:
-        return layers(folder)
+        return detected_layers(folder)
 
 
 def expected(file: str) -> dict[str, Tensor]:

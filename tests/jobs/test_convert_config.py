@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qdsl.checkpoint.detect import layer_weights
-from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.detect.quantization import quantization
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
@@ -275,5 +275,5 @@ def test_own_settings_are_read(tmp_path: Path) -> None:
     config["quantization_config"]["group"] = 64
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with Folder(tmp_path / "out") as folder:
-        [problem] = layers(folder).layers[0].problems
+        [problem] = detected_layers(folder).layers[0].contradictions
         assert problem.startswith("config.json: quantization_config says group = 64; the tensors fit int_group.xpu_int4pack")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qdsl.checkpoint.detect.layers import detected_layers
 from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.runtime import PackedWeight
@@ -36,10 +37,20 @@ def folder(path: Path, *shards: Mapping[str, torch.Tensor], config: Mapping[str,
         (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 0, "total_parameters": 7}, "weight_map": placed}))
     settings = {"model_type": "toy", "quantization_config": GPTQ} if config is None else config
     (path / "config.json").write_text(json.dumps(settings))
+    if config is None and (own := _settings_of_others(path)):
+        (path / "config.json").write_text(json.dumps({**settings, "quantization_config": {**GPTQ, "dynamic": own}}))
     (path / "tokenizer").mkdir()
     (path / "tokenizer" / "vocab.txt").write_text("a\nb\n")
     (path / "pytorch_model.bin").write_bytes(b"PK")
     return path
+
+
+def _settings_of_others(path: Path) -> dict[str, dict[str, Any]]:
+    """The `dynamic` settings of GPTQ's layers that have other sizes; layers of other formats are left alone."""
+    with Folder(path) as source:
+        return {f"^{layer.name}$" if layer.storage == "gptq_v2" else f"-:^{layer.name}$":
+                {"bits": layer.params["bits"], "group_size": layer.params["group"]} if layer.storage == "gptq_v2" else {}
+                for layer in detected_layers(source).layers if layer.contradictions}
 
 
 def files(path: Path) -> dict[str, bytes]:

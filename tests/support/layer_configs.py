@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.detect.layer import Layer, Layers
-from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.layers import detected_layers
 from qdsl.checkpoint.files.folder import Folder
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
@@ -27,7 +27,7 @@ def fp8(**settings: Any) -> dict[str, Any]:
 
 def read(path: Path) -> Layers:
     with Folder(path) as folder:
-        return layers(folder)
+        return detected_layers(folder)
 
 
 def one(detected: Layers) -> Layer:

@@ -296,11 +296,17 @@ def named(layer: str, packed: PackedWeight) -> dict[str, Tensor]:
     description = next(page for page in descriptions() if page.name == packed.format.name)
     single = numbers(description)                                # which JSON states
     described = Layer(layer, packed.format.name, packed.storage, packed.params, packed.shape)
-    tensors = {full_name(described, name, packed.layout.tensors[name].aliases): tensor.contiguous()
+    tensors = {full_name(described, name, packed.layout.tensors[name].aliases): _as_seen(packed, name, tensor)
                for name, tensor in packed.tensors.items() if name not in single}
     small = small_tensors(described, packed.format, packed.params, {}, {name: float(packed.tensors[name]) for name in single})
     return tensors | {full_name(described, name): torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
                       for name, (dtype, shape, data) in small.items()}
+
+
+def _as_seen(packed: PackedWeight, name: str, tensor: Tensor) -> Tensor:
+    """A matrix in the shape that files give it."""
+    is_turned = [axis.text for axis in packed.layout.tensors[name].seen] == ["K", "N"]
+    return tensor.contiguous().reshape(packed.shape[::-1] if is_turned else tensor.shape)
 
 
 def _texts(kind: Kind, config: dict[str, Any], own: Mapping[str, Settings], plain: Mapping[str, Tensor]) -> dict[str, Settings]:

@@ -42,8 +42,9 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
 
     K is the stored row length, even if the model has another shape.  expert: only this one of experts' weights [E, N, K], needed
     if their separate scales differ (NVFP4).  start, stop: rows, by default all.  Raises CheckpointError as `file.entry` does, for
-    a type without a format, and for tensors that do not fit together.
+    a type without a format, for tensors that do not fit together, and for scales that are NaN or infinite.
     """
+    from qdsl.runtime.weight.finite_scales import refuse_special_scales
     from qdsl.runtime.weight.packed import FormatError
 
     entry = file.entry(name)
@@ -70,6 +71,7 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
     try:
         rows = file.rows(entry.name, first, last)
         packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns), storage=storage)
+        refuse_special_scales(packed)
         if (first, last) != (start, stop):
             packed = module.convert(packed, module.SPEC.storages[0]).cut("N", start - first, stop - first)
     except FormatError as error:

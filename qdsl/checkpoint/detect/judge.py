@@ -1,4 +1,4 @@
-"""Chooses one candidate per layer by settings; settings that contradict the tensors become problems of the layer."""
+"""Chooses one candidate per layer by settings; settings that contradict the tensors become contradictions of the layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 from qdsl.checkpoint.detect.collect import Collector, Module
 from qdsl.checkpoint.detect.fit import Candidate
 from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
-from qdsl.checkpoint.detect.rules import OWN, Reading, from_tensors, own_rule, readings, same
+from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import Description, resolve_default
 
+UNFILLED = 0xFFFFFFFF                                             # an index of -1, as compressed-tensors initialises it
 ENOUGH = 64                                                      # elements whose zeros cannot be chance
 
 
@@ -38,6 +40,26 @@ class Judge:
         # Most layers share candidates and settings; both are kept alive here so that their ids stay unique.
         self._agreements: dict[tuple[int, int], tuple[Sequence[Candidate], Mapping[str, Any], Agreement]] = {}
 
+    def scheme(self, name: str) -> Scheme:
+        """The settings of a module; empty ones without settings of the checkpoint."""
+        return self.quantization.scheme(name) if self.quantization else Scheme({})
+
+    def denials(self, module: Module, candidates: Sequence[Candidate], layer: Layer) -> tuple[str, ...]:
+        """How these settings, of a place that is not decisive, contradict what a layer was recognised as.
+
+        Settings of no known producer are not read by anybody.
+        """
+        if self.quantization is None or not producers().is_known(self.quantization.method):
+            return ()
+        scheme = self.scheme(module.name)
+        other = self.layer(module, candidates, scheme)
+        if other.contradictions or not other.format or not scheme.settings:
+            return other.contradictions
+        is_stated = bool(self._agreement(candidates, scheme.settings).strong)
+        is_same = (other.format, other.storage, other.params) == (layer.format, layer.storage, layer.params)
+        return () if is_same or not is_stated else (f"{self.source} says {other.format}.{other.storage}, and other settings "
+                                                    f"{layer.format}.{layer.storage}",)
+
     def layer(self, module: Module, candidates: Sequence[Candidate], scheme: Scheme) -> Layer:
         """The layer as the only candidate that its settings leave, or with the reason why several are left."""
         settings = scheme.settings if scheme.settings is not None else self.quantization.settings if self.quantization else {}
@@ -46,9 +68,9 @@ class Judge:
         telling = [candidate for candidate in candidates if self._has_its_words(candidate, module.tensors)]
         is_denied = bool(settings) and not strong and not weak and any(
             self._is_spoken_of(candidate, settings) for candidate in candidates)
-        problems: list[str] = []
+        contradictions: list[str] = []
         if strong and telling and not any(candidate in strong for candidate in telling):
-            problems.append(f"{self.source} says {strong[0].label}, but its words are those of {telling[0].label}")
+            contradictions.append(f"{self.source} says {strong[0].label}, but its words are those of {telling[0].label}")
         alike = [candidate for candidate in telling
                  if not weak or any(candidate.fit.params == other.fit.params for other in weak)]
         pool = self._simplest(strong or alike or weak or list(candidates), module, settings, is_denied)
@@ -59,9 +81,11 @@ class Judge:
         if "bias" in module.tensors and (order := best.format.detect.get("bias")):
             return Layer(module.name, others=module.tensors, by=scheme.by,
                          why=f"it is {best.label}, whose bias is {order}, and models take biases by rows")
+        problems: list[str] = []
         if is_denied:
-            problems.append(self._disagreement(best, settings))
-        return self._layer(module, best, scheme, settings, problems)
+            is_padded = _is_padded(best, str(settings.get("storage", "")), candidates)
+            (problems if is_padded else contradictions).append(self._disagreement(best, settings))
+        return self._layer(module, best, scheme, settings, contradictions, problems)
 
     def _simplest(self, pool: list[Candidate], module: Module, settings: Mapping[str, Any], is_denied: bool) -> list[Candidate]:
         """The least odd candidates, whose padding is empty."""
@@ -83,19 +107,22 @@ class Judge:
             return f"the tensors fit {' and '.join(candidate.label for candidate in pool)}, and nothing says which"
         return ""
 
-    def _layer(self, module: Module, best: Candidate, scheme: Scheme, settings: Mapping[str, Any], problems: list[str]) -> Layer:
-        """The layer of a candidate, with contradictions in its files as problems."""
+    def _layer(self, module: Module, best: Candidate, scheme: Scheme, settings: Mapping[str, Any],
+               contradictions: list[str], problems: list[str]) -> Layer:
+        """The layer of a candidate, with contradictions in its files."""
         tensors = module.tensors
         uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
-        problems = problems or self._contradictions(best, uses, settings)
+        denied, harmless = self._denied(best, uses, settings)
+        contradictions, problems = contradictions or denied, problems or harmless
         if scheme.settings is None and not needs_no_settings(best.format):
+            contradictions = []                                  # no settings speak of its numbers
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {OVERFLOWED_ZEROS}" for full in self._overflowed(best, uses)]
         small = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), *self.collector.layer_tensors)
                       if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *small)}
         return Layer(module.name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses,
-                     self._numbers(best, tensors), small, others, scheme.by, tuple(problems))
+                     self._numbers(best, tensors), small, others, scheme.by, tuple(problems), tuple(contradictions))
 
     # -- settings ---------------------------------------------------------------------------------------------------------
 
@@ -139,27 +166,37 @@ class Judge:
         wrong_settings = ""
         for reading in self._readings(candidate, settings)[:1]:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
-            wrong_settings = ", ".join(f"{key} = {settings[key]}" for key in sorted(key for key in wrong if key))
+            wrong_settings = ", ".join(f"{key} = {at(settings, key)}" for key in sorted(key for key in wrong if key))
         return f"{self.source} says {wrong_settings or brief(settings)}; the tensors fit {candidate.label}"
 
-    def _contradictions(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
-        """Problems of settings that determine no parameter but contradict the tensors."""
+    def _denied(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Contradictions of settings that determine no parameter, and those that change no number.
+
+        An index of columns that is stored, though settings say that there is none, changes no number: it says where columns
+        belong, and the producers' own readers use it.
+        """
         contradictions: list[str] = []
+        harmless: list[str] = []
         for reading in self._readings(best, settings):
             if self.quantization is None or not all(best.means(name, value) for name, value in reading.values.items()):
                 continue
             wrong = self._wrong_settings(reading, best, uses, settings)
             if not wrong:
-                return []
-            contradictions = contradictions or [f"{self.source} says {key} = {settings[key]}, but {why}"
-                                                for key, why in wrong.items()]
-        return contradictions
+                return [], []
+            if not contradictions and not harmless:
+                for key, why in wrong.items():
+                    is_index = any(source in best.format.indices or (source in uses and _is_index(best, source))
+                                   for source in reading.follows.get(key, ()))
+                    text = f"{self.source} says {key} = {at(settings, key)}, but {why}"
+                    (harmless if is_index else contradictions).append(text)
+        return contradictions, harmless
 
     def _wrong_settings(self, reading: Reading, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any],
                         ) -> dict[str, str]:
         """Settings of a rule that contradict the tensors, with the reason."""
-        wrong = {key: f"the tensors fit {best.format.name} of {constant}" for key, constant in reading.constants.items()
-                 if type(settings.get(key)) is int and settings[key] != constant}
+        wrong = {key: f"the tensors fit {best.format.name} of {words[-1]}" for key, constant in reading.constants.items()
+                 for words in [constant if isinstance(constant, list) else [constant]]
+                 if (own := at(settings, key)) is not None and not any(same(own, word) for word in words)}
         for key, wanted in reading.follows.items():
             [(source, (word, without))] = wanted.items()
             is_stored, observed = self._observed(best, uses, source)
@@ -172,6 +209,8 @@ class Judge:
     def _observed(self, best: Candidate, uses: Mapping[str, str], source: str) -> tuple[bool, str]:
         """Whether a tensor is stored, an index is out of order, or a field differs from its default; and a description, or ''."""
         layout = best.format.layout(best.fit.storage, best.fit.params)
+        if source in uses and self._changes_nothing(layout[source].dtype, uses[source]):
+            return True, ""
         if source in layout:
             return source in uses, f"'{source}' is there" if source in uses else f"there is no '{source}'"
         for own in (name for name in uses if layout[name].optional == source and layout[name].dtype == "index"):
@@ -182,6 +221,13 @@ class Judge:
             if self.collector.start(uses[own]) and not self.collector.is_filled(uses[own], word):
                 return True, f"'{own}' is not {word:#010x} throughout"
         return False, ""
+
+    def _changes_nothing(self, dtype: str, full: str) -> bool:
+        """Whether a stored index has its columns in order or was never filled, or zero points are all 0."""
+        data = self.collector.start(full)
+        if dtype == "index":
+            return _rises(data) or self.collector.is_filled(full, UNFILLED)
+        return self.collector.folder.entry(full).dtype == "I8" and len(data) > 0 and not any(data)
 
     def _has_its_words(self, candidate: Candidate, tensors: Mapping[str, str]) -> bool:
         """Whether all words of a tensor equal the word that is typical for the format's storage."""
@@ -247,6 +293,20 @@ def _usual_words(candidate: Candidate) -> dict[str, int]:
                 candidate.fit.params.get(name, value) == value for name, value in rule.items() if name not in words):
             return words
     return {}
+
+
+def _is_padded(best: Candidate, storage: str, candidates: Sequence[Candidate]) -> bool:
+    """Whether a stated storage, which does not say N and K, has the same words padded, so that no number is another."""
+    if any(candidate.fit.storage == storage for candidate in candidates):
+        return False
+    own = best.format.layout(best.fit.storage, best.fit.params)
+    return any({name: stored.dtype for name, stored in storages[storage].items()} == {
+        name: stored.dtype for name, stored in own.items()} for storages in best.format.variants.values() if storage in storages)
+
+
+def _is_index(best: Candidate, tensor: str) -> bool:
+    """Whether a tensor of the storage assigns columns to groups."""
+    return best.format.layout(best.fit.storage, best.fit.params)[tensor].dtype == "index"
 
 
 @lru_cache(maxsize=64)                                           # most layers have the same

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.quantization import Quantization
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import NO_SHAPE
 
 NOT_KNOWN = "quantized in a way that is not known"
@@ -19,8 +21,9 @@ class Layer:
     tensors: the storage's names -> names in the checkpoint.  numbers: one-number tensors that JSON states.  shape: (N, K).
     experts: the number of weights stacked along a first axis of every tensor, None without that axis.  settings: tensors that
     only repeat the fields above.  others: the module's other tensors, by the last parts of their names: bias, scales of
-    activations.  by: the config's rule or group for the layer.  problems: contradictions in its files.  why: the reason why it is
-    not recognised; format and storage are then ''.  transposed: the last two axes of three-axis tensors are swapped compared to
+    activations.  by: the config's rule or group for the layer.  contradictions: settings that contradict its tensors in what
+    its numbers depend on, so that nobody may read it.  problems: others, which change no number.  why: the reason why it is not
+    recognised; format and storage are then ''.  transposed: the last two axes of three-axis tensors are swapped compared to
     the storage, as in experts' weights [E, K, N].  act_order: columns of a group lie anywhere along K; False until
     `qdsl.checkpoint.report.shards.with_order` has read the index.
     """
@@ -37,6 +40,7 @@ class Layer:
     others: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
     problems: tuple[str, ...] = ()
+    contradictions: tuple[str, ...] = ()
     why: str = ""
     transposed: bool = False
     act_order: bool = False
@@ -71,8 +75,8 @@ class Left:
 class Layers:
     """A checkpoint's quantized layers, and all other tensors, in the order of the files.
 
-    left: modules with unquantized matrices.  problems: of the checkpoint and not of one layer; notes: on entries of its lists
-    that name nothing.  groups: weights in one entropy code; their tensors are among the others.
+    left: modules with unquantized matrices.  problems, contradictions: of the checkpoint and not of one layer, as in a Layer.
+    notes: on entries of its lists that name nothing.  groups: weights in one entropy code; their tensors are among the others.
     """
 
     layers: list[Layer]
@@ -82,3 +86,19 @@ class Layers:
     problems: list[str]
     groups: list[Group]
     notes: list[str] = field(default_factory=list)
+    contradictions: list[str] = field(default_factory=list)
+
+    def refuse_contradictions(self, path: Path) -> Layers:
+        """These layers, if no settings contradict tensors in what numbers depend on.
+
+        Every reader of weights asks this, and nobody else decides it.  Raises CheckpointError with the first contradiction.
+        """
+        contradictions = [*(("", text) for text in self.contradictions),
+                          *((layer.name, text) for layer in self.layers for text in layer.contradictions)]
+        if contradictions:
+            first = contradictions[0][1]
+            alike = [name for name, text in contradictions if text == first and name]
+            more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+            where = f"layer {shown(alike[0])}{more}: " if alike else ""
+            raise CheckpointError(f"{path}: {where}{first}; correct what is wrong: `qdsl inspect` lists all contradictions")
+        return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import Stored, TensorInfo
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
 def module_of(layer: Layer) -> ModuleType:
     """The generated module of a layer's format."""
     return import_module(f"qdsl.generated.{layer.format}")
+
+
+def with_checked_scales(folder: Folder, layers: Layers) -> Layers:
+    """The layers of a folder, with scales that are NaN or infinite as contradictions.  Reads all scales."""
+    from qdsl.runtime.weight.packed import FormatError
+
+    checked: list[Layer] = []
+    for layer in layers.layers:
+        try:
+            for own in tensors(folder, layer) if layer.format else ():
+                wrapped(layer, own)
+            checked.append(layer)
+        except FormatError as error:
+            checked.append(replace(layer, contradictions=(*layer.contradictions, str(error))))
+    return replace(layers, layers=checked)
 
 
 class Tensors(Protocol):
@@ -66,7 +82,7 @@ def stacked(folder: Folder, layer: Layer) -> PackedWeight:
     if not layer.transposed and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
         whole = {name: _read(folder, layer, name) for name in layer.tensors} | _numbers(layer)
         with suppress(FormatError):
-            weight: PackedWeight = module_of(layer).wrap(whole, (layer.experts * n, k), layer.storage, **layer.params)
+            weight = _wrapped_as(layer, whole, (layer.experts * n, k))
             if n % weight.step("N") == 0:
                 return weight
     return joined(layer, weights(folder, layer))
@@ -87,10 +103,12 @@ def joined(layer: Layer, experts: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
-    """As `weights`, but validates only shapes and indices; `checked` of the format validates the numbers.
+    """As `weights`, but validates only shapes, indices and scales; `checked` of the format validates the other numbers.
 
-    Raises CheckpointError for invalid shapes.
+    Raises CheckpointError for invalid shapes and scales.
     """
+    from qdsl.runtime.weight.finite_scales import scale_error
+
     unread_weights = []
     for own in tensors(folder, layer):
         stored = layout_of(layer)
@@ -98,6 +116,8 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
                                          for name, tensor in own.items()})
         unread_weights.append(weight.derive({name: own[name].view(stored_tensor.dtype).reshape(stored_tensor.shape)
                                    for name, stored_tensor in weight.tensors.items()}))
+        if error := scale_error(unread_weights[-1]):
+            raise CheckpointError(f"{folder.path}: layer {shown(layer.name)}: {error}")
     return unread_weights
 
 
@@ -178,9 +198,17 @@ def layout_of(layer: Layer) -> Mapping[str, Stored]:
 
 
 def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:
-    """A layer's weight from its storage's tensors.  Raises FormatError if they do not fit together."""
-    weight: PackedWeight = module_of(layer).wrap({**tensors, **_numbers(layer)}, layer.shape, layer.storage, **layer.params)
-    return weight
+    """A layer's weight from its storage's tensors.
+
+    Raises FormatError if they do not fit together, and for scales that are NaN or infinite.
+    """
+    return _wrapped_as(layer, {**tensors, **_numbers(layer)}, layer.shape)
+
+
+def _wrapped_as(layer: Layer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> PackedWeight:
+    from qdsl.runtime.weight.finite_scales import refuse_special_scales
+
+    return refuse_special_scales(module_of(layer).wrap(tensors, shape, layer.storage, **layer.params))
 
 
 def _wrapped(folder: Tensors, layer: Layer, tensors: dict[str, Tensor]) -> PackedWeight:

@@ -36,7 +36,17 @@ def layers(folder: Folder, formats: Sequence[Description] | None = None, shapes:
     """The quantized layers of a folder, by the shipped formats or the given ones.
 
     shapes: (N, K), or (E, N, K) of experts, by module names; used if tensors do not state it, as padded ones do not.  Raises
-    CheckpointError for an invalid settings file.  Problems of a layer are recorded in it.
+    CheckpointError for an invalid settings file, and for settings that contradict tensors in what numbers depend on.  Other
+    problems of a layer are recorded in it.
+    """
+    return detected_layers(folder, formats, shapes).refuse_contradictions(folder.path)
+
+
+def detected_layers(folder: Folder, formats: Sequence[Description] | None = None,
+                    shapes: Mapping[str, Sequence[int]] | None = None) -> Layers:
+    """The same for reports: contradictions are recorded, too, and no weight may be read.
+
+    Raises CheckpointError for an invalid settings file.
     """
     # Without formats of plain floats and of groups of weights, which groups.py reads.
     coded = [format for format in (descriptions() if formats is None else formats)
@@ -55,6 +65,7 @@ class _Recognizer:
         self.groups = groups(folder)
         self.collector = Collector(folder, formats)
         self.judge = Judge(self.collector, self.quantization)
+        self.further = [Judge(self.collector, other) for other in quantized[1:]]
         self.report = Report(folder, quantized, self.groups, formats)
         self._lengths: dict[int, tuple[Mapping[str, Any], Mapping[str, Sequence[Reading]]]] = {}
         self._fitting: dict[tuple[object, ...], list[Candidate] | LayoutMismatch] = {}
@@ -81,7 +92,7 @@ class _Recognizer:
         plain = [name for name in self.folder.names() if name not in of_layers]
         left = self.report.left({name: tensors for name, tensors in modules.items() if name not in quantized}, quantized)
         return Layers(list(quantized.values()), plain, left, self.quantizations, self.report.problems(quantized, modules),
-                      self.groups, self.report.notes(modules))
+                      self.groups, self.report.notes(modules), self.report.contradictions(quantized))
 
     def _layer(self, name: str, tensors: Mapping[str, str], transposed: bool = False) -> Layer | None:
         """The module as a layer; None if it has only plain tensors.  transposed: its tensors are [E, K, N]."""
@@ -95,16 +106,24 @@ class _Recognizer:
         """As _layer, with the caller's shape, or ()."""
         try:
             module = self.collector.module(name, tensors, shape, transposed)
-            scheme = self.quantization.scheme(name) if self.quantization else Scheme({})
+            scheme = self.judge.scheme(name)
             fitting = self._candidates(module, scheme)
         except CheckpointError as error:                         # invalid JSON
             return Layer(name, others=self.collector.present(tensors), why=str(error))
         if fitting is None:
             return None
         if not isinstance(fitting, LayoutMismatch):
-            return replace(self.judge.layer(module, fitting, scheme), transposed=transposed)
+            return replace(self._judged(module, fitting, scheme), transposed=transposed)
         why = self._unknown(module) if fitting.reached == UNKNOWN else f"{TRANSPOSED}: {fitting}" if transposed else str(fitting)
-        return Layer(name, others=module.tensors, by=scheme.by, why=self.collector.missing(tensors) or why)
+        missing = self.collector.missing(tensors)
+        contradictions = (why,) if fitting.reached >= CLAIMED and not missing else ()        # of a header, or of small tensors
+        return Layer(name, others=module.tensors, by=scheme.by, why=missing or why, contradictions=contradictions)
+
+    def _judged(self, module: Module, fitting: Sequence[Candidate], scheme: Scheme) -> Layer:
+        """The layer by the decisive settings; settings of other places that mean other numbers contradict it."""
+        layer = self.judge.layer(module, fitting, scheme)
+        denials = [text for judge in self.further if layer.format for text in judge.denials(module, fitting, layer)]
+        return replace(layer, contradictions=(*layer.contradictions, *denials)) if denials else layer
 
     def _candidates(self, module: Module, scheme: Scheme) -> list[Candidate] | LayoutMismatch | None:
         """The candidates for a module's tensors, or why there are none; None if they are plain.
@@ -145,7 +164,7 @@ class _Recognizer:
             return scaled
         nearest = self._nearest(evidence)
         if every and (evidence.claims is not None or (nearest.reached == UNKNOWN and is_float8)):
-            return LayoutMismatch(CLAIMED, f"{every[0].label} needs a scale; given are {', '.join(evidence.entries)}")
+            return LayoutMismatch(0, f"{every[0].label} needs a scale; given are {', '.join(evidence.entries)}")
         return nearest
 
     def _nearest(self, evidence: Evidence) -> LayoutMismatch:

@@ -69,6 +69,10 @@ class Producers:
         """The producer of a quant_method; an empty one for an unknown quant_method."""
         return self._by_method.get(str(method).lower()) or Producer(str(method).lower())
 
+    def is_known(self, method: str) -> bool:
+        """Whether some producer's settings have this quant_method."""
+        return method in self._by_method
+
     def unnamed(self, settings: Mapping[str, Any]) -> str:
         """The producer whose settings have no quant_method; '' for unknown ones."""
         return next((producer.name for producer in self.every for keys in producer.unnamed

@@ -56,13 +56,12 @@ class Report:
         return plain
 
     def problems(self, layers: Mapping[str, Layer], modules: Collection[str]) -> list[str]:
-        """The problems of the whole checkpoint.  modules: of all tensors, including plain ones."""
+        """The problems of the whole checkpoint, which change no number.  modules: of all tensors, including plain ones."""
         problems = [problem for quantization in self.quantizations for problem in quantization.problems]
         if self.first is not None:
-            problems += [*self._without_tensors(self.first, modules), *self._wrong_format(self.first, layers)]
-            if unknown := self._unknown_format(self.first):
-                problems.append(f"{self.first.source} says {brief(self.first.settings)}, and {unknown}")
-            elif not layers and not (self.groups and self.first.method == OWN):
+            problems += self._without_tensors(self.first, modules)
+            is_read = layers or (self.groups and self.first.method == OWN) or self._unknown_format(self.first)
+            if not is_read:
                 problems.append(f"{self.first.source} says {brief(self.first.settings)}, but no tensor is quantized")
         problems += [problem for other in self.quantizations[1:] for problem in _differing(self.quantizations[0], other)]
         shards = list(self.folder.missing.values())
@@ -78,6 +77,14 @@ class Report:
         entries = [] if self.first is None else self.first.unmatched(names)
         return [f"{shown(entry)} in the lists of {self.first.source} names no layer" for entry in entries
                 if self.first is not None and HEAD not in entry]
+
+    def contradictions(self, layers: Mapping[str, Layer]) -> list[str]:
+        """Settings of the whole checkpoint that name another format than its tensors have, or none that is known."""
+        if self.first is None:
+            return []
+        unknown = self._unknown_format(self.first)
+        return [*self._wrong_format(self.first, layers),
+                *([f"{self.first.source} says {brief(self.first.settings)}, and {unknown}"] if unknown else [])]
 
     def _unknown_format(self, first: Quantization) -> str:
         """The remedy for settings of qdsl with an unknown format; '' for others."""

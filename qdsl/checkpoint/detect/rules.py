@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qdsl.core.producer import ABOUT_RULE
+from qdsl.core.producer import ABOUT_RULE, WORDS
 from qdsl.core.shapes import BlockLengths, is_unlisted
 from qdsl.core.stored import Description
 
 EXTENTS = ("N", "K")
 EXPERTS = "E"                                                    # the number of experts, before N and K
+VERSION = 1                                                      # of these settings
 OWN = "qdsl"                                                     # the quant_method of settings of no producer
 
 
@@ -26,8 +27,8 @@ class Reading:
 
     keys: the setting that gave each value, without constants of the rule; values may be unknown to the format.  weak: the rule
     took an absent setting as one of its alternatives.  follows: settings that follow from a tensor or field, with their values
-    for either case.  constants: numbers that the producer also writes, but that are fixed in the format.  fronts: the prefix of
-    lists for a further axis, of experts; None if settings have no prefix.
+    for either case.  constants: settings that are fixed in the format, as a word or as alternatives; they may be absent.  fronts:
+    the prefix of lists for a further axis, of experts; None if settings have no prefix.
     """
 
     storage: str
@@ -36,13 +37,14 @@ class Reading:
     weak: bool = False
     fronts: Mapping[str, Any] = field(default_factory=dict)
     follows: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
-    constants: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rule for qdsl's own settings, used if no producer describes a storage; it leaves unstated settings open."""
     params = {name: name for name in format.params if name in settings}
-    return {"quant_method": OWN, "format": [format.name, "null"], "storage": str(settings.get("storage", "")), **params}
+    return {"quant_method": OWN, "version": [VERSION, "null"], "format": [format.name, "null"],
+            "storage": str(settings.get("storage", "")), **params}
 
 
 def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any], stacks: bool = False) -> Iterator[Reading]:
@@ -51,7 +53,7 @@ def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any], s
     rules: one mapping or a list of them.  names: parameters, N and K.  stacks: settings may describe experts in one tensor.  In a
     rule a setting is a required word, a list of alternatives, 'null' if it must be absent, or names that take its values; dots
     select nested settings.  'storage' and 'where', values of parameters, say what the rule applies to.  Settings that follow from
-    a tensor (another mapping), and those under 'with', are not conditions.
+    a tensor (another mapping), and those under 'fixed' and 'with', are not conditions.
     """
     for rule in rules if isinstance(rules, list) else [rules] if isinstance(rules, dict) else []:
         reading = _reading(rule, names, settings, stacks)
@@ -79,14 +81,14 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
             many = many[more:]
         if value is None or isinstance(value, list) != isinstance(wanted, list) or len(many) != len(words):
             return None
-        if not all(word in names or same(entry, word) for word, entry in zip(words, many, strict=True)):
+        named = () if key in WORDS else names
+        if not all(word in named or same(entry, word) for word, entry in zip(words, many, strict=True)):
             return None
-        own = {word: entry for word, entry in zip(words, many, strict=True) if word in names}
+        own = {word: entry for word, entry in zip(words, many, strict=True) if word in named}
         values |= own
         keys |= dict.fromkeys(own, key)
     follows = {key: wanted for key, wanted in rule.items() if key not in ABOUT_RULE and isinstance(wanted, Mapping)}
-    constants = {key: word for key, word in rule.get("with", {}).items() if type(word) is int}
-    return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, constants)
+    return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, rule.get("fixed", {}))
 
 
 def unlisted_lengths(format: Description, settings: Mapping[str, Any]) -> list[Reading]:

@@ -13,7 +13,7 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
@@ -68,24 +68,32 @@ class Source(Protocol):
     def use_shapes(self, shapes: Shapes) -> None:
         """Use these shapes, (N, K) or (E, N, K) by module names, for layers that do not state their own."""
 
+    def described(self) -> Source:
+        """The same source for reports: it describes layers that may not be read, too."""
+
     def close(self) -> None:
         """Closes the files; tensors that were read stay valid."""
 
 
 class FolderSource:
-    """A folder of safetensors files, a single file, or headers alone.  shapes: as `layers` takes them."""
+    """A folder of safetensors files, a single file, or headers alone.  shapes: as `layers` takes them.
 
-    def __init__(self, folder: Folder, shapes: Shapes | None = None) -> None:
+    is_described: settings that contradict tensors are problems; else CheckpointError is raised for the layers.
+    """
+
+    def __init__(self, folder: Folder, shapes: Shapes | None = None, is_described: bool = False) -> None:
         self.folder = folder
+        self.is_described = is_described
         self.path = folder.path
         self.shapes = shapes
 
     @cached_property
     def _layers(self) -> tuple[dict[str, Layer], list[Group], list[str], list[str]]:
-        recognised = layers(self.folder, shapes=self.shapes)
+        recognised = (detected_layers if self.is_described else layers)(self.folder, shapes=self.shapes)
         coded = {full for group in recognised.groups for full in group.tensors.values()}
         return ({layer.name: layer for layer in recognised.layers}, recognised.groups,
-                [name for name in recognised.plain if name not in coded], recognised.problems)
+                [name for name in recognised.plain if name not in coded],
+                [*recognised.problems, *recognised.contradictions])
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -139,6 +147,10 @@ class FolderSource:
         """Recognises layers again, with shapes that files do not state."""
         self.shapes = {**(self.shapes or {}), **shapes}
         self.__dict__.pop("_layers", None)
+
+    def described(self) -> FolderSource:
+        """The same folder for reports."""
+        return FolderSource(self.folder, self.shapes, is_described=True)
 
     def close(self) -> None:
         """Closes the files."""
@@ -225,6 +237,10 @@ class GgufSource:
 
     def use_shapes(self, shapes: Shapes) -> None:
         """Does nothing: blocks state their shapes."""
+
+    def described(self) -> GgufSource:
+        """This file, whose blocks state all that there is to know."""
+        return self
 
     def close(self) -> None:
         """Closes the files."""

@@ -64,7 +64,7 @@ class Headers(Folder):
             raise CheckpointError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: give one of each for each "
                                   "tensor")
         self.path = self.root = Path(NAME)
-        self.partial = False
+        self.partial = self.is_completed = False
         self.missing = {}
         self.index_name, self.index, self.shards = INDEX, {}, []
         file = HeaderFile(self.path, Header(_entries(names, dtypes, shapes), dict(metadata or {}), 0))

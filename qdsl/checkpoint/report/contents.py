@@ -1,6 +1,7 @@
-"""Describes the contents of a checkpoint: tensors, types, sizes and metadata, as data and as text.  No tensor is read.
+"""Describes the contents of a checkpoint: tensors, types, sizes and metadata, as data and as text.
 
-Control characters in strings of a file are escaped.  Metadata, such as chat templates, are never executed.
+Without `check` no tensor is read.  Control characters in strings of a file are escaped.  Metadata, such as chat templates, are
+never executed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qdsl.checkpoint.detect.gguf_weights import packed_weight, type_storage
 from qdsl.checkpoint.detect.groups import SHARED_MEMORY
-from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
+from qdsl.checkpoint.detect.layer_weights import with_checked_scales
+from qdsl.checkpoint.detect.shaped import Shapes, detected_shaped_layers
 from qdsl.checkpoint.files.components import names
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.gguf_metadata import Value
-from qdsl.checkpoint.files.safetensors import Entry
+from qdsl.checkpoint.files.safetensors import CheckpointError, Entry
 from qdsl.checkpoint.report.survey import survey, tables, weights
 from qdsl.core.text import counted
 
@@ -28,33 +32,35 @@ LEAST_AXIS = 8                                                   # of such a ten
 STRING_SHOWN = 1 << 16                                           # characters of a string, in data
 
 
-def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = None) -> dict[str, Any]:
+def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = None, check: bool = False) -> dict[str, Any]:
     """Contents of a checkpoint as plain data: a GGUF file or the first of a split set, a .safetensors file, or a folder of one
     or more models.
 
     limit: bytes of shared memory that a GPU gives a kernel.  shapes: of a model, for layers whose tensors do not say theirs.
+    check: also reads the scales of every layer; those that are NaN or infinite are contradictions, and in a GGUF file problems.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
     if path.is_dir() or path.suffix == ".safetensors":
         models = names(path)
         if models != [""]:
-            inside = [_of_safetensors(path / name, limit, shapes) for name in models]
+            inside = [_of_safetensors(path / name, limit, shapes, check) for name in models]
             return {"file": str(path), "format": "safetensors", "models": inside}
-        return _of_safetensors(path, limit, shapes)
+        return _of_safetensors(path, limit, shapes, check)
     with GgufFile(path) as gguf:
-        tensors = [_gguf_tensor(tensor) for tensor in gguf.tensors.values()]
+        tensors = [_gguf_tensor(tensor, _scale_problem(gguf, tensor) if check else "") for tensor in gguf.tensors.values()]
         metadata = {key: _gguf_value(value) for key, value in gguf.metadata.stored().items()}
         return {"file": str(path), "format": "gguf", "version": gguf.version, "alignment": gguf.alignment,
                 "files": len(gguf.paths), **_totals(tensors), "notes": list(gguf.notes), "metadata": metadata,
                 "tensors": tensors}
 
 
-def _of_safetensors(path: Path, limit: int, shapes: Shapes | None) -> dict[str, Any]:
+def _of_safetensors(path: Path, limit: int, shapes: Shapes | None, check: bool) -> dict[str, Any]:
     """Contents of a safetensors file or folder: layers and tensors.  Files that the index names may be missing."""
     with Folder(path, partial=True) as folder:
         tensors = [_entry(name, folder.entry(name)) for name in folder.names()]
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
-        layers, totals = shaped_layers(folder, shapes), _totals(tensors)
+        layers, totals = detected_shaped_layers(folder, shapes), _totals(tensors)
+        layers = with_checked_scales(folder, layers) if check else layers
         (count, nbytes), whole = weights(folder, layers), totals["total"]["nbytes"]
         totals["total"] = {**_total(len(tensors), count, nbytes), "nbytes": whole}
         notes = [f"{name} holds other weights, which are no part of the model" for name in folder.unread]
@@ -66,13 +72,25 @@ def _of_safetensors(path: Path, limit: int, shapes: Shapes | None) -> dict[str, 
                 **survey(folder, layers, limit), "tensors": tensors}
 
 
-def _gguf_tensor(tensor: GgufTensor) -> dict[str, Any]:
+def _scale_problem(gguf: GgufFile, tensor: GgufTensor) -> str:
+    """Why the scales of a tensor of blocks are wrong; '' if they are not, and for other tensors."""
+    if tensor.type.name in TORCH or tensor.problem is not None or type_storage(tensor.type.name) is None:
+        return ""
+    try:
+        packed_weight(gguf, tensor.name)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _gguf_tensor(tensor: GgufTensor, problem: str) -> dict[str, Any]:
     row = {"name": tensor.name, "type": tensor.type.name, "shape": list(tensor.logical_shape), "nbytes": tensor.nbytes,
            "bits_per_weight": tensor.type.bits if tensor.type.is_readable else None, "start": tensor.start,
            "shard": tensor.shard}
     if tensor.orig_shape is not None:
         row["stored_shape"] = list(tensor.shape)
-    return row if tensor.problem is None else {**row, "problem": tensor.problem}
+    problem = tensor.problem or problem
+    return {**row, "problem": problem} if problem else row
 
 
 def _entry(name: str, entry: Entry) -> dict[str, Any]:

@@ -20,22 +20,27 @@ _NUMBER = re.compile(r"\d+")
 def survey(folder: Folder, layers: Layers, limit: int = SHARED_MEMORY) -> dict[str, Any]:
     """Layers, groups, plain tensors and problems of a checkpoint, as plain data.  limit: bytes of shared memory that a GPU gives
     the kernel of a group.
+
+    contradictions: what numbers depend on, so that no weight is read.  warnings: problems that change no number, and layers that
+    alone are not read.
     """
     groups = [_group(folder, entry, limit) for entry in layers.groups]
     inside = {full for entry in groups for full in entry["tensors"].values()}
     left = {entry.name: entry for entry in layers.left}
-    contradictions = [*({"what": problem} for problem in layers.problems),
-                      *({"layer": entry.name, "what": entry.why} for entry in layers.layers
-                        if entry.why and not entry.is_unknown),
-                      *({"layer": entry.name, "what": problem} for entry in layers.layers for problem in entry.problems),
-                      *({"layer": entry.name, "what": entry.problem} for entry in layers.left if entry.problem),
-                      *({"layer": entry["name"], "what": problem} for entry in groups for problem in entry["problems"])]
+    contradictions = [*({"what": text} for text in layers.contradictions),
+                      *({"layer": entry.name, "what": text} for entry in layers.layers for text in entry.contradictions),
+                      *({"layer": entry["name"], "what": text} for entry in groups for text in entry["problems"])]
+    warnings = [*({"what": text} for text in layers.problems),
+                *({"layer": entry.name, "what": entry.why} for entry in layers.layers
+                  if entry.why and not entry.is_unknown and not entry.contradictions),
+                *({"layer": entry.name, "what": text} for entry in layers.layers for text in entry.problems),
+                *({"layer": entry.name, "what": entry.problem} for entry in layers.left if entry.problem)]
     return {"quantization": [{"source": entry.source, "method": entry.method, "settings": _finite(entry.settings)}
                              for entry in layers.quantizations],
             "layers": [_layer(folder, entry) for entry in layers.layers], "groups": groups,
             "plain": [_plain(folder, name, left) for name in layers.plain if name not in inside],
             "unknown": [{"layer": entry.name, "what": entry.why} for entry in layers.layers if entry.is_unknown],
-            "contradictions": contradictions}
+            "contradictions": contradictions, "warnings": warnings}
 
 
 def weights(folder: Folder, layers: Layers) -> tuple[int, int]:
@@ -113,11 +118,12 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     plain = [[name, str(len(alike)), first["type"], " x ".join(map(str, first["shape"])), first["by"]]
              for name, alike in _grouped(data["plain"], lambda row: (row["type"], tuple(row["shape"]), row["by"]))
              for first in alike[:1]]
-    unknown, contradictions = (_problem_rows(data[kind]) for kind in ("unknown", "contradictions"))
+    problems = {head: _problem_rows(data[kind]) for head, kind in (
+        ("not known", "unknown"), ("contradictions", "contradictions"), ("warnings", "warnings"))}
     return [(["layers", "", "format", "shape", "bits", "parameters", "beside", "by"], layers, " >"),
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),
-            (["not known", "", ""], unknown, " >"), (["contradictions", "", ""], contradictions, " >")]
+            *(([head, "", ""], rows, " >") for head, rows in problems.items())]
 
 
 def _problem_rows(problems: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -19,7 +19,7 @@ from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import LEFT_ALONE, dialects, in_headers, quantization
 from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.core.producer import ABOUT_RULE, Refusal
+from qdsl.core.producer import ABOUT_RULE, WORDS, Refusal
 from qdsl.core.stored import OF_X, Description
 from qdsl.core.text import counted
 from qdsl.jobs.convert.aim import description
@@ -29,7 +29,6 @@ from qdsl.jobs.convert.plan import Plan
 CONFIG = "config.json"
 INPUTS = "input_"                                                # prefix of scales of activations
 MISTRAL = "params.json"                                          # the config of Mistral's own programs
-WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
 PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # programs to report if they cannot read it
 DIFFUSERS = "_class_name"
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
@@ -263,8 +262,8 @@ def _is_stored(folder: Folder, plan: Plan, format: Description, field: str) -> b
 
 
 def _rule_settings(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
-    """Settings that make a rule match: its words (the first alternative), values of parameters, and overrides under `with`."""
-    instead = rule.get("with", {})
+    """Settings that make a rule match: its words (the first alternative), values of parameters, and those that are added."""
+    instead = _added(rule)
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
         if key in ABOUT_RULE or key in instead or words == ["null"]:
@@ -276,6 +275,12 @@ def _rule_settings(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> 
     yield from ((key, word) for key, word in instead.items() if word != "null")
 
 
+def _added(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written besides a rule's words, or in their place: the first alternative of what is fixed, and `with`."""
+    fixed = {key: word[0] if isinstance(word, list) else word for key, word in rule.get("fixed", {}).items()}
+    return {**fixed, **rule.get("with", {})}
+
+
 def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
     """A producer's settings adapted to another of its rules; parameters have the same values in every storage."""
     new = copy.deepcopy(dict(old))
@@ -285,7 +290,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
         [group for group in _mappings(new.get(own.groups.key)) if isinstance(group.get("weights"), dict)]
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [*wanted.values()] if isinstance(wanted, dict) else [wanted]
-        if key in (*ABOUT_RULE, *WORDS, *rule.get("with", {})) or all(word in params for word in words):
+        if key in (*ABOUT_RULE, *WORDS, *_added(rule)) or all(word in params for word in words):
             continue
         if own.groups is not None and key in own.groups.weights:
             places = [(group["weights"], [key]) for group in groups]

@@ -122,8 +122,8 @@ class Plan:
         for layer in self.changed:
             if not self.aim.exact(layer) and self.aim.format not in params_by_format:
                 params_by_format[self.aim.format] = params_in(layer, self.aim)
-        return [layer.params if self.aim.exact(layer) else params_by_format[self.aim.format]
-                for layer in (*self.changed, *self.kept)]
+        changed = [layer.params if self.aim.exact(layer) else params_by_format[self.aim.format] for layer in self.changed]
+        return [*changed, *(layer.params for layer in self.kept)]
 
     @property
     def tensors(self) -> list[Collection[str]]:

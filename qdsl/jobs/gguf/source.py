@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.groups import refuse_groups
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.components import PIPELINE
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.gguf import ORIG_SHAPE, SPLIT, GgufFile
@@ -150,7 +151,7 @@ class Safetensors:
         self._arguments = path, architecture
         self.folder = Folder(path, copies=True)
         self.paths = self.folder.shards
-        refuse_groups(self.folder)
+        refuse_groups(self.folder, layers(self.folder).groups)
         shapes = {name: self.folder.entry(name).shape for name in self.folder.names()}
         wrapped = {name: shape for name, shape in shapes.items() if name.startswith(diffusion.PREFIX)}
         own, table = CLASSES.get(str(self.folder.config.get("_class_name")), (None, ()))
