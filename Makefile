@@ -22,6 +22,9 @@ BIN := .venv/bin
 DOCS := 'mkdocs-material>=9.6'
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'
+# llama.cpp's library, built for CPUs, and a package with the declarations of its functions
+LLAMA_LIBRARY := @node-llama-cpp/linux-x64@3.22.1
+LLAMA_DECLARATIONS := 'llama-cpp-py-sync==0.11739'
 # llama-perplexity and llama-quantize, for CPUs, where cmake and a compiler are there: some ten minutes on two cores
 PERPLEXITY := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
 	-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
@@ -89,7 +92,7 @@ live: .venv-live/ready       ## with the packages of producers, in an environmen
 	.venv-live/bin/python -m pytest --dist loadgroup --junitxml=build/live.xml tests/live/test_compressed_tensors.py tests/models/test_transformers.py \
 		tests/live/test_bitsandbytes.py tests/live/test_torchao_live.py tests/live/test_transformers_live.py tests/models/test_gguf_models.py \
 		tests/live/test_gguf_models_live.py tests/jobs/test_gguf_folder.py tests/live/test_evaluate_live.py tests/live/test_diffusers_live.py \
-		tests/live/test_mlx.py tests/live/test_other_programs_live.py
+		tests/live/test_mlx.py tests/live/test_other_programs_live.py tests/live/test_gguf_tokens_live.py
 	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest \
 		--junitxml=build/live-llama.xml tests/jobs/test_mixes.py tests/live/test_programs_live.py
 	.venv-live/bin/python -m tests.support.compatibility 'make live' build/live.xml build/live-llama.xml
@@ -143,6 +146,9 @@ fuzz: .venv/ready            ## a minute of hostile files of all kinds
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --editable '.[test,live]'
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(GPTQ) $(SMOLLM2)
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(AUTOAWQ)
+	.venv-live/bin/pip install --quiet --disable-pip-version-check cffi
+	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(LLAMA_DECLARATIONS)
+	-mkdir -p .venv-live/node-llama && cd .venv-live/node-llama && npm pack --silent $(LLAMA_LIBRARY) && tar -xzf *.tgz
 	.venv-live/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python -d .venv-live $(LLAMA)
 	cd .venv-live && tar -xzf llama_cpp_python-*.tar.gz --wildcards '*/vendor/llama.cpp/*'
 	-cd .venv-live/llama_cpp_python-*/vendor/llama.cpp && cmake -B build $(PERPLEXITY) && cmake --build build -j 2 --target llama-perplexity llama-quantize

@@ -39,6 +39,8 @@ class LanguageModel:
         """Its tokenizer, loaded on first use."""
         try:
             return plugin.tokenizer(self.path, self.base)
+        except LoadError:
+            raise
         except Exception as error:                               # of many kinds, by what is wrong
             raise LoadError(f"{self.path}: transformers reads no tokenizer from it: {error}") from error
 
@@ -119,7 +121,10 @@ def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, te
     tokenizer, model = language.tokenizer, language.model
     if chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # llama.cpp adds the file's first token to a chat, too, unless the template has
+        is_bare = language.path.endswith(".gguf") and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        inputs = tokenizer(text, add_special_tokens=is_bare, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs = inputs.to(model.device)

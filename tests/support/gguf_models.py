@@ -106,17 +106,17 @@ def _rounded(tensor: Tensor, type: str) -> Tensor:
 
 
 def written(folder: Path, model_type: str, size: int = 1, type: str = "Q8_0", has_settings: bool = False,
-            has_vocabulary: bool = False, **changes: Any) -> tuple[Path, Any]:
+            has_vocabulary: bool = False, more: Mapping[str, Value] | None = None, **changes: Any) -> tuple[Path, Any]:
     """A GGUF file of a tiny model in a folder with its config; and the model, with the numbers that the file holds.
 
-    type: of its matrices, or several, as 'Q4_0 F16', which they have in turn.
+    type: of its matrices, or several, as 'Q4_0 F16', which they have in turn.  more: of the file's metadata.
     """
     model = tiny_model(model_type, size, **changes)
     recorded = GgufMap.read(MAPS / f"{model_type}.json")
     model.config.save_pretrained(folder)
     types = types_of(model, recorded, *type.split())
     settings = settings_of(model.config, recorded.architecture) if has_settings else {}
-    settings |= vocabulary(model.config.vocab_size) if has_vocabulary else {}
+    settings |= (vocabulary(model.config.vocab_size) if has_vocabulary else {}) | dict(more or {})
     path = write_file(folder / "model.gguf", recorded.architecture, file_tensors(model, recorded), types, settings)
     return path, decode_(model, recorded, types)
 

@@ -18,8 +18,10 @@ from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.references import Repository, local_path, parsed
 from qdsl.models.gguf_maps import map_of, model_types
+from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
 from qdsl.models.transformers.gguf_weights import GgufWeights
 
 EMBEDDING = "token_embd.weight"
@@ -56,6 +58,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
         plain = _plain_dtype(file)
+        vocabulary = _vocabulary(file, path)
     config.architectures = [own.model_class]
     vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
     weights = GgufWeights(path, own)
@@ -69,7 +72,25 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     if base is not None:
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(base)
+    if vocabulary is not None and model.can_generate():
+        _set_ends(model.generation_config, vocabulary, keeps=base is not None)
     return model
+
+
+def _vocabulary(file: GgufFile, path: Path) -> Vocabulary | None:
+    """The file's vocabulary; None where it has none, or one that is not supported: a model runs without."""
+    with suppress(LoadError):
+        return read_vocabulary(file.metadata, path)
+    return None
+
+
+def _set_ends(generation: Any, vocabulary: Vocabulary, keeps: bool) -> None:
+    """Let generation end at the tokens at which llama.cpp's ends.  keeps: end at those that are set, too."""
+    own = generation.eos_token_id if keeps else None
+    ends = {*vocabulary.ends, *([own] if isinstance(own, int) else own or ())}
+    generation.eos_token_id = sorted(ends) or None
+    if vocabulary.suppressed:
+        generation.suppress_tokens = sorted({*vocabulary.suppressed, *((keeps and generation.suppress_tokens) or ())})
 
 
 def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any:
@@ -139,15 +160,17 @@ def _add_scaling(config: Any, file: GgufFile, path: Path, architecture: str) -> 
 
 
 def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) -> Any:
-    """The tokenizer of a GGUF file: that of the folder `base`, else one from the file's vocabulary; of a folder its own, else
-    `base`'s.
+    """The tokenizer of a GGUF file: that of the folder `base`, else one of the file's vocabulary, with llama.cpp's tokens; of a
+    folder its own, else `base`'s.
+
+    Raises LoadError for a vocabulary that is not supported.
     """
     path = gguf_path(ref)
     if path is None and (base is None or any(Path(ref, name).exists() for name in TOKENIZERS)):
         return AutoTokenizer.from_pretrained(ref, **kwargs)
     if base is not None or path is None:
         return AutoTokenizer.from_pretrained(base, **kwargs)
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **kwargs)
+    return gguf_tokenizer(path, **kwargs)
 
 
 def gguf_path(ref: str | Path) -> Path | None:

@@ -1,0 +1,289 @@
+"""Tokenizers of GGUF files, made of the package tokenizers, whose tokens are those of llama.cpp.
+
+The package does what llama.cpp does in another order, so each step says which of llama.cpp's it stands for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.models import llama_vocabulary as kinds
+from qdsl.models.llama_vocabulary import BASE, SPECIAL, Vocabulary, known_classes, read_vocabulary
+from qdsl.models.plan import LoadError
+
+SPACE = "\u2581"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]               # tokens of single bytes
+MARKS = ("\ufdd0", "\ufdd1")                                    # no characters: the place of a special token stands between them
+ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")              # that transformers has, too
+# Chinese characters, which are words by themselves (llama.cpp's is_chinese_char).
+CHINESE = (r"\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2B81F}\x{2B920}-\x{2CEAF}"
+           r"\x{2F800}-\x{2FA1F}")
+HANGUL, HANGUL_LEAD, SYLLABLES = 0xAC00, 0x1100, 588             # syllables of each of 19 leading consonants
+
+
+def gguf_tokenizer(path: Path, **options: Any) -> Any:
+    """The tokenizer of a GGUF file for transformers.  options: of PreTrainedTokenizerFast.
+
+    Raises LoadError for a vocabulary that llama.cpp does not take, or that the package tokenizers cannot express.
+    """
+    with GgufFile(path) as file:
+        vocabulary = read_vocabulary(file.metadata, path)
+    core = core_tokenizer(vocabulary)
+    special = {f"{role}_token": vocabulary.tokens[number] for role in ROLES
+               if (number := vocabulary.special.get(role)) is not None and vocabulary.kinds[number] & SPECIAL}
+    templates = vocabulary.templates
+    if templates:
+        options.setdefault("chat_template", templates["default"] if list(templates) == ["default"] else dict(templates))
+    return PreTrainedTokenizerFast(**{"tokenizer_object": core, "model_input_names": ["input_ids", "attention_mask"],
+                                      "clean_up_tokenization_spaces": False, **special, **options})
+
+
+def core_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer of a vocabulary."""
+    core: Tokenizer = BUILDERS[vocabulary.model["kind"]](vocabulary)
+    _add_special_tokens(core, vocabulary)
+    _add_ends(core, vocabulary)
+    return core
+
+
+# -- merges of pairs -------------------------------------------------------------------------------------------------------
+
+
+def _bpe(vocabulary: Vocabulary) -> Tokenizer:
+    """Pairs are merged by rank, inside of words, which are of bytes or, for some vocabularies, of characters."""
+    pre, numbers = vocabulary.pre, _numbers(vocabulary)
+    merges = _merges(vocabulary, numbers)
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(own), "isolated") for own in vocabulary.patterns]
+    if pre.get("characters"):
+        has_bytes = _has_bytes(vocabulary, numbers)
+        core = Tokenizer(models.BPE(numbers, merges, byte_fallback=has_bytes))
+        core.normalizer = normalizers.Replace(" ", SPACE)
+        core.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+        characters = "".join(token for token in numbers if len(token) == 1)
+        dropped = "" if has_bytes else f"[^{re.escape(characters)}]"
+    else:
+        core = Tokenizer(models.BPE(numbers, merges, ignore_merges=bool(pre.get("whole_words"))))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        core.decoder = decoders.ByteLevel()
+        missing = "".join(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - numbers.keys()))
+        dropped = f"[{re.escape(missing)}]" if missing else ""
+    if dropped:                                                  # what has no token is left out, and nothing is merged across it
+        steps.append(pre_tokenizers.Split(Regex(dropped), "removed"))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if pre.get("whole_newlines"):
+        _check_newlines(core, vocabulary, numbers)
+    return core
+
+
+def _numbers(vocabulary: Vocabulary) -> dict[str, int]:
+    return {token: number for number, token in enumerate(vocabulary.tokens)}
+
+
+def _has_bytes(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> bool:
+    """Whether there are tokens of single bytes.  Raises LoadError where there are some of them only."""
+    count = sum(token in numbers for token in BYTES)
+    if count not in (0, len(BYTES)):
+        raise LoadError(f"{vocabulary.path}: has {count} of the tokens <0x00> to <0xFF>, and all or none are supported: {BASE}")
+    return count > 0
+
+
+def _merges(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs to merge; a pair that occurs twice has its first rank.  Raises LoadError for one that is not made of tokens."""
+    if vocabulary.merges is None:
+        if vocabulary.pre.get("needs_no_merges"):
+            return []
+        raise LoadError(f"{vocabulary.path}: has no tokenizer.ggml.merges, by which tokens are made: {BASE}")
+    pairs: dict[tuple[str, str], None] = {}
+    for merge in vocabulary.merges:
+        cut = merge.find(" ", 1)
+        left, right = pair = (merge[:cut], merge[cut + 1:]) if cut > 0 else ("", "")
+        if left not in numbers or right not in numbers or left + right not in numbers:
+            raise LoadError(f"{vocabulary.path}: tokenizer.ggml.merges has {shown(merge)}, which does not merge two tokens "
+                            f"into a third: {BASE}")
+        pairs[pair] = None
+    return list(pairs)
+
+
+def _check_newlines(core: Tokenizer, vocabulary: Vocabulary, numbers: Mapping[str, int]) -> None:
+    """llama.cpp does not merge newlines that are a token.  Raises LoadError where the merges give another result."""
+    for token, number in numbers.items():
+        if not token.strip("\n") and not vocabulary.kinds[number] & SPECIAL and core.encode(token).ids != [number]:
+            raise LoadError(f"{vocabulary.path}: {len(token)} newlines are a token that the merges do not make, which cannot be "
+                            f"expressed: {BASE}")
+
+
+# -- merges by scores ------------------------------------------------------------------------------------------------------
+
+
+def _spm(vocabulary: Vocabulary) -> Tokenizer:
+    """Neighbours that are a token together are merged, those of the best score first; other characters become bytes."""
+    numbers = _numbers(vocabulary)
+    unknown = vocabulary.special.get("unk")
+    core = Tokenizer(models.BPE(numbers, _merges_by_score(vocabulary, numbers), byte_fallback=True,
+                                unk_token=None if unknown is None else vocabulary.tokens[unknown]))
+    has_prefix = vocabulary.flags["add_space_prefix"]            # before each text between special tokens
+    first = [normalizers.Prepend(SPACE)] if has_prefix else []
+    core.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    core.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
+    return core
+
+
+def _merges_by_score(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that are a token together, the best score first."""
+    pairs: list[tuple[float, int, str, str]] = []
+    for token, number in numbers.items():
+        score = -vocabulary.scores[number]
+        pairs += [(score, number, token[:cut], token[cut:]) for cut in range(1, len(token))
+                  if token[:cut] in numbers and token[cut:] in numbers]
+    pairs.sort(key=lambda pair: pair[:2])
+    return [(left, right) for _, _, left, right in pairs]
+
+
+# -- longest matches -------------------------------------------------------------------------------------------------------
+
+
+def _wordpiece(vocabulary: Vocabulary) -> Tokenizer:
+    """Words are divided into their longest tokens from the left; tokens that begin a word begin with a space here."""
+    unknown = vocabulary.special.get("unk")
+    if unknown is None:
+        raise LoadError(f"{vocabulary.path}: has no tokenizer.ggml.unknown_token_id, which stands for unknown words")
+    numbers = {" " + token[1:] if token.startswith(SPACE) else token: number for number, token in enumerate(vocabulary.tokens)}
+    if len(numbers) < len(vocabulary.tokens):
+        raise LoadError(f"{vocabulary.path}: two of tokenizer.ggml.tokens differ only in a space for {SPACE} at the start")
+    core = Tokenizer(models.WordPiece(numbers, unk_token=vocabulary.tokens[unknown], max_input_chars_per_word=1 << 30,
+                                      continuing_subword_prefix=""))
+    core.normalizer = normalizers.Sequence(list(_word_normalizers(vocabulary.flags)))
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"\s+"), "removed"),
+        pre_tokenizers.Split(Regex(known_classes(rf"[\p{{P}}$+<=>^`|~{CHINESE}]")), "isolated"),
+        pre_tokenizers.Metaspace(" ", "always", split=False)])
+    core.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return core
+
+
+def _word_normalizers(flags: Mapping[str, bool]) -> Iterator[Any]:
+    """Drop what is no text, and accents and capitals if so wanted."""
+    if flags["strip_accents"]:
+        # llama.cpp keeps the first character of a decomposition: of a Korean syllable its leading consonant
+        for lead in range(19):
+            first = HANGUL + SYLLABLES * lead
+            yield normalizers.Replace(Regex(rf"[\x{{{first:X}}}-\x{{{first + SYLLABLES - 1:X}}}]"), chr(HANGUL_LEAD + lead))
+        yield normalizers.NFD()
+    yield normalizers.Replace(Regex(known_classes(r"[\x{FFFD}[\p{C}&&[\S]&&[\P{Cn}]]]")), "")
+    if flags["strip_accents"]:
+        yield normalizers.Replace(Regex(known_classes(r"\p{M}")), "")
+    if flags["lowercase"]:
+        yield normalizers.Replace("\u0130", "i")                 # one character, as for others
+        yield normalizers.Lowercase()
+
+
+# -- the best sum of scores ------------------------------------------------------------------------------------------------
+
+
+def _unigram(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokens with the best sum of scores."""
+    unknown = vocabulary.special.get("unk")
+    if unknown is None:
+        raise LoadError(f"{vocabulary.path}: has no tokenizer.ggml.unknown_token_id, which stands for unknown characters")
+    if vocabulary.charsmap:                                      # normalizers.Precompiled drops combining characters
+        raise LoadError(f"{vocabulary.path}: tokenizer.ggml.precompiled_charsmap cannot be expressed exactly: {BASE}")
+    scores = _unigram_scores(vocabulary)
+    core = Tokenizer(models.Unigram(list(zip(vocabulary.tokens, scores, strict=True)), unknown, byte_fallback=False))
+    core.normalizer = normalizers.Sequence(list(_space_normalizers(vocabulary)))
+    core.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return core
+
+
+def _unigram_scores(vocabulary: Vocabulary) -> list[float]:
+    """Scores of tokens: those of users count 0; special ones the least, as they are found before."""
+    entries = list(zip(vocabulary.scores, vocabulary.kinds, strict=True))
+    least = min((score for score, kind in entries if kind & kinds.NORMAL), default=0.0)
+    taken = kinds.NORMAL | kinds.UNUSED
+    return [0.0 if kind & kinds.USER_DEFINED else score if kind & taken else least for score, kind in entries]
+
+
+def _space_normalizers(vocabulary: Vocabulary) -> Iterator[Any]:
+    """Spaces at the start, between words and at the end."""
+    if vocabulary.flags["remove_extra_whitespaces"]:
+        yield normalizers.Replace(Regex(r"\A +| +\z"), "")
+        yield normalizers.Replace(Regex(" {2,}"), " ")
+        yield normalizers.Prepend(" ")
+    elif vocabulary.flags["add_space_prefix"]:
+        yield normalizers.Replace(Regex(r"\A(?= *[^ ])"), " ")
+    yield normalizers.Replace(" ", SPACE)
+
+
+BUILDERS: Mapping[str, Callable[[Vocabulary], Tokenizer]] = {
+    "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram}
+
+
+# -- special tokens --------------------------------------------------------------------------------------------------------
+
+
+def _add_special_tokens(core: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Special tokens are found before all others."""
+    special = [(number, token, kind) for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+               if kind & SPECIAL]
+    is_ordered = _order_by_length(core, vocabulary, [token for _, token, _ in special])
+    core.add_tokens([AddedToken(token, lstrip=number in vocabulary.left, rstrip=number in vocabulary.right, normalized=is_ordered,
+                                special=bool(kind & (kinds.CONTROL | kinds.UNKNOWN))) for number, token, kind in special])
+
+
+def _order_by_length(core: Tokenizer, vocabulary: Vocabulary, tokens: Sequence[str]) -> bool:
+    """Whether special tokens must be found in normalized text, in which each has been replaced, the longest first.
+
+    llama.cpp looks for the longest in the whole text first, and the package for the first in the text.  The two differ where a
+    token may overlap a longer one behind it.  Raises LoadError where their order cannot be expressed.
+    """
+    sizes = {token: len(token.encode()) for token in tokens}
+    overlaps = list(_overlaps(sizes))
+    if not overlaps:
+        return False
+    token, other = overlaps[0]
+    if vocabulary.model["kind"] != "bpe" or any(sizes[first] == sizes[second] for first, second in overlaps):
+        raise LoadError(f"{vocabulary.path}: special tokens {shown(token)} and {shown(other)} may overlap, and "
+                        f"llama.cpp's choice between them cannot be expressed: {BASE}")
+    by_length = sorted(tokens, key=lambda token: -sizes[token])
+    steps = [normalizers.Replace(token, f"{MARKS[0]}{place}{MARKS[1]}") for place, token in enumerate(by_length)]
+    core.normalizer = normalizers.Sequence([*steps, *([core.normalizer] if core.normalizer else [])])
+    return True
+
+
+def _overlaps(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Pairs of a token and one of the same size or more, of which a text may have the second behind the start of the first."""
+    starts: dict[str, list[str]] = {}                            # the tokens that begin with a text
+    for token in sizes:
+        for cut in range(1, len(token)):
+            starts.setdefault(token[:cut], []).append(token)
+    for token, size in sizes.items():
+        for cut in range(1, len(token)):
+            for other in starts.get(token[cut:], ()):
+                text = token[:cut] + other
+                is_first = not any(text[:stop] in sizes for stop in range(len(token) + 1, len(text) + 1))
+                if other != token and sizes[other] >= size and is_first:
+                    yield token, other
+
+
+def _add_ends(core: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Add the tokens before and after a text.  Raises LoadError for one that the file does not name."""
+    flags, is_wordpiece = vocabulary.flags, vocabulary.model["kind"] == "wordpiece"
+    first = "bos" if flags["add_bos"] or is_wordpiece else None
+    last = "sep" if is_wordpiece else "eos" if flags["add_eos"] else None
+    roles = [role for role in (first, last) if role]
+    if missing := [role for role in roles if role not in vocabulary.special]:
+        raise LoadError(f"{vocabulary.path}: tokenizer.ggml.add_{missing[0]}_token is set, but the file does not name the token")
+    if roles:
+        single = [*([first] if first else []), "$A", *([last] if last else [])]
+        pair = [*single, "$B:1", *([last] if last else [])]
+        entries = [{"id": role, "ids": [number], "tokens": [vocabulary.tokens[number]]} for role in roles
+                   if (number := vocabulary.special[role]) is not None]
+        core.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=entries)

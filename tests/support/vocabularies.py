@@ -1,0 +1,121 @@
+"""Small vocabularies of GGUF files, made of tests/data/gguf_tokens, and the files that llama.cpp takes them from."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import write
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "tests/data/gguf_tokens"
+GGML = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# What llama.cpp reads before a vocabulary.
+HEADER = {"context_length": 256, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96, "attention.head_count": 4,
+          "attention.head_count_kv": 2, "rope.dimension_count": 16}
+
+Settings = dict[str, Value]
+
+
+@cache
+def data(name: str) -> Any:
+    """The content of a file of tests/data/gguf_tokens."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def byte_alphabet() -> list[str]:
+    """The character of each byte in byte-level vocabularies."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+def settings(model: str, tokens: list[str], types: list[int], **more: tuple[str, Any]) -> Settings:
+    """The metadata of a vocabulary.  more: other keys, with type and value."""
+    own = {"model": Value.of("string", model), "tokens": Value.of("string[]", tokens), "token_type": Value.of("i32[]", types)}
+    return {GGML + key: value for key, value in (own | {key: Value.of(*pair) for key, pair in more.items()}).items()}
+
+
+def bpe(pre: str | None, special: tuple[tuple[str, int], ...] = (), without: str = "", **more: tuple[str, Any]) -> Settings:
+    """A byte-level vocabulary, whose merges pass the borders of words.
+
+    special: further tokens with their types, before the others.  without: bytes that have no token.
+    """
+    first = [("<unk>", UNKNOWN), *((text, CONTROL) for text in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")), *special]
+    merges = [merge for merge in data("merges")["bytes"] if not set(without) & set(merge)]
+    tokens = list(dict.fromkeys([token for token, _ in first] + [own for own in byte_alphabet() if own not in without]
+                                + [merge.replace(" ", "") for merge in merges]))
+    types = [type for _, type in first] + [NORMAL] * (len(tokens) - len(first))
+    names = {} if pre is None else {"pre": ("string", pre)}
+    return settings("gpt2", tokens, types, **names, merges=("string[]", merges), bos_token_id=("u32", 1), eos_token_id=("u32", 2),
+                    **more)
+
+
+def characters(model: str, **more: tuple[str, Any]) -> Settings:
+    """A vocabulary of characters: merged by scores for `llama`, merged by pairs for `gemma4`, of the best sums for `t5`."""
+    merges = [merge for merge in data("merges")["characters"] if "\0" not in merge]
+    alphabet = sorted({character for merge in merges for character in merge.replace(" ", "")})
+    first = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("<|im_end|>", NORMAL), ("<mask>", USER_DEFINED),
+             ("\n\n\n", USER_DEFINED)]
+    tokens = list(dict.fromkeys([token for token, _ in first] + [f"<0x{byte:02X}>" for byte in range(256)] + alphabet
+                                + [merge.replace(" ", "") for merge in merges]))
+    types = [type for _, type in first] + [BYTE] * 256 + [NORMAL] * (len(tokens) - 256 - len(first))
+    scores = [-5 - number * 7919 % 1000 / 100 if model == "t5" else -float(number) for number in range(len(tokens))]
+    if model == "gemma4":
+        more["merges"] = ("string[]", merges)
+    return settings(model, tokens, types, scores=("f32[]", scores), **{"bos_token_id": ("u32", 1), "eos_token_id": ("u32", 2),
+                                                                       "unknown_token_id": ("u32", 0), **more})
+
+
+def words(**more: tuple[str, Any]) -> Settings:
+    """A vocabulary of words and of their ends."""
+    first = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = first + data("merges")["words"]
+    return settings("bert", tokens, [CONTROL] * len(first) + [NORMAL] * (len(tokens) - len(first)), **{
+        "unknown_token_id": ("u32", 1), "bos_token_id": ("u32", 2), "seperator_token_id": ("u32", 3),
+        "padding_token_id": ("u32", 0), "mask_token_id": ("u32", 4), **more})
+
+
+TRUE, FALSE = ("bool", True), ("bool", False)
+
+
+def cases() -> dict[str, Settings]:
+    """Vocabularies with all kinds of settings, by what is special in them."""
+    harmony = (("<|return|>", CONTROL), ("<|call|>", CONTROL), ("<|end|>", CONTROL), ("<|channel|>", CONTROL))
+    fill = (("<|fim_pad|>", NORMAL), ("<|repo_name|>", NORMAL), ("<|file_sep|>", CONTROL), ("<|fim_prefix|>", NORMAL))
+    overlapping = ((">>TITLE<<", USER_DEFINED), (">>INTRODUCTION<<", USER_DEFINED), ("<|endoftext|>", CONTROL))
+    spaces = tuple((" " * count, USER_DEFINED) for count in range(2, 9))
+    return {
+        "no pre-tokenizer": bpe(None),
+        "eot and eom": bpe("qwen2", (("<turn>", CONTROL), ("<call>", CONTROL)), eot_token_id=("u32", 5), eom_token_id=("u32", 6)),
+        "bos and eos": bpe("smollm", add_bos_token=TRUE, add_eos_token=TRUE),
+        "no bos": bpe("llama-bpe", add_bos_token=FALSE),
+        "numbers out of range": bpe("gpt-2", **{"eot_token_id": ("u32", 1 << 20), "padding_token_id": ("u32", 1 << 20)}),
+        "known texts": bpe("gpt-2", (("<|eot_id|>", NORMAL), ("<end_of_turn>", USER_DEFINED), ("[EOS]", UNUSED))),
+        "harmony": bpe("gpt-4o", harmony), "end alone": bpe("gpt-4o", harmony[2:]), "fill in the middle": bpe("qwen2", fill),
+        "end beside tools": bpe("gpt-2", (("<|tool_response>", CONTROL),)),
+        "overlapping": bpe("falcon", overlapping), "spaces": bpe("gpt-2", spaces),
+        "missing bytes": bpe("smollm", without="ĩ½Ċ"), "missing bytes, whole words": bpe("llama-bpe", without="ĩ½"),
+        "a mask that strips": bpe("jina-v2-de", (("<mask>", CONTROL),)),
+        "scores": characters("llama"), "scores, no prefix": characters("llama", add_space_prefix=FALSE, add_bos_token=FALSE),
+        "scores, eos": characters("llama", add_eos_token=TRUE, eot_token_id=("u32", 3)),
+        "scores, spaces": characters("llama", remove_extra_whitespaces=TRUE),
+        "lines": characters("gemma4", add_bos_token=FALSE),
+        "words": words(), "words, capitals": words(**{"normalizer.lowercase": FALSE}),
+        "words, accents": words(**{"normalizer.strip_accents": FALSE}),
+        "sums": characters("t5"), "sums, prefix": characters("t5", add_space_prefix=TRUE, add_bos_token=TRUE),
+        "sums, spaces": characters("t5", remove_extra_whitespaces=TRUE, add_eos_token=FALSE),
+    }
+
+
+def write_vocabulary(path: Path, vocabulary: Settings) -> Path:
+    """Write a GGUF file of a vocabulary alone."""
+    header = {"general.architecture": Value.of("string", "llama"),
+              "llama.attention.layer_norm_rms_epsilon": Value.of("f32", 1e-5),
+              **{f"llama.{key}": Value.of("u32", number) for key, number in HEADER.items()}}
+    write(path, header | vocabulary, [])
+    return path
