@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
@@ -30,6 +31,9 @@ NUMBERS = 1 << 12                                                # bytes of floa
 GAP = 1 << 18                                                    # ranges closer than this are read as one
 WHOLE = (".output_positions", ".luts")                           # tensors of DF11 from which a kernel's memory is computed
 REQUESTS = 8                                                     # at a time
+MOST = 1 << 42                                                   # bytes of a file
+DIGITS = 20                                                      # more than a number of bytes has
+_TAG = re.compile(r'"[!#-~]{0,250}"')
 
 
 class _Redirects(HTTPRedirectHandler):
@@ -67,37 +71,40 @@ def download(url: str) -> Path:
 
 def _downloaded(url: str, path: Path) -> Path:
     tag, part = path.with_name(path.name + ".etag"), path.with_name(path.name + ".part")
-    etag = tag.read_text() if tag.is_file() else ""
-    headers = {}
+    etag = _valid_tag(tag.read_text()) if tag.is_file() else ""
+    headers, start = {}, 0
     if path.is_file() and etag:
         headers["If-None-Match"] = etag
     elif part.is_file() and etag:
-        headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": etag}
+        start = part.stat().st_size
+        headers |= {"Range": f"bytes={start}-", "If-Range": etag}
     try:
         answer = _open_url(url, headers)
     except CheckpointError as error:
-        if isinstance(error.__cause__, HTTPError) and error.__cause__.code == 304:
+        refusal = error.__cause__ if isinstance(error.__cause__, HTTPError) else None
+        code = refusal and refusal.code
+        if path.is_file() and code in (304, None):               # None: no server, as where there is no network
             return path
-        if path.is_file() and not isinstance(error.__cause__, HTTPError):
-            return path                                          # no server, as where there is no network
-        raise
+        if refusal is None or code != 416 or not start:
+            raise
+        part.rename(path)                                        # all of it is there, or it is of another file
+        return path if refusal.headers["Content-Range"] == f"bytes */{start}" else _anew(url, path)
     with answer:
-        is_partial = answer.status == 206
-        start = part.stat().st_size if is_partial else 0
-        if is_partial and not str(answer.headers["Content-Range"]).startswith(f"bytes {start}-"):
-            raise CheckpointError(f"{shown(url)}: the server sent a different range than requested")
-        if not is_partial:
+        if answer.status != 206:
+            start = 0
             path.unlink(missing_ok=True)
-            write_text(tag, _tag(answer.headers))
-        length = answer.headers["Content-Length"]
-        with open(part, "ab" if is_partial else "wb") as file:
-            try:
+            write_text(tag, _valid_tag(str(answer.headers["ETag"] or "")))
+        length = _length(url, answer)
+        if answer.status == 206 and _range_size(url, answer, start) != start + length:
+            raise CheckpointError(f"{shown(url)}: the server sent a different range than requested")
+        if length > shutil.disk_usage(path.parent).free:
+            raise CheckpointError(f"{shown(url)}: {length} bytes, and the disk of {path.parent} has less room")
+        with open(part, "ab" if start else "wb") as file:
+            with _reading(url, "; run again to resume"):
                 shutil.copyfileobj(answer, file, CHUNK)
-            except (HTTPException, OSError) as error:
-                raise CheckpointError(f"{shown(url)}: {error}; run again to resume") from error
             file.flush()
             os.fsync(file.fileno())
-            missing = 0 if length is None else start + int(length) - file.tell()
+            missing = start + length - file.tell()
     if missing:
         raise CheckpointError(f"{shown(url)}: the answer ended {missing} bytes too early; run again to resume")
     os.replace(part, path)
@@ -105,10 +112,53 @@ def _downloaded(url: str, path: Path) -> Path:
     return path
 
 
-def _tag(headers: Any) -> str:
-    """The ETag of a file's version where it is a strong one; else ''."""
-    tag = str(headers["ETag"] or "")
-    return "" if tag.startswith("W/") else tag
+def _anew(url: str, path: Path) -> Path:
+    """Downloads a file whose unfinished part the server cannot continue."""
+    path.unlink()
+    return _downloaded(url, path)
+
+
+def _valid_tag(tag: str) -> str:
+    """The ETag of a file's version where it is a strong one that can be sent back; else ''."""
+    return tag if _TAG.fullmatch(tag) else ""
+
+
+def _length(url: str, answer: Any) -> int:
+    """How many bytes an answer says that it has.  Raises CheckpointError where it does not, or says it in two ways, or where
+    they are not the file's own.
+    """
+    lengths = set(answer.headers.get_all("Content-Length") or ())
+    if answer.chunked or len(lengths) != 1:
+        raise CheckpointError(f"{shown(url)}: the server does not say how long the file is")
+    if (coding := str(answer.headers["Content-Encoding"] or "identity")) != "identity":
+        raise CheckpointError(f"{shown(url)}: the server sends the file as {shown(coding)}")
+    return _size(url, lengths.pop())
+
+
+def _size(url: str, text: str) -> int:
+    """A number of bytes.  Raises CheckpointError for other text, and for more than a file has."""
+    if not (text.isascii() and text.isdecimal() and len(text) < DIGITS and int(text) <= MOST):
+        raise CheckpointError(f"{shown(url)}: the server says that the file has {shown(text)} bytes; the limit is {MOST}")
+    return int(text)
+
+
+def _range_size(url: str, answer: Any, start: int) -> int:
+    """The size of the file of which a range from `start` on is sent.  Raises CheckpointError for another range."""
+    first, _, size = str(answer.headers["Content-Range"]).partition("/")
+    if not first.startswith(f"bytes {start}-"):
+        raise CheckpointError(f"{shown(url)}: the server sent a different range than requested")
+    return _size(url, size)
+
+
+@contextmanager
+def _reading(url: str, hint: str = "") -> Iterator[None]:
+    """Turns what can go wrong while an answer is read into CheckpointError."""
+    try:
+        yield
+    except (HTTPException, OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{shown(url)}: {shown(str(error))[1:-1]}{hint}") from error
 
 
 def _open_url(url: str, headers: Mapping[str, str]) -> Any:
@@ -120,28 +170,22 @@ def _open_url(url: str, headers: Mapping[str, str]) -> Any:
     except HTTPError as error:
         error.close()
         raise CheckpointError(f"{shown(url)}: the server says {error.code} {shown(str(error.reason))}") from error
-    except (URLError, HTTPException, OSError) as error:
-        raise CheckpointError(f"{shown(url)}: {getattr(error, 'reason', None) or error}") from error
+    except (URLError, HTTPException, OSError, ValueError) as error:
+        raise CheckpointError(f"{shown(url)}: {shown(str(getattr(error, 'reason', None) or error))[1:-1]}") from error
 
 
 def read_range(url: str, start: int, stop: int, headers: Mapping[str, str]) -> tuple[bytes, int]:
     """The bytes [start, stop) of a remote file, fewer where it ends, and the size of the file.  Raises CheckpointError."""
-    with _open_url(url, {**headers, "Range": f"bytes={start}-{stop - 1}"}) as answer:
-        try:
-            if answer.status != 206:
-                if stop > LIMIT:
-                    raise CheckpointError(f"{shown(url)}: the server sends only whole files")
-                data, size = answer.read(stop)[start:], answer.headers["Content-Length"]
-            else:
-                size = str(answer.headers["Content-Range"]).rpartition("/")[2]
-                data = answer.read(stop - start)
-        except (HTTPException, OSError) as error:
-            raise CheckpointError(f"{shown(url)}: {error}") from error
-    if not str(size or "").isdecimal():
-        raise CheckpointError(f"{shown(url)}: the server does not say how long the file is")
-    if len(data) != min(stop, int(size)) - start:
-        raise CheckpointError(f"{shown(url)}: the answer has {len(data)} bytes, not the requested {min(stop, int(size)) - start}")
-    return data, int(size)
+    with _open_url(url, {**headers, "Range": f"bytes={start}-{stop - 1}"}) as answer, _reading(url):
+        length, is_whole = _length(url, answer), answer.status != 206
+        if stop - start > LIMIT or (is_whole and stop > LIMIT):
+            raise CheckpointError(f"{shown(url)}: " + ("the server sends only whole files" if is_whole else
+                                                       f"{stop - start} bytes are over the limit of {LIMIT}"))
+        size = length if is_whole else _range_size(url, answer, start)
+        data = answer.read(stop)[start:] if is_whole else answer.read(stop - start)
+    if len(data) != max(0, min(stop, size) - start):
+        raise CheckpointError(f"{shown(url)}: the answer has {len(data)} bytes, not the requested {min(stop, size) - start}")
+    return data, size
 
 
 def write_header(url: str, path: Path, headers: Mapping[str, str]) -> None:
@@ -163,6 +207,8 @@ def _write_safetensors(url: str, path: Path, headers: Mapping[str, str]) -> None
         raise CheckpointError(f"{path}: its header of {length} bytes is over the limit of {min(size, LIMIT)}")
     _put(path, size, 0, start + read_range(url, 8, 8 + length, headers)[0])
     ranges = _ranges_to_read(path)
+    if (total := sum(stop - start for start, stop in ranges)) > 32 * LIMIT:
+        raise CheckpointError(f"{path}: {total} bytes tell the formats of its layers, over the limit of {32 * LIMIT}")
     with ThreadPoolExecutor(REQUESTS) as pool:
         parts = pool.map(lambda part_range: read_range(url, part_range[0], part_range[1], headers), ranges)
         for (first, _), (data, _) in zip(ranges, parts, strict=True):
