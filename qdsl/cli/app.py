@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from qdsl.core.text import counted
+from qdsl.host import unfinished
 
 
 class Failure(Exception):
@@ -74,10 +75,14 @@ def main() -> None:
         if getattr(sys, name) is None:                           # the caller has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
+        with unfinished.command():
+            try:
+                app()
+            except SystemExit as ended:
+                if ended.code:
+                    raise
+            finally:
+                sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # so that nothing is flushed again at the end
         if not isinstance(error, BrokenPipeError):

@@ -74,7 +74,7 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
         if out.suffix != ".safetensors":
             fail(f"--out is a .safetensors file, not '{out}'; "
                  f"`qdsl quantize {file} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
-        written = dequantize_file(file, out, dtype)
+        written = dequantize_file(file, out, dtype, force)
     if as_json:
         typer.echo(json.dumps({"schema": 1, **written}))
     else:

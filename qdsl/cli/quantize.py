@@ -126,7 +126,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
 
             with progress(planned.weights, " weights") as tell, exit_on_sigterm():
                 costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
-                                          power=power, tell=tell)
+                                          power=power, force=force, tell=tell)
         report = plan.data(planned, file, costs)
         if svg is not None:
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))

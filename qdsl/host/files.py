@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import qdsl
-from qdsl.host import system
+from qdsl.host import system, unfinished
 
 JOURNAL = ".journal"                                             # what is complete in an interrupted file
 DEPTH_LIMIT = 256                                                # folders in the path of an output
+FIRST = 1 << 20                                                  # bytes of a file by which it is known
 
 
 def cache_folder() -> Path:
@@ -69,10 +70,13 @@ def digest(*values: Any) -> str:
 
 
 def identity(path: Path) -> list[Any]:
-    """A file's name, size, modification time, and a digest of its first MiB, to notice changes of inputs."""
+    """A file's name, size, modification time, and a digest of its first MiB, to notice changes of inputs.
+
+    Other changes are noticed when work is resumed, which compares checksums of all that finished work has read.
+    """
     with naming(path), open_input(path) as file:
         status = os.fstat(file.fileno())
-        return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(1 << 20)).hexdigest()]
+        return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(FIRST)).hexdigest()]
 
 
 @contextmanager
@@ -158,7 +162,7 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
         if shared := shared_file(source, target):
             raise OutputError(f"{out}: the output is the input, or links to it" if target.is_file() else
                               f"{out}: the output is a folder that holds the input {shared}, or links to it")
-    if target.is_file() and not force:
+    if target.is_file() and not force and not any(target.parent.glob(f"{_prefix(target)}*{JOURNAL}")):
         raise OutputError(f"{out} exists already; --force replaces it")
     _check_depth(target)
     nearest = next(folder for folder in target.parents if folder.exists())
@@ -212,29 +216,43 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
 
     It is hidden in the same folder until it is on disk.  A killed process leaves `.qdsl-*.part`, which the next writer of the
     same file removes.  Links are followed, and the mode of a replaced file stays.  key: keep an interrupted file; the next call
-    with the same key continues with its bytes.  Raises OutputError if another process writes the file with this key.
+    with the same key continues with its bytes.  Its journal is removed last: one without its part is of a complete file.
+    Raises OutputError if another process writes the file with this key.
     """
     target = regular_file(path)
-    prefix = f".qdsl-{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:12]}-"
     make_folder(target.parent)
-    part = target.parent / f"{prefix}{key[:16] or secrets.token_hex(8)}.part"
-    _remove_abandoned(target.parent, prefix, part)
+    part = part_of(target, key or secrets.token_hex(8))
+    _remove_abandoned(target.parent, _prefix(target), part)
     with naming(path, part):
         file = _open_locked(part)
     try:
+        if key:
+            unfinished.begin(part)
         with naming(path), file:
             if target.exists():
                 system.copy_mode(target, file)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        journal_of(part).unlink(missing_ok=True)
         system.replace(part, target)
     except BaseException as error:
         if isinstance(error, Exception) or not key:
             _remove_part(part)
+            unfinished.end(part)
         raise
     flush_folder(target.parent)
+    if key:
+        unfinished.end(part)
+        unfinished.remove_last(journal_of(part))
+
+
+def part_of(path: Path, key: str) -> Path:
+    """The path of an unfinished file, which takes its name when it is complete."""
+    return path.with_name(f"{_prefix(path)}{key[:16]}.part")
+
+
+def _prefix(path: Path) -> str:
+    return f".qdsl-{hashlib.sha256(path.name.encode(errors='surrogateescape')).hexdigest()[:12]}-"
 
 
 def _open_locked(part: Path) -> BinaryIO:
@@ -258,7 +276,10 @@ def _remove_part(part: Path) -> None:
 
 
 def _remove_abandoned(folder: Path, prefix: str, continued: Path) -> None:
-    """Remove unfinished files that no living process has open for writing, except the one to continue."""
+    """Remove unfinished files that no living process has open for writing, and journals alone, except what is to be continued."""
+    for journal in folder.glob(f"{prefix}*{JOURNAL}"):
+        if journal != journal_of(continued) and not journal.with_name(journal.name.removesuffix(JOURNAL)).exists():
+            journal.unlink(missing_ok=True)
     for part in folder.glob(f"{prefix}*.part"):
         if part == continued:
             continue

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
@@ -225,6 +226,10 @@ class LanguageFolder:
         """Rows of a tensor in the type that it has in an unquantized GGUF file."""
         rows = self.rows(name, start, stop)
         return rows.float() if self.tensors[name].type == "F32" else rows
+
+    def ranges(self, name: str) -> list[Range]:
+        """The ranges of files that a tensor is made of; none for one that the config says."""
+        return [self.folder.range(part) for part in self.assemblies[name].parts] if name in self.assemblies else []
 
     def choices(self, options: mixes.Options) -> dict[str, mixes.Choice]:
         """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""

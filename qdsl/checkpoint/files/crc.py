@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
 
+from qdsl.host.files import read_chunks
+
+Range = tuple[Path, int, int]                                    # of a file: its first byte, and how many
 FILE = "qdsl-checksums.json"                                     # file -> tensor -> CRC-32 of its bytes, for a folder
 
 
@@ -27,6 +30,15 @@ def file_checksum(path: Path) -> int | None:
     """The CRC-32 of a file."""
     with open(path, "rb") as file:
         return checksum(file, 0, os.fstat(file.fileno()).st_size)
+
+
+def ranges_checksum(ranges: Iterable[Range]) -> int:
+    """The CRC-32 of ranges of files, one after the other.  Raises OSError for a file that is missing or too short."""
+    crc = 0
+    for path, start, nbytes in ranges:
+        for data in read_chunks(path, start, nbytes):
+            crc = crc32(data, crc)
+    return crc
 
 
 def checksum(file: BinaryIO, start: int, nbytes: int) -> int | None:

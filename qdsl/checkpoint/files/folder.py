@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, TensorFile, open_regular, shown, strict_json
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class Folder:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor by name.  Raises CheckpointError for an unknown name and where TensorFile.tensor does."""
         return self.file(name).tensor(name)
+
+    def range(self, name: str) -> Range:
+        """The file of a tensor, its first byte there, and how many.  Raises CheckpointError for an unknown name."""
+        entry = self.entry(name)
+        return self.file(name).path, entry.start, entry.nbytes
 
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor.  Raises CheckpointError as `tensor` does."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.ggml_types import TORCH, GgmlType, type_of
 from qdsl.checkpoint.files.gguf_metadata import KEYS_LIMIT, Cursor, Metadata, Value, read_metadata
 from qdsl.checkpoint.files.safetensors import CheckpointError, check_whole, elements, open_regular, shown
@@ -285,6 +286,11 @@ class GgufFile:
     def close(self) -> None:
         """Drop the memory maps.  They are not closed by force: a tensor that still points into one would crash."""
         self._maps = []
+
+    def range(self, name: str) -> Range:
+        """The file of a tensor, its first byte there, and how many.  Raises CheckpointError as `entry` does."""
+        entry = self.entry(name)
+        return self.paths[entry.shard], entry.start, entry.nbytes
 
     def entry(self, name: str) -> GgufTensor:
         """The entry of a readable tensor.  Raises CheckpointError for an unknown name and for a tensor with a problem."""

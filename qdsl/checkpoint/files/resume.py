@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
-from qdsl.checkpoint.files.crc import checksum, checksums_path, text
+from qdsl.checkpoint.files.crc import Range, checksum, checksums_path, ranges_checksum, text
 from qdsl.checkpoint.files.strict_json import CheckpointError, shown
-from qdsl.host.files import check_unchanged, journal_of, replacing, write_text
+from qdsl.host.files import OutputError, check_unchanged, journal_of, part_of, replacing, write_text
+from qdsl.host.system import open_new
+from qdsl.host.unfinished import remove_last
 
 Buffer = bytes | bytearray | memoryview
 NewTensor = tuple[str, Iterable[Buffer], int, int]
@@ -24,12 +26,22 @@ class Resume:
     """What is needed to resume an interrupted write of a file.
 
     key: a digest of everything that its bytes depend on.  inputs: the files it is computed from, with the `identity` that they
-    must still have at the end.  notes: plain data by tensor name, also of tensors that were complete before.
+    must still have at the end.  reads: by tensor name, the ranges of files that its bytes depend on.  notes: plain data by tensor
+    name, also of tensors that were complete before.  force: whether an existing file may be replaced.
     """
 
     key: str
     inputs: Mapping[Path, list[Any]]
+    reads: Mapping[str, Sequence[Range]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    force: bool = True
+    _checksums: dict[str, int] = field(default_factory=dict)
+
+    def read(self, name: str) -> int:
+        """The CRC-32 of what a tensor depends on, computed by the first call, which comes before it is read."""
+        if name not in self._checksums:
+            self._checksums[name] = ranges_checksum(self.reads.get(name, ()))
+        return self._checksums[name]
 
 
 def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume: Resume | None = None,
@@ -37,21 +49,29 @@ def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume
     """Write a file that begins with `start` and continues with tensors: (name, chunks of bytes, size in bytes, zeros of padding).
 
     Returns the CRC-32 of each tensor.  resume: tensors that are complete in an unfinished file of the same key are kept, and
-    their chunks not read.  state_checksums: also write the checksum file, before this file is renamed into place.
-    Raises CheckpointError for chunks that do not add up to the size, InputError where an input changed.
+    their chunks not read, where their bytes and inputs are what they were.  state_checksums: also write the checksum file, before
+    this file is renamed into place.
+    Raises CheckpointError for chunks that do not add up to the size, InputError where an input changed, OutputError for a file
+    that may not be replaced.
     """
     checksums: dict[str, int] = {}
+    if resume and _was_written(path, start, tensors, resume, checksums):
+        return checksums
     with replacing(path, resume.key if resume else "") as file, ExitStack() as stack:
-        journal = stack.enter_context(open(journal_of(Path(file.name)), "a+b")) if resume else None
-        whole = _whole(file, journal, start, tensors, resume.notes, checksums) if journal and resume else 0
+        journal = None
+        if resume:
+            lines = journal_of(Path(file.name))
+            journal = stack.enter_context(open(lines, "r+b", opener=lambda path, _: open_new(path)))
+        whole = _whole(file, journal, start, tensors, resume, checksums) if journal and resume else 0
         if not whole:
             file.write(start)
         for name, pieces, size, zeros in tensors[whole:]:
+            read = resume.read(name) if resume else 0
             crc = checksums[name] = copy_chunks(file, pieces, size, f"{path}: tensor {shown(name)}")
             file.write(bytes(zeros))
             if journal and resume:
                 file.flush()
-                line = {"name": name, "crc": crc, "zeros": bytes(zeros).hex(), "note": resume.notes.get(name)}
+                line = {"name": name, "crc": crc, "zeros": bytes(zeros).hex(), "read": read, "note": resume.notes.get(name)}
                 journal.write(json.dumps(line).encode() + b"\n")
                 journal.flush()
         if resume:
@@ -65,26 +85,52 @@ def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume
     return checksums
 
 
-def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], notes: dict[str, Any],
+def _was_written(path: Path, start: bytes, tensors: Sequence[NewTensor], resume: Resume, checksums: dict[str, int]) -> bool:
+    """Whether a process that was killed after its last byte has written the file; removes the mark that it left.
+
+    Raises OutputError for any other file that may not be replaced.
+    """
+    part = part_of(path, resume.key)
+    journal = journal_of(part)
+    if path.is_file() and journal.is_file() and not part.exists():
+        with open(path, "rb") as file, open(journal, "rb") as lines:
+            is_complete = _complete(file, lines, start, tensors, resume, checksums)[0] == len(tensors) and not file.read(1)
+        if is_complete:
+            remove_last(journal)
+            return True
+    if path.is_file() and not resume.force:
+        raise OutputError(f"{path} exists already; --force replaces it")
+    return False
+
+
+def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], resume: Resume,
            checksums: dict[str, int]) -> int:
-    """How many tensors of an unfinished file are complete, by their CRC; cuts the file and the journal after them."""
-    journal.seek(0)
+    """How many tensors of an unfinished file are complete; cuts the file and the journal after them."""
+    count, end, place = _complete(file, journal, start, tensors, resume, checksums)
+    journal.truncate(end)
+    journal.seek(end)
+    file.truncate(place)
+    file.seek(place)
+    return count
+
+
+def _complete(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], resume: Resume,
+              checksums: dict[str, int]) -> tuple[int, int, int]:
+    """How many tensors are complete by the CRC of their bytes and inputs, and where they end in the journal and in the file."""
     count = end = place = 0
     lines = journal.readlines() if file.read(len(start)) == start else []
     for line, (name, _, size, zeros) in zip(lines, tensors, strict=False):
         try:
             record = json.loads(line)
-            note = {"name": name, "crc": checksum(file, file.tell(), size), "zeros": file.read(zeros).hex()}
+            note = {"name": name, "crc": checksum(file, file.tell(), size), "zeros": file.read(zeros).hex(),
+                    "read": resume.read(name)}
             if note != {key: record[key] for key in note}:
                 break
-            notes[name], checksums[name] = record["note"], record["crc"]
+            resume.notes[name], checksums[name] = record["note"], record["crc"]
         except (ValueError, KeyError, TypeError):                # an incomplete line, or one that qdsl did not write
             break
         count, end, place = count + 1, end + len(line), file.tell()
-    journal.truncate(end)
-    file.truncate(place)
-    file.seek(place)
-    return count
+    return count, end, place
 
 
 def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from qdsl.checkpoint.files.crc import Range, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header, write_chunks
 from qdsl.codecs.lookup import StreamError
 from qdsl.host.files import digest
@@ -17,6 +18,7 @@ from qdsl.jobs.compress import codecs
 from qdsl.jobs.compress.tensors import Coded, Reader, checksum, octets
 from qdsl.jobs.compress.units import Aim, Unit
 from qdsl.jobs.engine import stage
+from qdsl.jobs.engine.intact import piece_notes
 
 PIECES = "pieces"                                                # their folder in the stage
 WORTH = 1 << 25                                                  # bytes of units that are worth a file
@@ -36,6 +38,11 @@ class Piece:
     def size(self) -> int:
         """Bytes of the units before they are encoded."""
         return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def reads(self) -> list[Range]:
+        """The ranges of input files that hold its units."""
+        return list(dict.fromkeys(own.range for unit in self.units for data in unit.parts.values() for own in data.places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ def encode(piece: Piece) -> int:
     tensors: dict[str, Chunks] = {}
     raw: dict[str, str] = {}
     crc: dict[str, int] = {}
-    size, reader = 0, Reader()
+    size, reader, reads = 0, Reader(), ranges_checksum(piece.reads)
     for unit in piece.units:
         matrices = {name: reader.read(data) for name, data in unit.parts.items()}
         streams = _encoded(unit, piece.aim, list(matrices.values()))
@@ -126,7 +133,8 @@ def encode(piece: Piece) -> int:
         crc |= {name: checksum(matrix) for name, matrix in matrices.items()}
         tensors |= {unit.full(leaf): Chunks(codecs.DTYPES[stream.dtype.name], stream.shape, [octets(stream)])
                     for leaf, stream in streams.items()}
-    write_chunks(piece.path, tensors, {"key": piece.key, "raw": json.dumps(raw), "crc": json.dumps(crc)})
+    write_chunks(piece.path, tensors, {"key": piece.key, "raw": json.dumps(raw), "crc": json.dumps(crc),
+                                       **piece_notes(tensors, reads)})
     return size
 
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Header
 from qdsl.host.files import digest, identity
@@ -22,6 +23,7 @@ from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.tensors import Bytes, Coded, Part, octets
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.intact import missing
 from qdsl.jobs.engine.others import check_folder
 from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order, share
 from qdsl.jobs.engine.work import Telling, quiet, write
@@ -43,6 +45,11 @@ class Decode:
     def extents(self) -> Sequence[tuple[int, int]]:
         """Offset and size in the file of each matrix that it writes."""
         return [(start, Part(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
+
+    @property
+    def reads(self) -> Sequence[Range]:
+        """The ranges of files that hold the encoded tensors."""
+        return [data.range for data in self.coded.tensors.values()]
 
     def write(self, out: BinaryIO) -> None:
         """Decode the matrices and write them.  Raises RewriteError for damaged tensors."""
@@ -69,9 +76,9 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
             return _report(out, plan, plan.shards, [])
         place = stage.begin(out, request, force)
         mine = plan.shards if part is None else share(plan.shards, *part)
-        todo = [shard for shard in mine if not stage.is_whole(shard, out)]
         sizes = [step.coded.nbytes for shard in plan.shards for step in shard.steps if isinstance(step, Decode)]
         jobs = jobs or affordable(needed(max(sizes)), sum(sizes))
+        todo = missing(mine, out, jobs)
         with tell(sum(shard.nbytes for shard in todo)) as report:
             write(todo, place, jobs, report)
         return _report(out, plan, mine, [] if part else _complete(path, plan, out))
@@ -83,6 +90,7 @@ def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:
     path = Path(request["from"])
     with components.open_models(path) as folders:
         plan = _plan(path, folders, request.get("like"), shapes)
+        missing(plan.shards, out, affordable(0))
         return _report(out, plan, plan.shards, _complete(path, plan, out))
 
 

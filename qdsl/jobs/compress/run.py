@@ -23,6 +23,7 @@ from qdsl.jobs.compress.tensors import Bytes, Reader, placed
 from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, left, units
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.intact import keep_intact, missing
 from qdsl.jobs.engine.others import check_folder
 from qdsl.jobs.engine.shards import Copy, Shard, share
 from qdsl.jobs.engine.work import Tell, Telling, quiet, write
@@ -55,7 +56,7 @@ def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None,
         stage.begin(out, request, force)
         jobs = jobs or _jobs(work)
         mine = work.pieces if part is None else share(work.pieces, *part)
-        _encode([piece for piece in mine if pieces.read_contents(piece) is None], jobs, tell)
+        _encode(keep_intact(mine, pieces.read_contents, jobs), jobs, tell)
         if part is not None:
             return _report(out, aim, _complete_pieces(mine), (), work.left)
         return _finish(work, _complete_pieces(mine), out, jobs, check, tell)
@@ -76,6 +77,7 @@ def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell
     path = Path(request["from"])
     with components.open_models(path) as folders:
         work = _work(path, folders, aim, out, request.get("like"), shapes)
+        keep_intact(work.pieces, pieces.read_contents, jobs or _jobs(work))
         done = _complete_pieces(work.pieces)
         if missing := len(work.pieces) - len(done):
             raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")
@@ -141,7 +143,7 @@ def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
 def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
     """Write the files from complete pieces, check them if asked to, and complete the folder."""
     shards = plan.shards(work.models, work.aim, complete_pieces, work.sources)
-    todo = [shard for shard in shards if not stage.is_whole(shard, out)]
+    todo = missing(shards, out, jobs)
     with tell(sum(shard.nbytes for shard in todo)) as report:
         write(todo, out / stage.STAGE, jobs, report)
     if check:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, read_into, shown
 from qdsl.codecs.lookup import StreamError
@@ -34,6 +35,11 @@ class Bytes:
     def places(self) -> list[Bytes]:
         """The stored tensors that it depends on."""
         return [self]
+
+    @property
+    def range(self) -> Range:
+        """The bytes of its file."""
+        return self.path, self.start, self.nbytes
 
     def read(self) -> NDArray[Any]:
         """Reads the tensor into memory, not from a map: a file that is truncated meanwhile raises CheckpointError."""

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from qdsl.checkpoint.files.crc import Range, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, laid_out, parse_header, read_header, write_chunks
 from qdsl.host.files import digest, read_chunks
 from qdsl.jobs.engine import stage
+from qdsl.jobs.engine.intact import piece_notes
 from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order
 from qdsl.jobs.engine.work import batches
 
@@ -38,6 +40,11 @@ class Piece:
     def size(self) -> int:
         """Number of weights."""
         return sum(math.prod(change.layer.shape) for change in self.changes)
+
+    @property
+    def reads(self) -> list[Range]:
+        """The ranges of input files that hold its layers."""
+        return list(dict.fromkeys(part for change in self.changes for part in change.reads))
 
 
 def pieces(shards: Iterable[Shard], place: Path) -> list[Piece]:
@@ -75,11 +82,12 @@ def encode(piece: Piece) -> int:
 
     tensors: dict[str, Chunks] = {}
     costs: dict[str, Any] = {}
+    reads = ranges_checksum(piece.reads)
     for change in piece.changes:
         parts, cost = tensors_of(change)
         tensors |= {change.names[name]: part for name, part in parts.items()}
         costs |= {} if cost is None else {change.label: asdict(cost)}
-    write_chunks(piece.path, tensors, {"key": piece.key, "costs": json.dumps(costs)})
+    write_chunks(piece.path, tensors, {"key": piece.key, "costs": json.dumps(costs), **piece_notes(tensors, reads)})
     return piece.size
 
 

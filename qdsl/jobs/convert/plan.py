@@ -6,7 +6,7 @@ Files are those of the input.  A layer's tensors go into the file of its largest
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.rules import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.checkpoint.files.components import within
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
 from qdsl.core.shapes import granule, shared_blocks
@@ -52,6 +53,7 @@ class Change:
     of the layer.  model: of a pipeline, or ''.  sharing: layers that share a super-scale with it, itself included; empty if it
     has its own.  has_streams: whether some tensors are entropy codes.  Their extents are 0 until `encoded`, a file of
     qdsl/jobs/convert/encoded.py, holds them.
+    reads: the ranges of input files that hold the layer and those that share with it.
     """
 
     layer: Layer
@@ -64,6 +66,7 @@ class Change:
     sharing: tuple[Layer, ...] = ()
     has_streams: bool = False
     encoded: Path | None = None
+    reads: tuple[Range, ...] = ()
 
     @property
     def label(self) -> str:
@@ -422,10 +425,17 @@ def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, i
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
     steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, names,
                      _settings(folder, target(layer, aim)), folder.path, model, sharing.get(layer.name, ()),
-                     has_streams(layer, aim)) for layer, names in file.layers]
+                     has_streams(layer, aim), reads=_reads(folder, (layer, *sharing.get(layer.name, ()))))
+              for layer, names in file.layers]
     ordered = in_order(steps)
     return Shard(within(model, path.name), start, head.size, tuple(places), ordered,
                  _key(folder, file, start, ordered, identities))
+
+
+def _reads(folder: Folder, layers: Iterable[Layer]) -> tuple[Range, ...]:
+    """The ranges of files that hold layers."""
+    names = dict.fromkeys(full for layer in layers for full in (*layer.tensors.values(), *layer.settings))
+    return tuple(map(folder.range, names))
 
 
 def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], identities: Mapping[Path, list[Any]]) -> str:

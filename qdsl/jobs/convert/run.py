@@ -33,6 +33,7 @@ from qdsl.jobs.convert.plan import Change, Plan, plan
 from qdsl.jobs.convert.report import relative_rms
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.intact import keep_intact, missing
 from qdsl.jobs.engine.others import check_folder
 from qdsl.jobs.engine.shards import Shard, index, share
 from qdsl.jobs.engine.work import Telling, quiet, write
@@ -144,7 +145,7 @@ def _default_jobs(shards: Sequence[Shard]) -> int:
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
     """Encode the pieces that are missing or out of date."""
-    todo = [piece for piece in pieces if encoded.contents(piece) is None]
+    todo = keep_intact(pieces, encoded.contents, jobs)
     if not todo:
         return
     todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
@@ -172,7 +173,7 @@ def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
 
 def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: Telling) -> int:
     """Write the files that are missing or out of date; returns their number."""
-    todo = [shard for shard in shards if not stage.is_whole(shard, place.parent)]
+    todo = missing(shards, place.parent, jobs)
     with tell(sum(shard.nbytes for shard in todo)) as done:
         try:
             write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))
@@ -201,9 +202,11 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
             detected = shaped_layers(folder, shapes)
             models = [_Model("", folder, detected, plan(folder, detected, aim))]
         if pieces := encoded.pieces([shard for model in models for shard in model.plan.shards], out / stage.STAGE):
+            keep_intact(pieces, encoded.contents, affordable(0))
             models = _resized(models, pieces)
             _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, quiet)
         shards = [shard for model in models for shard in model.plan.shards]
+        missing(shards, out, affordable(0))
         costs = stage.reports(shards, out)
         return _report(models, aim, out, shards, 0, _complete(path, models, shards, out), costs)
 

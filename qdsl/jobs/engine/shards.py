@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry
 from qdsl.host.files import read_chunks
@@ -35,6 +36,10 @@ class Step(Protocol):
     def extents(self) -> Sequence[tuple[int, int]]:
         """Offset and size in the file of each tensor that it writes."""
 
+    @property
+    def reads(self) -> Sequence[Range]:
+        """The ranges of input files that its bytes depend on."""
+
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
         """Write the bytes at their offsets; returns a layer's name and the cost of requantizing it, or None."""
 
@@ -53,6 +58,11 @@ class Copy:
     def extents(self) -> Sequence[tuple[int, int]]:
         """The offset and the size of the tensor in the new file."""
         return [(self.to, self.nbytes)]
+
+    @property
+    def reads(self) -> Sequence[Range]:
+        """The bytes that are copied."""
+        return [(self.path, self.start, self.nbytes)]
 
     def write(self, out: BinaryIO) -> None:
         """Copy the bytes.  Raises OSError for a file that has become shorter."""

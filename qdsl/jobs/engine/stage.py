@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.files.safetensors import CheckpointError, parse_header, shown, strict_json
+from qdsl.host import unfinished
 from qdsl.host.files import locked, make_folder, open_input, write_text
 from qdsl.jobs.engine import OccupiedFolder, RewriteError
 from qdsl.jobs.engine.others import check_free, has_checkpoint, other_files, replaced
@@ -52,6 +53,7 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
     if force:
         write(stage / FORCE, {})
     write(stage / REQUEST, request)
+    unfinished.begin(stage)
     return stage
 
 
@@ -149,7 +151,8 @@ def was_merged(out: Path) -> bool:
 def _remove(out: Path) -> None:
     _refuse_links(out / STAGE)
     shutil.rmtree(out / STAGE, ignore_errors=True)               # another process may be at it, too
-    (out / DONE).unlink(missing_ok=True)
+    unfinished.end(out / STAGE)
+    unfinished.remove_last(out / DONE)
 
 
 def clear(out: Path, new: Mapping[str, Path | None]) -> list[str]:
@@ -187,9 +190,12 @@ def is_whole(shard: Shard, out: Path) -> bool:
     return _fingerprint(shard).items() <= read(note).items() and path.stat().st_size == shard.size
 
 
-def note(shard: Shard, stage: Path, reports: Mapping[str, Any], crc: Mapping[str, Any]) -> None:
-    """Record that a shard is complete, the reports of its steps, and the CRC-32 of its tensors by their offsets."""
-    write(room(stage, shard) / NOTE, {**_fingerprint(shard), "reports": dict(reports), "crc": dict(crc)})
+def note(shard: Shard, stage: Path, content: Mapping[str, Any]) -> None:
+    """Record that a shard is complete.
+
+    content: the reports of its steps, and CRC-32 of its tensors by their offsets and of what each step read by its number.
+    """
+    write(room(stage, shard) / NOTE, {**_fingerprint(shard), **content})
 
 
 def crc(shard: Shard, out: Path) -> dict[str, int]:

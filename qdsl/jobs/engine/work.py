@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from qdsl.checkpoint.files.crc import checksum
+from qdsl.checkpoint.files.crc import checksum, ranges_checksum
 from qdsl.host import system
 from qdsl.host.files import naming, replacing
 from qdsl.host.processes import results
@@ -28,31 +28,38 @@ def quiet(total: int) -> Iterator[Tell]:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Steps of one shard for one process.  shard: its number.  path: the file, while it is written."""
+    """Steps of one shard for one process.  shard: its number.  first: the number of its first step in the shard.  path: the file,
+    while it is written.
+    """
 
     shard: int
+    first: int
     path: Path
     steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of a task: the reports of its steps by name, and the CRC-32 of the tensors that they wrote, by offset."""
+    """The result of a task: the reports of its steps by name, the CRC-32 of the tensors that they wrote, by offset, and of what
+    they read, by the number of the step.
+    """
 
     task: Task
     reports: Mapping[str, dict[str, Any]]
     crc: Mapping[str, int | None]
+    reads: Mapping[str, int]
 
 
 def done(task: Task) -> Done:
     """Runs the steps of a task.  Raises what its steps raise."""
-    reports = {}
+    reports, reads = {}, {}
     with naming(task.path), open(task.path, "r+b") as out:
-        for step in task.steps:
+        for number, step in enumerate(task.steps, task.first):
+            reads[str(number)] = ranges_checksum(step.reads)     # before the step reads: a change meanwhile is noticed
             if (report := step.write(out)) is not None:
                 reports[report[0]] = report[1]
         crc = {str(start): checksum(out, start, nbytes) for step in task.steps for start, nbytes in step.extents if nbytes}
-    return Done(task, reports, crc)
+    return Done(task, reports, crc, reads)
 
 
 def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Callable[..., None] | None = None,
@@ -65,15 +72,15 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
     with stage.lock_folder(place, shared=True), ExitStack() as stack:
         files: dict[int, ExitStack] = {}
         left: dict[int, int] = {}
-        reports: list[dict[str, Any]] = [{} for _ in shards]
-        crc: list[dict[str, Any]] = [{} for _ in shards]
-        tasks = _tasks(shards, place, stack, files, left, reports, crc)
+        notes: list[dict[str, dict[str, Any]]] = [{"reports": {}, "crc": {}, "reads": {}} for _ in shards]
+        tasks = _tasks(shards, place, stack, files, left, notes)
         most = sum(len(batches(shard.steps)) for shard in shards)
         for result in stack.enter_context(closing(results(done, tasks, min(jobs, most), start, arguments))):
             number = result.task.shard
             count += sum(step.nbytes for step in result.task.steps)
-            reports[number] |= result.reports
-            crc[number] |= result.crc
+            notes[number]["reports"] |= result.reports
+            notes[number]["crc"] |= result.crc
+            notes[number]["reads"] |= result.reads
             left[number] -= 1
             if not left[number]:
                 files[number].close()
@@ -81,21 +88,24 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
 
 
 def _tasks(shards: Sequence[Shard], place: Path, stack: ExitStack, files: dict[int, ExitStack], left: dict[int, int],
-           reports: Sequence[Mapping[str, Any]], crc: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
+           notes: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
     """The tasks of all shards; a shard's file is created before its first task."""
     for number, shard in enumerate(shards):
         files[number] = stack.enter_context(ExitStack())
-        file = files[number].enter_context(_written(shard, place, reports[number], crc[number]))
+        file = files[number].enter_context(_written(shard, place, notes[number]))
         parts = batches(shard.steps) if file is not None else []
         left[number] = len(parts)
         if file is None or not parts:
             files[number].close()
             continue
-        yield from (Task(number, Path(file.name), part) for part in parts)
+        first = 0
+        for part in parts:
+            yield Task(number, first, Path(file.name), part)
+            first += len(part)
 
 
 @contextmanager
-def _written(shard: Shard, place: Path, reports: Mapping[str, Any], crc: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
+def _written(shard: Shard, place: Path, note: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
     """Creates a shard's file, and renames it when the block ends; None where another process has written it meanwhile."""
     folder = stage.room(place, shard)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +119,7 @@ def _written(shard: Shard, place: Path, reports: Mapping[str, Any], crc: Mapping
             file.write(shard.start)
             system.allocate(file, shard.size)               # an error that the disk is full comes before the work
             yield file
-        stage.note(shard, place, reports, crc)
+        stage.note(shard, place, note)
 
 
 def batches(steps: Sequence[Some], nbytes: int = 1 << 25) -> list[tuple[Some, ...]]:

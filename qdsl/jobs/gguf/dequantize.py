@@ -22,11 +22,13 @@ DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 WEIGHTS = 1 << 20                                                # of one chunk: 4 MiB of floats, which stay in the CPU's cache
 
 
-def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32") -> dict[str, Any]:
+def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32", force: bool = True,
+                    ) -> dict[str, Any]:
     """Write every tensor of a GGUF file under its name, in the model's shape; returns the number of tensors and their bytes.
 
     Checksums are written next to the file, for `qdsl verify`.
 
+    force: whether an existing file is replaced.
     dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Scale tensors of other weights are multiplied in,
     and not written.  Re-run to resume with the first tensor that is not complete.
     Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
@@ -37,7 +39,8 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
         used = {other for entry in entries for other in companions(file, entry).values()}
         plan = {entry.name: _chunks(file, entry, dtype) for entry in entries if entry.name not in used}
         inputs = {path: identity(path) for path in file.paths}
-        resume = Resume(digest("dequantize", list(inputs.values()), dtype), inputs)
+        reads = {entry.name: [file.range(name) for name in (entry.name, *companions(file, entry).values())] for entry in entries}
+        resume = Resume(digest("dequantize", list(inputs.values()), dtype), inputs, reads, force=force)
         write_chunks(out, plan, {"format": "pt"}, resume, state_checksums=True)
     return {"file": str(out), "tensors": len(plan), "nbytes": Path(out).stat().st_size}
 

@@ -49,9 +49,10 @@ class Task:
 
 
 def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
-                  power: float | None = None, tell: Tell = lambda done, name: None) -> dict[str, Sums]:
+                  power: float | None = None, force: bool = True, tell: Tell = lambda done, name: None) -> dict[str, Sums]:
     """Write the GGUF file of a plan; returns the error of each quantized tensor, measured on the stored weights.
 
+    force: whether an existing file is replaced.
     power: the exponent of importances when scales are chosen, 0 to 1; None for that of the type (IMATRIX_POWERS, else 1).
     tell: progress in weights, after each tensor.  Memory: some chunks for each process.
     Re-run to resume with the first tensor that is not complete.
@@ -61,14 +62,15 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     _check(plan, options, imatrix)
     inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
     powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
-    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers), inputs)
+    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers), inputs,
+                    {step.tensor.name: source.ranges(step.tensor.name) for step in plan.steps}, force=force)
     tasks = [list(_tasks(step, imatrix, powers)) for step in plan.steps]
     encoded: Generator[tuple[Buffer, Sums], None, None] | None = None
 
     def chunks(number: int) -> Iterator[Buffer]:
         """The bytes of a tensor; the first call starts the work for all tensors from `number` on."""
         nonlocal encoded
-        encoded = encoded or _results([task for some in tasks[number:] for task in some], source, jobs)
+        encoded = encoded or _results([task for some in tasks[number:] for task in some], source, jobs, resume.read)
         step, cost = plan.steps[number], None
         if step.copied:
             yield from _copied(source, step)
@@ -118,14 +120,16 @@ def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float]) -> 
                        None if importance is None else importance[expert], powers.get(step.type, 1.0))
 
 
-def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Buffer, Sums], None, None]:
-    """Bytes and errors of the tasks in order, computed a few tasks ahead."""
+def _results(tasks: list[Task], source: Source, jobs: int, before: Callable[[str], object],
+             ) -> Generator[tuple[Buffer, Sums], None, None]:
+    """Bytes and errors of the tasks in order, computed a few tasks ahead.  before: called with a tensor's name before a task."""
     jobs = min(jobs, len(tasks))
+    begun = ((before(task.name), task)[1] for task in tasks)
     if jobs <= 1:
         with _one_thread():
-            yield from (encode(source, task) for task in tasks)
+            yield from (encode(source, task) for task in begun)
     else:
-        yield from results(_encode_in_worker, tasks, jobs, _start, (source,))
+        yield from results(_encode_in_worker, begun, jobs, _start, (source,))
 
 
 _sources: list[Source] = []                                      # of a worker process

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.components import PIPELINE
+from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.gguf import ORIG_SHAPE, SPLIT, GgufFile
 from qdsl.checkpoint.files.gguf_metadata import Value
@@ -48,6 +49,9 @@ class Source(Weights, Protocol):
 
     def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Stored rows of a tensor that keeps its type."""
+
+    def ranges(self, name: str) -> list[Range]:
+        """The ranges of files that a tensor is read from."""
 
 
 def open_source(path: Path, architecture: str | None = None) -> Source:
@@ -140,6 +144,10 @@ class Gguf:
         """Stored rows of a tensor that keeps its type."""
         return self.file.rows(name, start, stop)
 
+    def ranges(self, name: str) -> list[Range]:
+        """The range of the file that holds a tensor."""
+        return [self.file.range(name)]
+
 
 class Safetensors:
     """A diffusion model in the files of its authors, or in a folder of diffusers, with the authors' names."""
@@ -224,3 +232,7 @@ class Safetensors:
     def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The same as `rows`."""
         return self.rows(name, start, stop)
+
+    def ranges(self, name: str) -> list[Range]:
+        """The ranges of files that a tensor is joined from."""
+        return [self.folder.range(part.name) for part in self.parts[name]]

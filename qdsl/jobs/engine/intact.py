@@ -1,0 +1,96 @@
+"""Compares finished work of the stage with its notes, and with the inputs as they are now, before a resumed job keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Protocol, TypeVar
+from zlib import crc32
+
+from qdsl.checkpoint.files.crc import Range, checksum, ranges_checksum
+from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header
+from qdsl.host.processes import results
+from qdsl.jobs.engine import stage
+from qdsl.jobs.engine.shards import Shard
+
+WORTH = 1 << 28                                                  # bytes that are worth another process
+NUMBERS = {"*": int}
+
+
+class Piece(Protocol):
+    """A file of the stage with encoded tensors, and the ranges of input files that they depend on."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def reads(self) -> Sequence[Range]:
+        """The ranges of input files."""
+
+
+PieceT = TypeVar("PieceT", bound=Piece)
+Work = TypeVar("Work")
+
+
+def missing(shards: Sequence[Shard], out: Path, jobs: int) -> list[Shard]:
+    """The shards that have to be written: those that are not staged, or whose bytes or inputs are not what they were."""
+    staged = [shard for shard in shards if stage.is_whole(shard, out)]
+    bad = _not_intact(_is_intact, [(shard, out) for shard in staged], jobs, sum(shard.nbytes for shard in staged))
+    for shard, _ in bad:
+        (stage.room(out / stage.STAGE, shard) / stage.NOTE).unlink(missing_ok=True)
+    return [shard for shard in shards if not stage.is_whole(shard, out)]
+
+
+def keep_intact(pieces: Sequence[PieceT], header: Callable[[PieceT], object | None], jobs: int) -> list[PieceT]:
+    """The pieces that have to be encoded: those without a `header`, and those whose bytes or inputs changed, which it removes."""
+    staged = [piece for piece in pieces if header(piece) is not None]
+    for piece in _not_intact(_piece_is_intact, staged, jobs, sum(piece.path.stat().st_size for piece in staged)):
+        piece.path.unlink()
+    return [piece for piece in pieces if header(piece) is None]
+
+
+def piece_notes(tensors: Mapping[str, Chunks], reads: int) -> dict[str, str]:
+    """Metadata of a piece for `keep_intact`.  reads: `ranges_checksum` of its inputs, from before they were read."""
+    return {"reads": str(reads), "stored": json.dumps({name: _checksum(chunks) for name, chunks in tensors.items()})}
+
+
+def _checksum(chunks: Chunks) -> int:
+    crc = 0
+    for data in chunks.pieces:
+        crc = crc32(data, crc)
+    return crc
+
+
+def _not_intact(is_intact: Callable[[Work], bool], staged: Sequence[Work], jobs: int, nbytes: int) -> list[Work]:
+    with closing(results(is_intact, staged, min(jobs, len(staged), 1 + nbytes // WORTH))) as answers:
+        return [work for work, answer in zip(staged, answers, strict=True) if not answer]
+
+
+def _is_intact(work: tuple[Shard, Path]) -> bool:
+    shard, out = work
+    note = stage.read(stage.room(out / stage.STAGE, shard) / stage.NOTE)
+    crc, reads = note.get("crc", {}), note.get("reads", {})
+    if not (stage.fits(crc, NUMBERS) and stage.fits(reads, NUMBERS)):
+        return False
+    with open(stage.place(shard, out), "rb") as file:
+        if file.read(len(shard.start)) != shard.start:
+            return False
+        if any(checksum(file, start, nbytes) != crc.get(str(start)) for step in shard.steps for start, nbytes in step.extents
+               if nbytes):
+            return False
+    return all(ranges_checksum(step.reads) == reads.get(str(number)) for number, step in enumerate(shard.steps))
+
+
+def _piece_is_intact(piece: Piece) -> bool:
+    try:
+        header: Header = read_header(piece.path)
+        stored = json.loads(header.metadata.get("stored", ""))
+    except (CheckpointError, ValueError):
+        return False
+    if not stage.fits(stored, NUMBERS) or header.metadata.get("reads") != str(ranges_checksum(piece.reads)):
+        return False
+    with open(piece.path, "rb") as file:
+        return all(checksum(file, entry.start, entry.nbytes) == stored.get(name) for name, entry in header.tensors.items())
