@@ -14,7 +14,7 @@ from qdsl.checkpoint.files.gguf_metadata import Metadata, Value
 from qdsl.models.llama_vocabulary import Vocabulary, known_classes, read_vocabulary, tables
 from qdsl.models.plan import LoadError
 from tests.support import vocabularies
-from tests.support.vocabularies import CONTROL, GGML, TRUE, Settings, bpe, characters, data, settings, write_vocabulary
+from tests.support.vocabularies import CONTROL, FALSE, GGML, TRUE, Settings, bpe, characters, data, settings, write_vocabulary
 
 transformers = pytest.importorskip("transformers")
 plugin = pytest.importorskip("qdsl.models.transformers")
@@ -28,6 +28,12 @@ NEWER = {name for name in tables()["names"] if f"pre {name}" not in data("answer
 
 def read(settings: Settings) -> Vocabulary:
     return read_vocabulary(Metadata(settings), PATH)
+
+
+def scored(tokens: dict[str, float]) -> Settings:
+    """A vocabulary of tokens that are merged by scores, after `<s>`."""
+    return settings("llama", ["<s>", *tokens], [CONTROL, *[1] * len(tokens)], scores=("f32[]", [0.0, *tokens.values()]),
+                    bos_token_id=("u32", 0), add_space_prefix=FALSE)
 
 
 def first_name(name: str) -> str:
@@ -103,12 +109,21 @@ def test_classes_of_characters() -> None:
     (bpe("gpt-2", (("<a", CONTROL), ("a<", CONTROL))), "may overlap, and llama.cpp's choice between them cannot be expressed"),
     ({key: value for key, value in bpe("glm4", add_bos_token=TRUE).items() if key != GGML + "bos_token_id"},
      "tokenizer.ggml.add_bos_token is set, but the file does not name the token"),
+    (scored({"▁": -9, "a": -9, "b": -9, "ab": -1, "ba": -1}), "have equal scores, and llama.cpp's choice between them cannot"),
+    (scored({"a": -1, "éa": -2}), "token 'éa' has a character that is no token"),
     (characters("t5", precompiled_charsmap=("u8[]", [1, 2, 3])), "precompiled_charsmap cannot be expressed"),
     (settings("gemma4", ["\n", "\n\n"], [1, 1], merges=("string[]", [])), "newlines are a token that the merges do not make"),
 ])
 def test_vocabularies_that_are_refused(vocabulary: Settings, sentence: str) -> None:
     with pytest.raises(LoadError, match=re.escape(sentence)):
         gguf_tokenizer.core_tokenizer(read(vocabulary))
+
+
+def test_tokens_of_equal_scores_are_merged_from_the_left() -> None:
+    """As llama.cpp does, whatever their numbers: its queue takes the first in a text."""
+    core = gguf_tokenizer.core_tokenizer(read(scored({"a": -9, "b": -9, "c": -9, "bc": -1, "ab": -1, "aa": -2, "aaa": -2})))
+    assert core.encode("abc").tokens == ["<s>", "ab", "c"]
+    assert core.encode("aaaaa").tokens == ["<s>", "aaa", "aa"]
 
 
 def test_tokenizers_of_files(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ The package does what llama.cpp does in another order, so each step says which o
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +140,45 @@ def _spm(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that are a token together, the best score first."""
-    pairs: list[tuple[float, int, str, str]] = []
+    """All pairs of tokens that are a token together, the best score first.
+
+    Raises LoadError for what ranks of pairs cannot express.
+    """
+    pairs: list[tuple[int, str, str]] = []
     for token, number in numbers.items():
-        score = -vocabulary.scores[number]
-        pairs += [(score, number, token[:cut], token[cut:]) for cut in range(1, len(token))
-                  if token[:cut] in numbers and token[cut:] in numbers]
-    pairs.sort(key=lambda pair: pair[:2])
-    return [(left, right) for _, _, left, right in pairs]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in numbers and right in numbers:
+                pairs.append((number, left, right))
+            elif (left in numbers or cut == 1) and (right in numbers or len(right) == 1):
+                raise LoadError(f"{vocabulary.path}: token {shown(token)} has a character that is no token: {BASE}")
+    order = _order_of_ties(pairs, vocabulary)
+    pairs.sort(key=lambda pair: (-vocabulary.scores[pair[0]], order.get(pair[0], -1)))
+    return [(left, right) for _, left, right in pairs]
+
+
+def _order_of_ties(pairs: Sequence[tuple[int, str, str]], vocabulary: Vocabulary) -> dict[int, int]:
+    """The order of tokens of equal scores that a text may have over each other: llama.cpp merges the first in the text.
+
+    Runs of one character grow from the left, the longest first.  Raises LoadError where there is no such order.
+    """
+    counts = Counter(vocabulary.scores[number] for number in {number for number, _, _ in pairs})
+    tied = [pair for pair in pairs if counts[vocabulary.scores[pair[0]]] > 1]
+    by_left: dict[tuple[float, str], set[int]] = {}
+    for number, left, _ in tied:
+        by_left.setdefault((vocabulary.scores[number], left), set()).add(number)
+    graph: TopologicalSorter[int] = TopologicalSorter()
+    for number, left, right in tied:
+        for other in by_left.get((vocabulary.scores[number], right), set()) - {number}:
+            text = vocabulary.tokens[other]
+            is_longer = len(set(left + text)) == 1 and len(text) > len(left + right)
+            graph.add(*((number, other) if is_longer else (other, number)))
+    try:
+        return {number: place for place, number in enumerate(graph.static_order())}
+    except CycleError as error:
+        texts = [shown(vocabulary.tokens[number]) for number in error.args[1][:2]]
+        raise LoadError(f"{vocabulary.path}: tokens {' and '.join(texts)} have equal scores, and llama.cpp's choice between them "
+                        f"cannot be expressed: {BASE}") from None
 
 
 # -- longest matches -------------------------------------------------------------------------------------------------------
