@@ -97,8 +97,6 @@ EQUAL: dict[str, dict[str, str]] = {
         "int_quantized.weight.stored: q = q - 128 -> q = q + 128": "modulo 256",
         "int_quantized.weight_zero_point.stored: z = z - 128 -> z = z + 128": "modulo 256",
         "marlin.scales: scale_type[g<K / group, u<N / 64 word] -> scale_type[g<K / group, u<ceil(N / 64) word]": ALSO_ELSEWHERE,
-        "xpu_int4pack.scales: scale_type[g<K / group, n<N] -> scale_type[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
-        "xpu_int4pack.qzeros: i8[g<K / group, n<N] -> i8[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
         "torchao_plain_int32.scale: scale_type[g<K / group, n<N] -> scale_type[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
         "torchao_plain_int32.zero_point: i8[g<K / group, n<N] -> i8[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
         "torchao_int8.qdata.stored: q = q - 128 -> q = q + 128": "modulo 256",

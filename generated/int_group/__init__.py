@@ -30,7 +30,7 @@
     planar: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 8.125 at 8, 5.125 at 5, 6.125 at 6, 7.125 at 7, with group
         = 128
 
-Built from the spec int_group (sha256 6ed44c833915e533) by qdsl 0.1.0.
+Built from the spec int_group (sha256 02c29bf46bc1c15f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -60,7 +60,7 @@ FORMAT = Format(
         {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"}, {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}, {"bits": 4, "qzeros": "0x88888888", "storage": "awq"},
         {"bits": 4, "qzeros": "0x88888888", "storage": "awq_gemv"}], "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="6ed44c833915e533",
+    digest="02c29bf46bc1c15f",
 )
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec

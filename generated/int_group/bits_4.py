@@ -2,7 +2,7 @@
 
     w = (q - z) * s
 
-Built from the spec int_group (sha256 6ed44c833915e533) by qdsl 0.1.0.
+Built from the spec int_group (sha256 02c29bf46bc1c15f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -179,7 +179,7 @@ def pack_modelopt(q: Tensor, s: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_xpu_int4pack(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> dict[str, Tensor]:
-    """Fields of qweight int32 [N, K/8]; scales scale_type [K/group, N]; qzeros int8 [K/group, N]."""
+    """Fields of qweight int32 [N, K/8]; scales scale_type [ceil(K/group), N]; qzeros int8 [ceil(K/group), N]."""
     qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = qzeros.t().view(torch.uint8)
     return {"q": spread(qweight_bytes, 4).flatten(1), "z": qzeros_bytes & 15, "s": scales.t()}
@@ -674,8 +674,8 @@ VARIANT = Variant(
         "xpu_int4pack": Storage(unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",), order="ret_idx",
                 tensors={
             "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-            "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
-            "qzeros": Stored("i8", "K/group", "N", bits=("z[1@1, 1@0]",)),
+            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+            "qzeros": Stored("i8", "ceil(K/group)", "N", bits=("z[1@1, 1@0]",)),
             "ret_idx": Stored("i32", "K", optional="ret_idx"),
         }, kernels=Kernels(_decode_xpu_int4pack, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
         "torchao_plain_int32": Storage(unpack=unpack_torchao_plain_int32, pack=pack_torchao_plain_int32, where=("g",),

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.models.experts import Experts
-from qdsl.runtime.cpu.int4 import Int4Operation, format_of, native_storage, operation_for
+from qdsl.runtime.cpu.int4 import (
+    Int4Operation,
+    check_groups,
+    format_of,
+    native_storage,
+    operation_for,
+    with_padding,
+    without_padding,
+)
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.linear import check_bias, check_x
 from qdsl.runtime.torch.model import Report, replace_layers
@@ -35,9 +43,7 @@ def _parts(packed: PackedWeight, operation: Int4Operation) -> list[PackedWeight]
         whole = n // tile * tile
         parts = [format.convert(packed.shard("N", start, stop), kind, **dict(operation.params))
                  for start, stop, kind in ((0, whole, storage), (whole, n, operation.tail)) if start < stop]
-    group = parts[0].sizes["group"]
-    if group % operation.group:
-        raise FormatError(f"groups of {group} are no multiple of {operation.group}, which aten::{operation.name} needs")
+    check_groups(parts[0], operation)
     return parts
 
 
@@ -45,7 +51,8 @@ class FusedLinear(QuantizedLinear):
     """A linear layer over an int4 weight that runs one of torch's own fused operations.
 
     Its parameters are the tensors that the operation takes: `qweight` as torch packs it, scales, and `ret_idx` where columns are
-    stored by groups (act-order).  `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
+    stored by groups (act-order).  Codes of groups that are too short for the operation have words of zeros after them.
+    `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
 
     Forward calls the operation for x in the dtypes for which it is fast: on a CPU bfloat16, on an XPU float16, bfloat16 and
     float32.  For other dtypes, for many rows of x, where x needs gradients, in other modes and on other devices it runs
@@ -67,7 +74,7 @@ class FusedLinear(QuantizedLinear):
         self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
         self.device_type, self.operation = packed.device.type, operation_for(packed.device)
         parts = _parts(packed, self.operation)
-        self.format, self.group = parts[0].format, parts[0].sizes["group"]
+        self.format, self.group = parts[0].format, check_groups(parts[0], self.operation)
         self._layouts = [(part.derive({}), part.tensors[self.operation.arguments[0]].shape) for part in parts]
         self._packed = parts[0].derive({}, packed.shape)
         self._source = packed.apply(lambda tensor: tensor.to("meta"))
@@ -76,6 +83,7 @@ class FusedLinear(QuantizedLinear):
         self._names = {codes: CODES, **{name: name for name in (*others, *order)}}
         for name, own in self._names.items():
             tensor = _joined(parts, name, name == codes)
+            tensor = with_padding(tensor, self._packed, self.group) if name == codes else tensor
             tensor = _terms(tensor, self.operation.dtypes[0]) if self._is_split(name) else tensor
             self.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         self._dtypes = {name: tensor.dtype for name, tensor in self._stored_tensors().items()}
@@ -97,6 +105,7 @@ class FusedLinear(QuantizedLinear):
         views, start = [], 0
         codes, *scales = self.operation.arguments
         whole = {name: _sum(tensor.detach()) if self._is_split(name) else tensor.detach() for name, tensor in tensors.items()}
+        whole[codes] = without_padding(whole[codes], self._packed, self.group)
         for layout, shape in self._layouts:
             rows, part = layout.shape[0], dict(whole)
             part[codes] = part[codes].narrow(0, start, rows).view(shape)
@@ -171,6 +180,7 @@ class FusedLinear(QuantizedLinear):
         codes, *scales = [tensors[name] for name in self.operation.arguments]
         order = tensors.get(self._packed.layout.order)
         rows = x.reshape(-1, self.in_features) if order is None else x.reshape(-1, self.in_features).index_select(1, order)
+        rows = with_padding(rows, self._packed, self.group)
         dtype = x.dtype if x.dtype == scales[0].dtype else torch.float32
         terms = [(term,) for term in scales[0]] if self.operation.split else [
             tuple(scale.to(dtype) if scale.is_floating_point() else scale for scale in scales)]

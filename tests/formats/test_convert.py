@@ -327,6 +327,28 @@ def test_act_order_to_xpu_is_what_gptqmodel_does() -> None:
     assert torch.allclose(int_group.linear(x, converted), int_group.linear(x, packed), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 128, -1])
+def test_a_short_last_group_to_xpu_is_what_gptqmodel_does(group: int) -> None:
+    """Any multiple of 8 columns; with act-order the last group has as many columns as are left."""
+    draw = torch.Generator().manual_seed(0)
+    for k in range(8, 2 * group + 9, 8) if group > 0 else (8, 72, 200):
+        size = group if group > 0 else k
+        groups = -(-k // size)
+        index = torch.randperm(k, generator=draw).int() // size
+        fields = {"q": torch.randint(16, (8, k), dtype=torch.uint8, generator=draw), "g": index,
+                  "z": torch.randint(16, (8, groups), dtype=torch.uint8, generator=draw),
+                  "s": torch.rand(8, groups, generator=draw).half()}
+        packed = int_group.pack(fields, "gptq_v2", bits=4, group=group, scale_type="f16")
+        converted = int_group.convert(packed, "xpu_int4pack")
+        codes = fields["q"][:, sorted(range(k), key=index.tolist().__getitem__)].int()
+        assert torch.equal(converted.tensors["qweight"], sum(codes[:, i::8] << 4 * i for i in range(8)))
+        assert torch.equal(converted.tensors["qzeros"], fields["z"].t().to(torch.int8))
+        assert same_bits(int_group.dequantize(converted, torch.float32), int_group.dequantize(packed, torch.float32))
+        again = int_group.wrap(converted.tensors, (8, k), "xpu_int4pack", bits=4, group=group)
+        back = {"g": torch.arange(k) // size} | int_group.unpack(int_group.convert(again, "gptq_v2"))
+        assert all(torch.equal(back[name].to(field.dtype), field) for name, field in fields.items())
+
+
 def test_act_order_weights_of_several_tiles_are_decoded() -> None:
     """More weights than a tile of rows holds: as its rows are by themselves."""
     packed = gptq(640, 1024, act_order=True)

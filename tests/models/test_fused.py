@@ -21,9 +21,10 @@ from qdsl.generated import int4pack, int_group, q8_0
 from qdsl.host import library
 from qdsl.models.fused import FusedLinear
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.cpu.int4 import OPERATIONS, native_storage
+from qdsl.runtime.cpu.int4 import OPERATIONS, _fused_call, for_device, native_storage
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.weight.arrays import cdiv
 from tests.support.folders import files
 from tests.support.formats import same_bits
 
@@ -275,6 +276,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
 
     def multiply(x: Tensor, codes: Tensor, group: int, scale: Tensor, zero: Tensor) -> Tensor:
         assert x.dim() == 2 and x.is_contiguous() and codes.dtype == torch.int32 and zero.dtype == torch.int8
+        assert codes.is_contiguous() and group % 32 == 0 == x.shape[1] % group
         assert scale.dtype == x.dtype and scale.shape == zero.shape == (x.shape[1] // group, codes.shape[0])
         q = (codes.unsqueeze(2) >> torch.arange(0, 32, 4) & 15).flatten(1)
         wide = [part.t().repeat_interleave(group, 1) for part in (zero, scale)]
@@ -284,8 +286,10 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
     library = torch.library.Library("aten", "IMPL")
     library.impl(OPERATIONS["xpu"].name, multiply, "CPU")
     monkeypatch.setitem(OPERATIONS, "cpu", OPERATIONS["xpu"])
+    _fused_call.cache_clear()
     yield seen
     library._destroy()
+    _fused_call.cache_clear()
 
 
 @pytest.mark.parametrize("act_order", [False, True])
@@ -306,10 +310,32 @@ def test_xpu(act_order: bool, group: int, xpu: list[torch.dtype]) -> None:
     assert all(same_bits(layer.checkpoint_weight().tensors[name], tensor) for name, tensor in weight.tensors.items())
 
 
+@pytest.mark.parametrize("group", [16, 24, 32, 48, 64, 128, -1])
+def test_groups_that_an_xpu_takes_only_padded(group: int, xpu: list[torch.dtype]) -> None:
+    """Its groups are whole multiples of 32 columns: others, and a short last one, get columns of zeros, in x and in codes."""
+    for k in (8, 72, 128, 200, 264):
+        fields = {"q": torch.randint(16, (8, k), dtype=torch.uint8), "z": torch.randint(16, (8, cdiv(k, group % 1024)),
+                  dtype=torch.uint8), "s": random(8, cdiv(k, group % 1024)).abs().half()}
+        for in_order in (True, False):
+            index = {} if in_order or group == -1 else {"g": torch.randperm(k).int() // group}
+            weight = int_group.pack(fields | index, "gptq_v2", bits=4, group=group, scale_type="f16")
+            x = torch.randint(-2, 3, (3, k)).half()
+            exact = x.float() @ int_group.dequantize(weight, torch.float32).t()
+            layer, moved = FusedLinear(weight), for_device(weight, torch.float16)
+            for got in (layer(x), int_group.linear(x, moved)):
+                assert torch.allclose(got.float(), exact, rtol=2 ** -10, atol=1e-3)
+            assert len(xpu) == 2 and xpu.clear() is None
+            assert all(same_bits(layer.checkpoint_weight().tensors[name], own) for name, own in weight.tensors.items())
+
+
 def test_groups_that_an_xpu_does_not_take(xpu: list[torch.dtype]) -> None:
-    weight = int_group.quantize(random(16, 80), "pack_quantized", bits=4, group=-1)
-    with pytest.raises(FormatError, match="groups of 80 are no multiple of 32, which aten::_weight_int4pack_mm_with"):
-        FusedLinear(weight)
+    """Codes of 8 columns share a word, so that a group of 20 cannot be padded; `linear` decodes such a weight."""
+    weight = int_group.quantize(random(16, 80), "pack_quantized", bits=4, group=20)
+    for convert in (FusedLinear, lambda weight: for_device(weight, torch.float16)):
+        with pytest.raises(FormatError, match="groups of 20 are no multiple of 8, which aten::_weight_int4pack_mm_with"):
+            convert(weight)
+    x = random(2, 80).half()
+    assert torch.equal(int_group.linear(x, int_group.convert(weight, "xpu_int4pack")), int_group.linear(x, weight)) and not xpu
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qdsl.runtime.weight import order
+from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.assemble import assemble
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -28,9 +30,11 @@ class Int4Operation:
     name, packer: functions of torch.ops.aten; the packer makes the bytes of codes [N, K] that `name` reads on this machine.
     format: a module of qdsl.generated.  storages: candidates for these bytes; `_storage` finds the right one.  params: parameters
     of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows after the last full
-    tile; '' if a storage takes all rows.  rows, group: N and the group size must be multiples of these.  dtypes: of x that the
-    operation takes.  split: scales are a sum of tensors [terms, ...] in the first of these dtypes; the operation is called once
-    per term.  most: up to how many rows of x, times those terms, it is faster than decoded tiles; None for all.
+    tile; '' if a storage takes all rows.  rows, group: N and the group size must be multiples of these.  pads: groups that are
+    multiples of it, or the only one of a row, are padded with columns of zeros to what the operation takes, also a short last
+    one; 0 if none may be.  dtypes: of x that the operation takes.  split: scales are a sum of tensors [terms, ...] in the first
+    of these dtypes; the operation is called once per term.  most: up to how many rows of x, times those terms, it is faster than
+    decoded tiles; None for all.
 
     Only this class knows which storage an operation reads.  A spec describes bytes; which function of a library reads them
     depends on the library's version, the device and the CPU.
@@ -44,6 +48,7 @@ class Int4Operation:
     tail: str = ""
     rows: int = 1
     group: int = 32
+    pads: int = 0
     params: tuple[tuple[str, str], ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
     split: bool = False
@@ -57,7 +62,7 @@ OPERATIONS = {
                          ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
                          params=(("scale_type", "f32"),), dtypes=(torch.bfloat16,), split=True, most=128),
     "xpu": Int4Operation("_weight_int4pack_mm_with_scales_and_zeros", "int_group", ("xpu_int4pack",),
-                         ("qweight", "scales", "qzeros")),
+                         ("qweight", "scales", "qzeros"), pads=8),
 }
 
 
@@ -96,12 +101,56 @@ def native_storage(operation: Int4Operation) -> str:
     raise FormatError(f"aten::{operation.packer} packs as none of {', '.join(operation.storages)} on this machine")
 
 
+def padded_group(packed: PackedWeight, operation: Int4Operation) -> int:
+    """The columns of each group as an operation gets them, padded with zeros; 0 if it takes no such groups."""
+    k, group = packed.shape[1], min(packed.sizes["group"], packed.shape[1])
+    is_whole = not group % operation.group and not k % group
+    is_padded = operation.pads and (not group % operation.pads or group == k)
+    return cdiv(group, operation.group) * operation.group if is_whole or is_padded else 0
+
+
+def check_groups(packed: PackedWeight, operation: Int4Operation) -> int:
+    """`padded_group` of a weight.  Raises FormatError if there is none."""
+    padded = padded_group(packed, operation)
+    if not padded:
+        raise FormatError(f"groups of {packed.sizes['group']} are no multiple of {operation.pads or operation.group}, which "
+                          f"aten::{operation.name} needs")
+    return padded
+
+
+def with_padding(columns: Tensor, packed: PackedWeight, padded: int) -> Tensor:
+    """Columns [..., K], or words of codes, with zeros after each group of a weight; the same tensor if groups need none.
+
+    Zeros in x and in codes add zero times a finite weight to a product, so that it stays exact.
+    """
+    k, group = packed.shape[1], min(packed.sizes["group"], packed.shape[1])
+    groups, per = cdiv(k, group), k // columns.shape[-1]
+    if groups * padded == k:
+        return columns
+    whole = pad(columns, (0, (groups * group - k) // per))
+    if padded == group:
+        return whole
+    return pad(whole.reshape(*whole.shape[:-1], groups, -1), (0, (padded - group) // per)).flatten(-2)
+
+
+def without_padding(columns: Tensor, packed: PackedWeight, padded: int) -> Tensor:
+    """The inverse of `with_padding`."""
+    k, group = packed.shape[1], min(packed.sizes["group"], packed.shape[1])
+    groups = cdiv(k, group)
+    if groups * padded == k:
+        return columns
+    per = groups * padded // columns.shape[-1]
+    return columns.reshape(*columns.shape[:-1], groups, -1)[..., :group // per].flatten(-2)[..., :k // per].contiguous()
+
+
 def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     """The weight for the fused int4 operation of its device: its storage, columns by groups, scales in x's dtype.
 
     dtype: of x.  Scales and zeros are rounded to it once, and `notes` of the result says so if that changes them.  On a CPU
     float16 keeps float32 scales, and products do not use the operation.  Groups that are too long for the operation are divided;
-    the parts have the same scale.  Raises FormatError if torch has no operation for the device, or if codes would change.
+    the parts have the same scale.  On an XPU groups that are too short, such as a last one, are padded with zeros in each
+    product; FusedLinear stores the padded codes.  Raises FormatError if torch has no operation for the device or such groups, or
+    if codes would change.
     """
     operation = operation_for(packed.device)
     if packed.has_branch:
@@ -110,9 +159,7 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     kinds = format.params["scale_type"]
     kind = next((kind for kind in kinds if FLOATS[str(kind)] == dtype), "f32")
     wide = format.convert(_regrouped(packed, format), native_storage(operation), **dict(operation.params))
-    if wide.sizes["group"] % operation.group:
-        raise FormatError(f"groups of {wide.sizes['group']} are no multiple of {operation.group}, which aten::{operation.name} "
-                          "needs")
+    check_groups(wide, operation)
     if wide.params["scale_type"] == kind:
         return wide
     scaled = {name for name, stored in wide.layout.tensors.items() if stored.dtype == "scale_type"}
@@ -127,9 +174,9 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
 def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:
     """The weight with groups divided to a size of another format, with the scale repeated; unchanged if it already fits."""
     own, k = packed.sizes.get("group", 0), packed.shape[1]
-    sizes = [int(size) for size in {*format.params["group"]} & {*packed.format.params.get("group", ())} if int(size) > 0]
-    if own in sizes or (format.params["group"].count(-1) and own == k):
+    if own in format.params["group"]:
         return packed
+    sizes = [int(size) for size in {*format.params["group"]} & {*packed.format.params.get("group", ())} if int(size) > 0]
     fits = [size for size in sizes if math.gcd(own, k) % size == 0]
     if not fits:
         return packed                                            # the conversion raises the error
@@ -147,14 +194,14 @@ def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:
 class _FusedCall:
     """Constants of a product by an operation, looked up once: a product evicts Python's data from the caches.
 
-    codes, scales: the tensors of the storage.  dtypes: of x.
+    codes, scales: the tensors of the storage.
     """
 
+    operation: Int4Operation
     function: Callable[..., Tensor]
     format: Format
     codes: str
     scales: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
 
 
 @cache
@@ -165,18 +212,20 @@ def _fused_call(device: str, storage: str) -> _FusedCall | None:
         return None
     codes, *scales = operation.arguments
     function = getattr(torch.ops.aten, operation.name).default
-    return _FusedCall(function, format_of(operation), codes, tuple(scales), operation.dtypes)
+    return _FusedCall(operation, function, format_of(operation), codes, tuple(scales))
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
     """x [M, K] @ w.T + bias by the fused operation of the device; None if it cannot take the weight or x."""
     call = _fused_call(x.device.type, packed.storage)
-    if call is None or packed.format is not call.format or x.dtype not in call.dtypes or not x.numel():
+    if call is None or packed.format is not call.format or x.dtype not in call.operation.dtypes or not x.numel():
         return None
     codes, scales = packed.tensors[call.codes], [packed.tensors[name] for name in call.scales]
-    if scales[0].dtype != x.dtype:
+    padded = padded_group(packed, call.operation)
+    if scales[0].dtype != x.dtype or not padded:
         return None
     n, rows = packed.shape[0], scales[0].shape[1]                # rows in full tiles
-    out = call.function(x, codes.view(rows, -1), packed.sizes["group"], *scales)
+    x, codes = [with_padding(columns, packed, padded) for columns in (x, codes.view(rows, -1))]
+    out = call.function(x, codes, padded, *scales)
     out = out if rows == n else out[:, :n].contiguous()
     return out if bias is None else (out.float() + bias.float()).to(x.dtype)

@@ -135,4 +135,5 @@ def common(values: Sequence[Tensor]) -> Tensor | None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    flat = tensor.contiguous().flatten().as_strided((tensor.numel(),), (1,))        # a single element may have any stride
+    return flat.view(torch.uint8)
