@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
+from unicodedata import category
 
 import typer
 from typer.core import TyperGroup
@@ -120,6 +121,11 @@ def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
     from qdsl.checkpoint.report.contents import escaped
 
     raise Failure("\n".join("\t".join(map(escaped, line.split("\t"))) for line in message.split("\n")), code, head)
+
+
+def without_controls(text: str) -> str:
+    """Text that a model wrote, for a terminal: control characters but tabs and line feeds are escaped."""
+    return "".join(repr(c)[1:-1] if category(c) == "Cc" and c not in "\t\n" else c for c in text)
 
 
 @contextmanager
@@ -235,7 +241,7 @@ def print_report(report: dict[str, Any], as_json: bool) -> bool:
         typer.echo(json.dumps({"schema": 1, **report}))
         return True
     for note in report["notes"][:SHOWN]:
-        typer.echo(f"note: {note}")
+        typer.echo(f"note: {without_controls(note)}")
     return False
 
 

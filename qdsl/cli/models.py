@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Force, Json, Params, app, fail, read_param, refuse_options, reported
+from qdsl.cli.app import Force, Json, Params, app, fail, read_param, refuse_options, reported, without_controls
 
 if TYPE_CHECKING:
     from qdsl.models.language import Generation, LanguageModel
@@ -84,7 +84,7 @@ def generate(context: typer.Context,
         from qdsl.models import language
 
         loaded = language.load_language_model(model, format, device, dtype, params, match_dense, base)
-        write = None if as_json else lambda text: typer.echo(text, nl=False)
+        write = None if as_json else lambda text: typer.echo(without_controls(text), nl=False)
         result = language.generate(loaded, prompt, max_new_tokens, temperature, seed, chat, write)
     _print_generation(loaded, result, as_json)
 

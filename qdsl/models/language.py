@@ -16,6 +16,7 @@ import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.files.references import local_path
 from qdsl.host.system import resident_bytes
+from qdsl.models.chat_template import render
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
 from qdsl.runtime.torch.module import PackedModule
@@ -120,8 +121,8 @@ def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, te
     """
     tokenizer, model = language.tokenizer, language.model
     if chat and tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = render(tokenizer.get_chat_template(), [{"role": "user", "content": prompt}], tokenizer.special_tokens_map,
+                      language.path)
         # llama.cpp adds the file's first token to a chat, too, unless the template has
         is_bare = language.path.endswith(".gguf") and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
         inputs = tokenizer(text, add_special_tokens=is_bare, return_tensors="pt")

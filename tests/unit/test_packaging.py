@@ -32,3 +32,9 @@ def test_the_claimed_releases_of_python_are_tested() -> None:
     oldest = PROJECT["requires-python"].removeprefix(">=")
     claimed = [name.rpartition(" ")[2] for name in PROJECT["classifiers"]]
     assert claimed == [oldest, *(name.removeprefix("python") for name in tested[1].split())]
+
+
+def test_actions_of_ci_are_pinned_by_commit() -> None:
+    """A tag can be moved to other code."""
+    uses = [use for path in (ROOT / ".github" / "workflows").glob("*.yml") for use in re.findall(r"uses: (.*)", path.read_text())]
+    assert uses and not [use for use in uses if not re.fullmatch(r"[\w-]+/[\w./-]+@[0-9a-f]{40}  # v[0-9.]+", use)]
