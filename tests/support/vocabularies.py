@@ -104,6 +104,7 @@ def cases() -> dict[str, Settings]:
         "scores": characters("llama"), "scores, no prefix": characters("llama", add_space_prefix=FALSE, add_bos_token=FALSE),
         "scores, eos": characters("llama", add_eos_token=TRUE, eot_token_id=("u32", 3)),
         "scores, spaces": characters("llama", remove_extra_whitespaces=TRUE),
+        "scores, a name that strips": characters("llama") | {"general.name": Value.of("string", "My Phi-3")},
         "lines": characters("gemma4", add_bos_token=FALSE),
         "words": words(), "words, capitals": words(**{"normalizer.lowercase": FALSE}),
         "words, accents": words(**{"normalizer.strip_accents": FALSE}),

@@ -264,29 +264,38 @@ BUILDERS: Mapping[str, Callable[[Vocabulary], Tokenizer]] = {
 
 def _add_special_tokens(core: Tokenizer, vocabulary: Vocabulary) -> None:
     """Special tokens are found before all others."""
-    special = [(number, token, kind) for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-               if kind & SPECIAL]
-    is_ordered = _order_by_length(core, vocabulary, [token for _, token, _ in special])
-    core.add_tokens([AddedToken(token, lstrip=number in vocabulary.left, rstrip=number in vocabulary.right, normalized=is_ordered,
-                                special=bool(kind & (kinds.CONTROL | kinds.UNKNOWN))) for number, token, kind in special])
+    special = {number: token for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+               if kind & SPECIAL}
+    is_marked = _mark_special_tokens(core, vocabulary, special)
+    core.add_tokens([AddedToken(token, lstrip=number in vocabulary.left and not is_marked,
+                                rstrip=number in vocabulary.right and not is_marked, normalized=is_marked,
+                                special=bool(vocabulary.kinds[number] & (kinds.CONTROL | kinds.UNKNOWN)))
+                     for number, token in special.items()])
 
 
-def _order_by_length(core: Tokenizer, vocabulary: Vocabulary, tokens: Sequence[str]) -> bool:
-    """Whether special tokens must be found in normalized text, in which each has been replaced, the longest first.
+def _mark_special_tokens(core: Tokenizer, vocabulary: Vocabulary, special: Mapping[int, str]) -> bool:
+    """Whether special tokens are found in normalized text, in which marks stand for them, those of the longest set first.
 
     llama.cpp looks for the longest in the whole text first, and the package for the first in the text.  The two differ where a
-    token may overlap a longer one behind it.  Raises LoadError where their order cannot be expressed.
+    token may overlap a longer one behind it.  They also differ in the spaces that a token takes with it: those of ASCII, or all.
+    Raises LoadError where llama.cpp's order cannot be expressed.
     """
-    sizes = {token: len(token.encode()) for token in tokens}
-    overlaps = list(_overlaps(sizes))
-    if not overlaps:
+    sizes = {token: len(token.encode()) for token in special.values()}
+    overlaps, kind = list(_overlaps(sizes)), vocabulary.model["kind"]
+    is_markable = kind in ("bpe", "spm") and not any(sizes[first] == sizes[second] for first, second in overlaps)
+    if overlaps and not is_markable:
+        texts = " and ".join(map(shown, overlaps[0]))
+        raise LoadError(f"{vocabulary.path}: special tokens {texts} may overlap, and llama.cpp's choice between them cannot be "
+                        f"expressed: {BASE}")
+    if not overlaps and not (is_markable and vocabulary.left | vocabulary.right):
         return False
-    token, other = overlaps[0]
-    if vocabulary.model["kind"] != "bpe" or any(sizes[first] == sizes[second] for first, second in overlaps):
-        raise LoadError(f"{vocabulary.path}: special tokens {shown(token)} and {shown(other)} may overlap, and "
-                        f"llama.cpp's choice between them cannot be expressed: {BASE}")
-    by_length = sorted(tokens, key=lambda token: -sizes[token])
-    steps = [normalizers.Replace(token, f"{MARKS[0]}{place}{MARKS[1]}") for place, token in enumerate(by_length)]
+    steps: list[normalizers.Normalizer] = []
+    for number, token in sorted(special.items(), key=lambda entry: -sizes[entry[1]]):
+        before, after = (r"[\t-\r ]*" if number in own else "" for own in (vocabulary.left, vocabulary.right))
+        steps.append(normalizers.Replace(Regex(before + re.escape(token) + after), f"{MARKS[0]}{number}{MARKS[1]}"))
+    if kind == "spm" and vocabulary.flags["add_space_prefix"]:
+        starts = Regex(rf"\A(?=[^{MARKS[0]}])|(?<={MARKS[1]})(?=[^{MARKS[0]}])")         # of the texts between special tokens
+        core.normalizer = normalizers.Sequence([normalizers.Replace(starts, SPACE), normalizers.Replace(" ", SPACE)])
     core.normalizer = normalizers.Sequence([*steps, *([core.normalizer] if core.normalizer else [])])
     return True
 
