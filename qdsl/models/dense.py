@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import DTYPE, GroupedBlock, HiddenWeight
@@ -19,14 +19,14 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
     dtype: of the decoded weights, by default that of each layer.  The model then has no origin: it is saved as plain numbers.
     """
+    shared: dict[tuple[object, ...], nn.Parameter] = {}
     hidden = [value for module in model.modules() for value in vars(module).values() if isinstance(value, HiddenWeight)]
     for group in {id(weight._group): weight._group for weight in hidden}.values():
-        _decode_group(group, dtype)
+        _decode_group(group, dtype, shared)
     for name, stack in [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]:
         owner = model.get_submodule(name.rpartition(".")[0])
         delattr(owner, name.rpartition(".")[2])
         owner.register_parameter(name.rpartition(".")[2], nn.Parameter(stack.dequantize(dtype)))
-    shared: dict[tuple[int, ...], nn.Parameter] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, PackedModule):
             _replace(model, name, module, dtype, shared)
@@ -42,10 +42,10 @@ def embeddings(model: Any) -> list[nn.Module]:
     return [module for module in ends if module is not None]
 
 
-def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None, shared: dict[tuple[int, ...], nn.Parameter],
+def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None, shared: dict[tuple[object, ...], nn.Parameter],
              ) -> None:
     """Replace a packed layer with a dense one, with its bias, mode and hooks."""
-    key = tuple(id(tensor) for tensor in module._stored_tensors().values())
+    key: tuple[object, ...] = tuple(id(tensor) for tensor in module._stored_tensors().values())
     dense = module.dense(dtype)
     dense.weight = shared.setdefault(key, dense.weight.requires_grad_())
     dense.train(module.training)
@@ -54,13 +54,16 @@ def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None
 
 
 
-def _decode_group(group: GroupedBlock, dtype: torch.dtype | None) -> None:
-    """Decode the weights of a group into parameters."""
-    row: Tensor = group.decode()
-    for member in group.members:
-        weight = member.weight(row)
+def _decode_group(group: GroupedBlock, dtype: torch.dtype | None, shared: dict[tuple[object, ...], nn.Parameter]) -> None:
+    """Decode the weights of a group into parameters, but those that another group has decoded."""
+    keys = [group.key(member) for member in group.members]
+    row = group.decode() if set(keys) - shared.keys() else None
+    for key, member in zip(keys, group.members, strict=True):
+        if row is not None and key not in shared:
+            weight = member.weight(row)
+            shared[key] = nn.Parameter(weight.to(dtype or weight.dtype, copy=True))
         delattr(member.module, member.parameter)
-        member.module.register_parameter(member.parameter, nn.Parameter(weight.to(dtype or weight.dtype, copy=True)))
+        member.module.register_parameter(member.parameter, shared[key])
     vars(group.block).pop("forward", None)
     for own in getattr(group.block, GROUP):
         del group.block._parameters[own]

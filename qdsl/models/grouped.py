@@ -49,6 +49,11 @@ class HiddenWeight(NoWeight):
         """The name of the group's format."""
         return self._group.packed.format.name
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What is equal for weights that are the same numbers of the same tensors."""
+        return self._group.key(self._member)
+
     def decoded(self) -> Tensor:
         """The decoded weight, in memory of its own."""
         return self._member.weight(self._group.decode())
@@ -131,6 +136,11 @@ class GroupedBlock:
         """The group as one packed weight [1, numbers]."""
         tensors: dict[str, Any] = {name: self.block._parameters[own] for name, own in self.names.items()}
         return self._packed.derive({name: tensor.data for name, tensor in tensors.items()})
+
+    def key(self, member: Member) -> tuple[object, ...]:
+        """What is equal for weights that are the same numbers of the same tensors, in this block or in others."""
+        tensors = (self.block._parameters[own] for own in self.names.values())
+        return (*map(id, tensors), *((span.start, span.stop) for span in member.spans))
 
     @staticmethod
     def of(module: nn.Module) -> GroupedBlock | None:

@@ -30,6 +30,7 @@ from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
+from qdsl.models.ties import keep_ties, recorded_ties
 from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.gpu.placement import may_change, setting
@@ -87,6 +88,8 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     for group in plan.groups:
         loader.place_group(group)
     remember(model, loader.origin)
+    if plain:
+        keep_ties(model, recorded_ties(model))
     if match_dense:
         match_dense_layers(model)
     elif planar and "storage" not in options:

@@ -54,9 +54,10 @@ class Kind:
     """How a producer writes a quantized folder.
 
     stored: the storage of projections.  attention: that of attention where it is another.  embedded: that of embedding and head.
-    settings: the producer's `quantization_config`, None for qdsl's own.  file: the file that has them.  ignore: the key of the
-    list of modules that are not quantized.  extra: tensors of one number next to each weight.  prepare: packs a weight in place
-    of `Stored.pack`.  converted: the storage that `qdsl convert` gives the folder.
+    ends: which of those two are packed.
+    settings: the producer's, None for qdsl's own.  file, entry: the file that has them, and where in a config.json.
+    ignore: the key of the list of modules that are not quantized.  extra: tensors of one number next to each weight.
+    prepare: packs a weight in place of `Stored.pack`.  converted: the storage that `qdsl convert` gives the folder.
     opens: how transformers opens it with qdsl: "plain" by `from_pretrained`, "config" by that with a `QdslConfig()`, "function"
     by `qdsl.models.transformers.from_pretrained` alone.
     """
@@ -69,13 +70,15 @@ class Kind:
     extra: Mapping[str, float] = field(default_factory=dict)
     prepare: Callable[[Stored, Tensor], PackedWeight] | None = None
     converted: str = ""
+    entry: str = "quantization_config"
     embedded: Stored | None = None
     attention: Stored | None = None
+    ends: frozenset[str] = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
     def stored_as(self, name: str) -> Stored | None:
         """The storage of the tensor of this name; None for one that stays plain."""
         if language_models.is_embedding(name):
-            return self.embedded
+            return self.embedded if name in self.ends else None
         if not language_models.is_projection(name):
             return None
         return self.attention if self.attention is not None and ".self_attn." in name else self.stored
@@ -238,37 +241,41 @@ _CODEBOOKS = {
 }
 
 KINDS: dict[str, Kind] = _OWN | _FLOAT8 | _INTEGERS | _CODEBOOKS
+# Which vLLM has no settings for, so that it is none of KINDS.
+MLX = Kind(Stored("mlx", "mlx", {"bits": 4, "group": 64}), {"group_size": 64, "bits": 4}, opens="function", entry="quantization")
 MXFP4 = "mxfp4"                                                  # gpt-oss alone, whose experts are stacked
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_folder(path: Path, kind: str, model: str) -> dict[str, Tensor]:
+def write_folder(path: Path, kind: str | Kind, model: str, head: Tensor | None = None) -> dict[str, Tensor]:
     """Write a quantized folder of a tiny model, and return the decoded float32 weights, named as in checkpoints.
 
-    kind: of KINDS, or 'mxfp4' of the model 'gpt_oss'.  model: 'qwen3', 'tied', 'moe' or 'gpt_oss'.
+    kind: one, or the name of one of KINDS, or 'mxfp4' of the model 'gpt_oss'.  model: 'qwen3', 'tied', 'moe' or 'gpt_oss'.
+    head: the weight of the head, by default that of the model.
     """
-    plain = language_models.weights(model)
+    plain = {**language_models.weights(model), **({} if head is None else {"lm_head.weight": head})}
     config = language_models.config_json(model)
     if (kind == MXFP4) != (model == "gpt_oss"):
         raise ValueError(f"no {kind} folder of {model}")
     if kind == MXFP4:
         return _write_stacks(path, plain, config)
-    if kind in ("hlane", "fix4", "df11"):
+    if isinstance(kind, str) and kind in ("hlane", "fix4", "df11"):
         source = path.with_name(f"{path.name} plain")
         write_files(source, plain, {"config.json": config}, model)
         compression.compress(source, Compression(kind), path)
         return {name: tensor.float() for name, tensor in plain.items()}
-    tensors, decoded, own = _quantized(KINDS[kind], plain)
-    files = _texts(KINDS[kind], config, own, plain)
-    if not KINDS[kind].converted:
+    kind = KINDS[kind] if isinstance(kind, str) else kind
+    tensors, decoded, own = _quantized(kind, plain)
+    files = _texts(kind, config, own, plain)
+    if not kind.converted:
         write_files(path, tensors, files, model)
     else:
         source = path.with_name(f"{path.name} own")
         write_files(source, tensors, files, model)
         with Folder(source) as folder:
-            conversion.convert(folder, layers(folder), aimed(KINDS[kind].converted), path)
+            conversion.convert(folder, layers(folder), aimed(kind.converted), path)
     return decoded
 
 
@@ -318,7 +325,7 @@ def _texts(kind: Kind, config: dict[str, Any], own: Mapping[str, Settings], plai
     settings: dict[str, Any] = dict(kind.settings)
     ignored = {kind.ignore: dense} if kind.ignore else {}
     if kind.file == "config.json":
-        return {"config.json": {**config, "quantization_config": {**settings, **ignored}}}
+        return {"config.json": {**config, kind.entry: {**settings, **ignored}}}
     return {"config.json": config, kind.file: {**settings, "quantization": {**settings["quantization"], **ignored}}}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.quantizers import HfQuantizer
 
 import qdsl.models.transformers.moe as moe
@@ -32,8 +32,9 @@ from qdsl.models.origin import Origin, origin_in
 from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError, listed
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
-from qdsl.models.private_apis import TIES, float32_modules, mark_initialized, may_be_missing, may_be_unexpected
+from qdsl.models.private_apis import float32_modules, mark_initialized, may_be_missing, may_be_unexpected
 from qdsl.models.save import save
+from qdsl.models.ties import Ties, keep_ties, recorded_ties, renew_ties
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
@@ -60,6 +61,7 @@ class QdslHfQuantizer(HfQuantizer):
         self._files: list[Path] = []
         self._is_whole = False                                   # whether the checkpoint has to have every parameter
         self._device_map: Any = None
+        self._ties: Ties = {}                                    # what the model would share if the files had it once
         self._initial_config = ""                                        # the config from which the model is built
         self._loaded: list[str] = []                             # the model's configs as they were loaded
 
@@ -124,7 +126,8 @@ class QdslHfQuantizer(HfQuantizer):
         placed = {name for name, tensor in after.items() if id(tensor) not in old and not tensor.is_meta}
         for name in placed:
             mark_initialized(after[name])
-        _untie(model)
+        self._ties = recorded_ties(model)
+        keep_ties(model, self._ties)
         hook = model.register_state_dict_post_hook(partial(_hide, placed))
         origin = origin_in(model)                                # its unused tensors are small ones of packed layers
         unused = {*self.report.unused, *source.plain} - (origin.unused.keys() if origin else set())
@@ -170,6 +173,7 @@ class QdslHfQuantizer(HfQuantizer):
         if origin is None or self.report is None or "mark_tied_weights_as_initialized" in vars(model):
             raise RuntimeError(sentence("loads weights in another way"))
         origin.revert = reverted
+        keep_ties(model, self._ties)
         self._loaded = _configs(model)
         if self._is_edited(model.config, origin):
             self._loaded[0] = ""
@@ -221,9 +225,7 @@ class QdslHfQuantizer(HfQuantizer):
         make_dense(model, dtype)
         for name in ("resize_token_embeddings", "num_parameters"):
             vars(model).pop(name, None)
-        for module in model.modules():
-            vars(module).pop(TIES[1], None)
-        model.tie_weights()
+        renew_ties(model)
         return model
 
 
@@ -334,18 +336,6 @@ def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix
     """Leave tensors out of a state_dict, so that transformers does not look for them in the checkpoint."""
     for name in names:
         state.pop(prefix + name, None)
-
-
-def _untie(model: Any) -> None:
-    """Remove records of tied weights for packed weights, which share their tensors."""
-    plain, modules = _tensors(model), dict(model.named_modules(remove_duplicate=False))
-    for prefix, module in modules.items():
-        for attribute in TIES if isinstance(module, PreTrainedModel) else ():
-            ties = getattr(module, attribute, None) or {}
-            names = {name: f"{prefix}.{name}".lstrip(".") for tie in ties.items() for name in tie}
-            packed = {name for name, full in names.items() if full not in plain and full.rpartition(".")[0] in modules}
-            if packed:
-                setattr(module, attribute, {key: name for key, name in ties.items() if not packed & {key, name}})
 
 
 def _missing_parameters(model: Any, missing: set[str], ignore: Sequence[str], axes: int) -> list[str]:
