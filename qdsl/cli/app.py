@@ -58,6 +58,7 @@ app = typer.Typer(name="qdsl", cls=_Commands, no_args_is_help=True, add_completi
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
+PRODUCER_HELP = "Whose settings the config gets, such as fp8 for vLLM's own FP8; by default the first producer of the storage."
 SHARD_HELP = "Write only the I-th of N parts, from 1; `merge-index` completes the folder after all of them."
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as processors and memory "
                                                                       "allow.")]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from qdsl.cli.app import (
+    PRODUCER_HELP,
     Force,
     Jobs,
     Json,
@@ -38,6 +39,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
             requantize: Annotated[str | None, typer.Option("--requantize", help="A format, or FORMAT.STORAGE, that all quantized "
                                                            "layers are to have: numbers change, and it says how much.")] = None,
             param: Params = None,
+            producer: Annotated[str | None, typer.Option("--producer", help=PRODUCER_HELP)] = None,
             ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay as they "
                                                              "are: whole names, or parts between dots.")] = None,
             keep_misfits: Annotated[bool, typer.Option("--keep-misfits", help="Leave layers as they are that the storage cannot "
@@ -63,7 +65,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     patterns = read_patterns(ignore)
     with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
-                    keep_misfits=keep_misfits)
+                    keep_misfits=keep_misfits, producer=producer or "")
     with reported():
         check_folder(out, folder)                                # before layers are detected, which may take long
     with reported(), exit_on_sigterm(), Folder(folder) as source:

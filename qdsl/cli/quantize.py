@@ -10,6 +10,7 @@ import typer
 
 from qdsl.cli.app import (
     PARAM_HELP,
+    PRODUCER_HELP,
     SHARD_HELP,
     Force,
     Jobs,
@@ -46,6 +47,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
              storage: Annotated[str | None, typer.Option("--storage", help="Of the format; its first by default.",
                                                          rich_help_panel=FOLDER)] = None,
              param: Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP, rich_help_panel=FOLDER)] = None,
+             producer: Annotated[str | None, typer.Option("--producer", help=PRODUCER_HELP, rich_help_panel=FOLDER)] = None,
              ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay plain: "
                                                               "whole names, or parts between dots.",
                                                               rich_help_panel=FOLDER)] = None,
@@ -83,7 +85,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
     if format is not None:
         to = f"{format}.{storage}" if storage else format
-        _quantize_folder(file, to, out, param, ignore, component, jobs, shard, force, svg, as_json)
+        _quantize_folder(file, to, out, param, producer, ignore, component, jobs, shard, force, svg, as_json)
         return
     from qdsl.jobs.gguf import mixes
 
@@ -142,9 +144,9 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
                + ("" if bits is None else f", {bits:.3f} bits per weight"))
 
 
-def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, ignore: list[str] | None,
-                     component: list[str] | None, jobs: int | None, shard: str | None, force: bool, svg: Path | None,
-                     as_json: bool) -> None:
+def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, producer: str | None,
+                     ignore: list[str] | None, component: list[str] | None, jobs: int | None, shard: str | None, force: bool,
+                     svg: Path | None, as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers quantized."""
     from functools import partial
 
@@ -159,7 +161,8 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     patterns = read_patterns(ignore)
     part = None if shard is None else read_part(shard)
     with reported(2):
-        aim = aimed(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()))
+        aim = aimed(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()),
+                    producer=producer or "")
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)

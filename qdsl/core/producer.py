@@ -131,7 +131,8 @@ class Producer:
     name: the quant_method of its settings.  methods: other quant_methods whose lists are read the same way.  unnamed: sets of
     settings that identify its configs without quant_method.  settings: its names -> names in rules.  accepts: the block lengths
     that its own code accepts, by setting; 'any' is every positive one.  skipped: lists of unquantized layers, and their
-    dialects, several if readers differ; the first list is written.  skipped_patterns: the map of patterns that it uses instead.
+    dialects, several if readers differ; the first list is written.  copied_skips: lists that are written with the same
+    entries.  skipped_patterns: the map of patterns that it uses instead.
      plain_by_default: ends of names that need not be listed there.  only: lists of the only
     quantized layers.  written: further settings to write.  dropped: settings about other things than weights.  follows_tensors:
     readers require exactly the tensors that settings mention.  experts: one of EXPERT_NAMES.  formats: rules for settings by
@@ -146,6 +147,7 @@ class Producer:
     settings: Mapping[str, str] = field(default_factory=dict)
     accepts: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    copied_skips: tuple[str, ...] = ()
     skipped_patterns: str = ""
     plain_by_default: tuple[str, ...] = ()
     layers: Mapping[str, LayerSettings] = field(default_factory=dict)
@@ -256,6 +258,7 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "settings": _mapping_of(_word),
     "accepts": _mapping_of(_list_of(_any)),
     "skipped": _mapping_of(_list_of(_dialect)),
+    "copied_skips": _words,
     "skipped_patterns": _word,
     "plain_by_default": _words,
     "layers": _mapping_of(_record(LayerSettings, {"complete": _flag, "plain": _mapping_of(_list_of(_any))})),

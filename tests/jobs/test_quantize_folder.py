@@ -151,7 +151,7 @@ def test_settings_word_for_word(tmp_path: Path) -> None:
     settings = {to: json.loads((tmp_path / to / "config.json").read_text())["quantization_config"]
                 for to in ("fp8_block", "int8_channel", "int_group.pack_quantized")}
     assert settings["fp8_block"] == {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
-                                     "modules_to_not_convert": ["lm_head"]}
+                                     "modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"]}
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     for to, format, weights, of_inputs in (
             ("int8_channel", "int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}, inputs),

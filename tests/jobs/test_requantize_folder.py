@@ -45,7 +45,7 @@ def test_requantized_layers(tmp_path: Path) -> None:
             ("fp8_block", 32, ())] * 2
         settings = folder.config["quantization_config"]
         assert settings == {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic",
-                            "modules_to_not_convert": ["head"]}
+                            "modules_to_not_convert": ["head"], "ignored_layers": ["head"]}
     assert report["snr_db"] == pytest.approx(sum(costs, Sums()).data()["snr_db"])
     assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "fp8_block.safetensors", "count": 2}]
 

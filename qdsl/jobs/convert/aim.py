@@ -31,6 +31,7 @@ class Aim:
     params: of the format to requantize to; others have their defaults.  ignore: patterns of plain layers that stay plain; None
     where quantized layers are converted.  only: the models of a pipeline to quantize, () for all.  skip: patterns of quantized
     layers that stay unchanged.  keep_misfits: leave quantized layers unchanged that the storage cannot represent.
+    producer: whose settings the config gets; '' for the storage's first.
     """
 
     format: str
@@ -41,6 +42,7 @@ class Aim:
     only: Sequence[str] = ()
     skip: Sequence[str] = ()
     keep_misfits: bool = False
+    producer: str = ""
 
     @property
     def is_from_plain(self) -> bool:
@@ -54,7 +56,8 @@ class Aim:
 
     def data(self) -> dict[str, Any]:
         """The fields for JSON; options of plain layers only if plain layers are quantized."""
-        fields = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only", "skip", "keep_misfits")}
+        further = ("ignore", "only", "skip", "keep_misfits", *(() if self.producer else ("producer",)))
+        fields = {name: value for name, value in asdict(self).items() if name not in further}
         if self.ignore is not None:
             return {**fields, "ignore": list(self.ignore), "only": list(self.only)}
         return fields | ({"skip": list(self.skip)} if self.skip else {}) | ({"keep_misfits": True} if self.keep_misfits else {})
@@ -75,20 +78,21 @@ class Aim:
 
     def reached(self, layer: Layer) -> bool:
         """Whether a layer already has the target storage and format."""
-        return self.exact(layer) and layer.storage == self.storage
+        return self.exact(layer) and layer.storage == self.storage and not self.producer
 
 
 def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None, ignore: Sequence[str] | None = None,
-          only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False) -> Aim:
+          only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False, producer: str = "") -> Aim:
     """Parses a target: 'STORAGE', or 'FORMAT.STORAGE' for layers of that format only; to requantize, 'FORMAT' is enough.
 
-    ignore, only: as of Aim, for plain layers that are quantized.  skip, keep_misfits: for layers that are quantized already.
+    ignore, only, producer: as of Aim, the first two for plain layers that are quantized.  skip, keep_misfits: for layers that are
+    quantized already.
 
     Raises RewriteError for an unknown format or parameter, and for entropy codes of plain numbers.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")
-        return Aim(format, storage, skip=skip, keep_misfits=keep_misfits)
+        return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer)
     from qdsl.runtime.weight.packed import FormatError
 
     name, _, storage = to.partition(".")
@@ -105,7 +109,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
                            f"`qdsl compress --format {name}` compresses plain matrices without loss")
     if ignore is not None and "safetensors" in description(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
-    return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits)
+    return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer)
 
 
 def _did_you_mean(word: str) -> str:

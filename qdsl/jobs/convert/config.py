@@ -10,6 +10,7 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
@@ -19,12 +20,14 @@ from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import LEFT_ALONE, dialects, in_headers, quantization
 from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.producer import ABOUT_RULE, WORDS, Refusal
 from qdsl.core.stored import OF_X, Description
 from qdsl.core.text import counted
 from qdsl.jobs.convert.aim import description
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan import Plan
+from qdsl.jobs.engine import RewriteError
 
 CONFIG = "config.json"
 INPUTS = "input_"                                                # prefix of scales of activations
@@ -72,7 +75,7 @@ def _refused(refusal: Refusal, settings: Mapping[str, Any], shapes: Sequence[tup
                        zip((N, K), blocks, strict=False) if extent > block > 0 and extent % block), "")
         if (not refusal.uneven or uneven) and all(any(same(whole.get(key), value) for value in values)
                                                   for key, values in refusal.when.items()):
-            return uneven or next((f"{key} {whole[key]}" for key in refusal.when), "")
+            return uneven or next((f"{key} {whole.get(key)}" for key in refusal.when), "")
     return ""
 
 
@@ -210,9 +213,22 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in rules if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage
            and rule.get("where", {}).items() <= params.items()
+           and same(plan.aim.producer or rule["quant_method"], rule["quant_method"])
            and (_is_own(rule, method, plan) or not any("." in key for key in rule))]     # nested settings are only read
     return [full for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
             if (full := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
+
+
+def check_producer(folder: Folder, plan: Plan) -> None:
+    """Raises RewriteError if no settings of the chosen producer describe all converted layers."""
+    producer, wanted = plan.aim.producer, plan.aim.label
+    is_one_kind = all(params == plan.params[0] for params in plan.params)
+    if not producer or not plan.changed or (is_one_kind and _rules(folder, plan, "")):
+        return
+    any_producer = replace(plan, aim=replace(plan.aim, producer=""))
+    others = dict.fromkeys(rule["quant_method"] for rule in _rules(folder, any_producer, ""))
+    raise RewriteError(f"{folder.path}: no settings of {shown(producer)} describe its layers in {wanted}; "
+                       f"those of {', '.join(others) or 'qdsl'} do")
 
 
 def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[str, int | str]) -> bool:
@@ -329,7 +345,7 @@ def _new_settings(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
         inside = [name for name in plain if not name.endswith(own.plain_by_default)] if own.plain_by_default else plain
         patterns: dict[str, Any] = {f"{LEFT_ALONE}^{re.escape(name)}$": {} for name in inside}
         return {**flat, **own.written, **({own.skipped_patterns: patterns} if inside else {})}
-    skipped = {own.skip_list: plain} if own.skip_list and (plain or own.groups is not None) else {}
+    skipped = dict.fromkeys((own.skip_list, *own.copied_skips), plain) if own.skip_list and (plain or own.groups) else {}
     if own.groups is None:
         return {**flat, **own.written, **skipped}
     weights = {key: flat.pop(key) for key in own.groups.weights if key in flat}

@@ -26,7 +26,7 @@ from qdsl.checkpoint.report import worker
 from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.convert import encoded
 from qdsl.jobs.convert.aim import Aim, aimed, target
-from qdsl.jobs.convert.config import readers, rewritten, stale
+from qdsl.jobs.convert.config import check_producer, readers, rewritten, stale
 from qdsl.jobs.convert.encoded import Piece
 from qdsl.jobs.convert.plain import plain_layers
 from qdsl.jobs.convert.plan import Change, Plan, plan
@@ -109,6 +109,8 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
 
 def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int | None,
              part: tuple[int, int] | None, force: bool, tell: Telling) -> dict[str, Any]:
+    for model in models:
+        check_producer(model.folder, model.plan)
     shards = [shard for model in models for shard in model.plan.shards]
     jobs = jobs or _default_jobs(shards)
     what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
@@ -189,7 +191,7 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
     """
     request = stage.read_request(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
                                        "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
-                                       "skip": ([str], None), "keep_misfits": (bool, None)})
+                                       "skip": ([str], None), "keep_misfits": (bool, None), "producer": (str, None)})
     path = Path(request["from"])
     aim = Aim(**{option.name: request[option.name] for option in fields(Aim) if request.get(option.name) is not None})
     if aim.requantize:                                           # what a request names may not be there

@@ -1,0 +1,55 @@
+"""Folders with the settings of a producer that the caller chooses: the same weights, and a refusal before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.jobs.convert import aim, run
+from qdsl.jobs.engine import RewriteError
+from tests.jobs.test_quantize_folder import COLUMNS, ROWS, check_opens, drawn, expected, plain_folder, quantize
+
+
+@pytest.mark.parametrize(("to", "params", "producer"), [
+    (f"{format}.{storage}", dict(where), producer) for format, storage, where, producer in (
+        ("fp8_tensor", "safetensors", (), "fp8"), ("fp8_tensor", "safetensors", (), "modelopt"),
+        ("fp8_tensor", "safetensors", (), "compressed-tensors"), ("fp8_block", "safetensors", (), "compressed-tensors"),
+        ("fp8_block", "safetensors", (), "FP8"), ("fp8_channel", "safetensors", (), "modelopt"),
+        ("ocp_mxfp8", "compressed_tensors", (("code", "e4m3"),), "modelopt"))])
+def test_settings_of_a_chosen_producer(tmp_path: Path, to: str, params: dict[str, Any], producer: str) -> None:
+    """Of plain layers, and of a folder that is quantized already: the same weights, and settings that detection reads alike."""
+    tensors = {"up.weight": drawn(ROWS, COLUMNS), "lm_head.weight": drawn(96, COLUMNS)}
+    path, out = plain_folder(tmp_path / "in", tensors), tmp_path / "out"
+    chosen = aim.aimed(to, True, params, (), producer=producer)
+    assert aim.Aim(**chosen.data()).producer == producer         # as `merge-index` reads it
+    run.quantize(path, chosen, out)
+    weights = {"up": expected(tensors["up.weight"], to, params)}
+    check_opens(out, weights)
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == producer.lower()
+    if (to, producer) == ("fp8_tensor.safetensors", "fp8"):
+        assert settings == {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"],
+                            "ignored_layers": ["lm_head"]}
+        with Folder(out) as folder:
+            assert {name: entry.dtype for name, entry in ((name, folder.entry(name)) for name in folder.names())} == {
+                "up.weight": "F8_E4M3", "up.weight_scale": "F32", "lm_head.weight": "BF16"}
+    quantize(path, tmp_path / "default", to, params)
+    with Folder(tmp_path / "default") as folder:
+        run.convert(folder, layers(folder), aim.aimed(to.partition(".")[2], producer=producer), tmp_path / "again")
+    check_opens(tmp_path / "again", weights)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == settings
+
+
+@pytest.mark.parametrize(("to", "producer", "others"), [
+    ("fp8_tensor", "gptq", "compressed-tensors, fp8, modelopt"), ("int8_channel", "fp8", "compressed-tensors"),
+    ("q4_k", "fp8", "qdsl"), ("fp8_tensor", "no such producer", "compressed-tensors, fp8, modelopt")])
+def test_a_producer_that_has_no_settings_for_the_storage(tmp_path: Path, to: str, producer: str, others: str) -> None:
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})
+    with pytest.raises(RewriteError, match=rf"no settings of '{producer}' describe its layers in {to}.*; those of {others}.* do"):
+        run.quantize(path, aim.aimed(to, True, {}, (), producer=producer), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
