@@ -3,10 +3,12 @@
 import os
 import runpy
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
 LACKING = Path(__file__).parent / "lacking"
+VARIED = {"formats", "kernels", "models"}                        # folders whose tests run under the caller's global state
 
 # Two workers of two threads each wait for each other three times as long as they work.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,14 +29,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="write golden files anew, for a reviewer to read in the diff")
     parser.addoption("--lacks", action="append", choices=["triton", "unix", "size"], default=[],
                      help="run on a machine without Triton, without what only Unix has, or of the smallest size")
+    parser.addoption("--global-state", default="", help="a state of tests/support/global_state.py for all tests, or 'none'")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Take away what --lacks names, here and, by the environment, from every process that is started."""
+    config.addinivalue_line("markers", "own_state: the test sets torch's global state itself, or depends on it")
     if (lacks := config.getoption("--lacks")) and "QDSL_TEST_LACKS" not in os.environ:
         os.environ["QDSL_TEST_LACKS"] = ",".join(lacks)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(LACKING), os.environ.get("PYTHONPATH"))))
         runpy.run_path(str(LACKING / "sitecustomize.py"))
+    if "torch" in globals() and (hasattr(config, "workerinput") or not config.getoption("numprocesses")):
+        from tests.support import global_state
+
+        global_state.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test under the global state that its name draws, or in a forked child of this process."""
+    if "torch" not in globals() or pyfuncitem.path.parent.name not in VARIED or pyfuncitem.get_closest_marker("own_state"):
+        return None
+    from tests.support import global_state
+
+    names = [*global_state.STATES, global_state.FORK, "none"]
+    name = pyfuncitem.config.getoption("--global-state") or names[crc32(pyfuncitem.nodeid.encode()) % len(names)]
+    if name == "none":
+        return None
+    pyfuncitem.add_report_section("call", "global state", f"{name}; run it again by --global-state {name}")
+    global_state.run(name, lambda: pyfuncitem.obj(**{key: pyfuncitem.funcargs[key] for key in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

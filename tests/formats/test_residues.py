@@ -1,4 +1,4 @@
-"""Changes of storage at every K that a layout tells apart: K modulo the columns of its words, records and groups."""
+"""Changes of storage at every shape that a layout tells apart: N and K modulo its words, records, blocks and groups."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from qdsl.runtime import FormatError, PackedWeight
 from tests.formats.test_convert import in_order, pairs
 from tests.support.formats import Case, canonical, fixed_shape, random_packed, same_bits, shapes, smallest
 
-CLASSES = 1 << 20 if os.environ.get("QDSL_TEST_ALL") else 4      # of K, for each pair of storages
+CLASSES = 1 << 20 if os.environ.get("QDSL_TEST_ALL") else 4      # of each dim, for each pair of storages
 
 
-def period(case: Case, k: int) -> int:
-    """The columns after which a layout begins again."""
+def period(case: Case, dim: str, shape: tuple[int, int]) -> int:
+    """The rows or columns after which a layout begins again."""
     format = case.module.FORMAT
-    sizes = format.sizes(format.complete(case.choice), (1, k))
+    sizes = format.sizes(format.complete(case.choice), shape)
     layout = format.variant(case.choice).storages[case.storage].decoded
     return math.lcm(*(term.by(sizes) for stored in layout.tensors.values() for axis in stored.axes for term in axis.terms
-                      if "K" in term.dim))
+                      if dim in term.dim))
 
 
-def residues(case: Case, storage: str) -> list[tuple[int, int]]:
-    """A shape of each class of K that both storages can hold, with few rows; some of them where there are many."""
+def residues(case: Case, storage: str, dim: str) -> list[tuple[int, int]]:
+    """The smallest shape that both storages can hold, and one of each class of N or K; some of them where there are many."""
     both = case, Case(case.path, storage, case.params)
-    n, k = (math.lcm(*sizes) for sizes in zip(*map(smallest, both), strict=True))
-    last = k + math.lcm(*(period(own, k) for own in both))
-    columns = [fixed_shape(case, (n, k))[1]] if case.spec.fixed.get("K") else range(k, last + 1, k)
-    legal = [shape for shape in ((n, k) for k in columns) if all(list(shapes(own, *zip(shape))) for own in both)]
-    step = max(1, -(-len(legal) // CLASSES))
-    return [*legal[1::step], legal[0]]                           # the first one is whole records of most layouts
+    least = fixed_shape(case, tuple(math.lcm(*sizes) for sizes in zip(*map(smallest, both), strict=True)))
+    place = "NK".index(dim)
+    if dim in case.spec.fixed:
+        return [least]
+    step, every = least[place], math.lcm(*(period(own, dim, least) for own in both))
+    grown = [tuple(extent if i == place else least[i] for i in range(2)) for extent in range(step, step + every + 1, step)]
+    legal = [(n, k) for n, k in grown if all(any(shapes(own, (n,), (k,))) for own in both)]
+    return [*legal[1::-(-len(legal) // CLASSES)], legal[0]]
 
 
 def converted(packed: PackedWeight, storage: str) -> PackedWeight | None:
@@ -43,9 +45,9 @@ def converted(packed: PackedWeight, storage: str) -> PackedWeight | None:
 
 
 @pytest.mark.parametrize(("case", "storage"), [(case, storage) for case, storage in pairs() if case.storage < storage], ids=str)
-def test_weights_are_the_same_at_every_residue_of_k(case: Case, storage: str) -> None:
+def test_weights_are_the_same_at_every_residue_of_their_shape(case: Case, storage: str) -> None:
     """None is left on meta, and the way back gives the same tensors."""
-    for shape in residues(case, storage):
+    for shape in {*residues(case, storage, "N"), *residues(case, storage, "K")}:
         packed = in_order(random_packed(case, shape))
         if (other := converted(packed, storage)) is None:        # it has fewer fields: from it to this one, then
             packed = in_order(random_packed(Case(case.path, storage, case.params), shape))

@@ -117,3 +117,10 @@ def test_patterns_are_parsed_to_pairs_of_operation_and_arguments() -> None:
     (repeat, (low, high, inner)), (branch, (_, ways)) = parser.parse("a*(?:bc|d)")
     assert (str(repeat), low, high, str(inner[0][0])) == ("MAX_REPEAT", 0, parser.MAXREPEAT, "LITERAL")
     assert str(branch) == "BRANCH" and [len(way) for way in ways] == [2, 1]
+
+
+def test_autocast_is_left_for_a_call() -> None:
+    multiply = private.without_autocast(torch.matmul)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert multiply(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+        assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16

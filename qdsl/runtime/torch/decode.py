@@ -9,6 +9,7 @@ from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch.linear import tile_weights
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import bfloat16, order, tiles
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.fields import unpack
@@ -16,6 +17,7 @@ from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
 
 
+@without_autocast
 @torch.no_grad()
 def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
     """Write the weight to out [N, K], of any float dtype, and return it.  Raises FormatError for a damaged stream."""

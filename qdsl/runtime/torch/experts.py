@@ -24,6 +24,7 @@ from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.linear import FLOATS, MATCH_DENSE, as_stored
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import order, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -76,6 +77,7 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | Non
     return compute(x, packed, offsets, bias, partial, rows, mode)
 
 
+@without_autocast
 def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
               mode: str = "") -> Tensor:
     """The product without gradients: one launch for all experts, or expert by expert."""
@@ -105,6 +107,7 @@ def _by_experts(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor 
     return torch.cat(parts)
 
 
+@without_autocast
 def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets, mode: str = "") -> Tensor:
     """Gradients [M, N] times the weights of their experts: [M, K], without gradients; rows of no expert are 0."""
     if packed.runs_kernels and mode != MATCH_DENSE:

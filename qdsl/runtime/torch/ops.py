@@ -37,6 +37,7 @@ from qdsl.runtime.torch.private_apis import (
     is_in_torch_dispatch_mode,
     is_jit_traced,
     is_transformed,
+    without_autocast,
 )
 from qdsl.runtime.weight import eight, order
 from qdsl.runtime.weight.arrays import empty
@@ -219,6 +220,7 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
     return (computed if is_plain(x, bias) else _operation)(x, packed, bias, transposed, mode)
 
 
+@without_autocast
 def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
     """x [..., K] @ w.T + bias, or x [..., N] @ w if transposed; computed at once, without gradients."""
     if mode == MATCH_DENSE:

@@ -6,7 +6,8 @@ tests/unit/test_private_apis.py checks each of them on the installed torch and T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from qdsl.runtime.gpu.triton import triton, use_writable_cache
 
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
 
+Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
 PLAIN = (Tensor, nn.Parameter)                                   # tensor types to compute with directly
 
 
@@ -46,6 +48,18 @@ _tracing_state, _dispatch_modes = torch._C._get_tracing_state, torch._C._len_tor
 _transform, _is_compiling = torch._C._functorch.peek_interpreter_stack, torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 is_autocast_enabled = torch._C._is_any_autocast_enabled          # on any device
+
+
+def without_autocast(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function, computed in the dtypes of its tensors: autocast chooses only the dtype of x of a product."""
+    @wraps(function)
+    def computed(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        if not is_autocast_enabled():
+            return function(*arguments, **named)
+        with torch._C._DisableAutocast():
+            return function(*arguments, **named)
+
+    return computed
 
 
 def is_direct(x: Tensor, bias: Tensor | None) -> bool:

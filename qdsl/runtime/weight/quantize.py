@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import convert, tiles
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.assemble import full_template
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 
+@without_autocast
 def quantize(format: Format, weight: Tensor, storage: str | None, importance: Tensor | None, options: Mapping[str, Any],
              ) -> PackedWeight:
     """Quantizes a float weight [N, K].
