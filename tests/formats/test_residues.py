@@ -12,7 +12,7 @@ from qdsl.runtime import FormatError, PackedWeight
 from tests.formats.test_convert import in_order, pairs
 from tests.support.formats import Case, canonical, fixed_shape, random_packed, same_bits, shapes, smallest
 
-CLASSES = 1 << 20 if os.environ.get("QDSL_TEST_ALL") else 4      # of each dim, for each pair of storages
+CLASSES = 1 << 20 if os.environ.get("QDSL_TEST_ALL") else 5      # of each dim, for each pair of storages
 
 
 def period(case: Case, dim: str, shape: tuple[int, int]) -> int:

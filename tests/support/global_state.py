@@ -27,6 +27,7 @@ PRODUCTS = frozenset({"linear", "grouped_linear", "forward"})
 class State:
     """A global setting.  without: calls whose result it may change: autocast decides the dtype of products."""
 
+    summary: str
     enter: Callable[[], AbstractContextManager[object]]
     without: frozenset[str] = frozenset()
 
@@ -61,17 +62,18 @@ def threads(count: int) -> Iterator[None]:
 
 
 STATES = {
-    "bfloat16": State(lambda: default_dtype(torch.bfloat16)),
-    "float16": State(lambda: default_dtype(torch.float16)),
-    "float64": State(lambda: default_dtype(torch.float64)),
-    "meta": State(lambda: torch.device("meta")),
-    "deterministic": State(deterministic),
-    "inference": State(torch.inference_mode, frozenset({"forward", "load_weights_"})),
-    "no_grad": State(torch.no_grad, frozenset({"forward"})),
-    "autocast": State(lambda: torch.autocast("cpu", torch.bfloat16), PRODUCTS),
-    "threads": State(lambda: threads(2)),
+    "bfloat16": State("default dtype bfloat16, as where vLLM builds a model", lambda: default_dtype(torch.bfloat16)),
+    "float16": State("default dtype float16", lambda: default_dtype(torch.float16)),
+    "float64": State("default dtype float64", lambda: default_dtype(torch.float64)),
+    "meta": State("default device meta", lambda: torch.device("meta")),
+    "deterministic": State("`torch.use_deterministic_algorithms`, which also fills new memory with NaN", deterministic),
+    "inference": State("`torch.inference_mode`", torch.inference_mode, frozenset({"forward", "load_weights_"})),
+    "no_grad": State("`torch.no_grad`", torch.no_grad, frozenset({"forward"})),
+    "autocast": State("`torch.autocast`, which chooses the dtype of products", lambda: torch.autocast("cpu", torch.bfloat16),
+                      PRODUCTS),
+    "threads": State("two threads instead of one", lambda: threads(2)),
 }
-FORK = "fork"                                                    # the test itself runs in a child of the process
+FORK = "fork"                                                    # the whole test runs in a forked child
 # Classes, and modules, whose public functions are entered under the state.
 ENTRIES = ("qdsl.runtime.format:Format", "qdsl.runtime.weight.packed:PackedWeight", "qdsl.runtime.torch.layers:QuantizedLinear",
            "qdsl.runtime.torch.layers:QuantizedEmbedding", "qdsl.runtime.gpu.launch", "qdsl.models.load", "qdsl.models.save")

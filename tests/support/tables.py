@@ -26,6 +26,7 @@ from qdsl.models.gguf_maps import GgufMap, model_types
 from qdsl.runtime.gpu.devices import GPUS
 from tests.support import public_figures
 from tests.support.compatibility import lines as pair_lines
+from tests.support.global_state import FORK, STATES
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULTS = FOLDER / "cpu-amd-epyc.json"
@@ -245,7 +246,13 @@ def matrix() -> list[str]:
         for row in json.loads((FOLDER / "matrix.json").read_text()) if row))
 
 
+def global_states() -> list[str]:
+    """What a caller may have set for all of torch, by the name that --global-state takes."""
+    states = [*((name, state.summary) for name, state in STATES.items()), (FORK, "the test runs in a forked child")]
+    return rows(["state", "around each call of qdsl"], ([f"`{name}`", summary] for name, summary in states))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, branch_kinds, limits, reserved, passes, formats, no_planar, figures, missed,
-        speeds, gguf_maps, quality, compatibility, public, bandwidth, dispatch, matrix)}
+        speeds, gguf_maps, quality, compatibility, public, bandwidth, dispatch, matrix, global_states)}
