@@ -44,11 +44,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "qdsl/compiler/passes/read_records.py": ("test_records", "test_bad_specs", "test_program"),
     "qdsl/compiler/passes/record_lines.py": ("test_records", "test_bad_specs", "test_program"),
     "qdsl/encode/absmax.py": ("test_goldens", "test_encode"),
+    "qdsl/host/c_functions.py": ("test_c_functions",),
     "qdsl/checkpoint/files/safetensors.py": ("test_safetensors", "test_hostile_safetensors", "test_jobs"),
     "qdsl/checkpoint/files/gguf.py": ("test_gguf", "test_hostile_gguf", "test_verify_gguf"),
     "qdsl/jobs/engine/stage.py": ("test_jobs", "test_disks"),
     "qdsl/codecs/huffman_windows/reference.py": ("test_entropy", "test_streams"),
-    "qdsl/runtime/weight/convert.py": ("test_runtime", "test_quantize_weight", "test_convert"),
+    "qdsl/runtime/weight/convert.py": ("test_runtime", "test_quantize_weight", "test_convert", "test_residues"),
     "qdsl/runtime/weight/fields.py": ("test_runtime", "test_quantize_weight", "test_robust_arguments"),
     "qdsl/runtime/weight/wrap.py": ("test_runtime", "test_quantize_weight", "test_wrap", "test_robust_arguments"),
     "qdsl/runtime/torch/decode.py": ("test_runtime", "test_quantize_weight"),
@@ -62,6 +63,9 @@ NAMED: dict[str, tuple[str, ...]] = {
 EQUAL: dict[str, dict[str, str]] = {
     "qdsl/core/layout.py": {"_ranges: 0 -> 1": "an element without coordinates is the only one of its field: no line follows"},
     "qdsl/encode/absmax.py": {"signmax: -low > high -> -low >= high": "where both are equal, the next statements choose"},
+    "qdsl/runtime/weight/convert.py": {
+        "_Change: done -= {piece.field for name in self.wanted if name not in moved for piece in pieces(stored[name].bits)}"
+        " -> pass": "by_words notices tensors on meta and makes all of them from fields, which takes longer"},
     "qdsl/compiler/passes/record_lines.py": {"RecordReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
 }
 

@@ -51,4 +51,4 @@ def test_what_is_said_of_mutants_is_said_of_mutants_that_exist(name: str) -> Non
 
 
 def test_the_tables_are_of_the_modules_that_are_tried() -> None:
-    assert len(TESTS) == 16 and {*EQUAL, *NAMED} <= TESTS.keys()
+    assert len(TESTS) == 17 and {*EQUAL, *NAMED} <= TESTS.keys()
