@@ -40,6 +40,10 @@ def params_of(rules: Mapping[str, Any], params: Mapping[str, Sequence[int | str]
     return None
 
 
+# Formats that a config also allows: the shape of the scale tells a scale per row from one of the whole weight.
+SHAPES_TELL: dict[str, dict[str, dict[str, object]]] = {"FP8 per tensor": {"fp8_channel": {}}}
+
+
 def settings(config: dict[str, Any]) -> dict[str, Any]:
     """What a config says of some layer."""
     own = config.get("quantization_config")
@@ -58,7 +62,7 @@ def formats_of(config: dict[str, Any]) -> dict[str, object]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_of_one_format_and_gives_its_parameters(name: str) -> None:
     config, format, params = CONFIGS[name]
-    assert formats_of(config) == {format: params}
+    assert formats_of(config) == {format: params, **SHAPES_TELL.get(name, {})}
 
 
 @pytest.mark.parametrize("config", [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,7 +158,7 @@ def _find_places(packed: PackedWeight, kinds: Mapping[str, str]) -> list[Place] 
                 if not tensor.is_floating_point() and packed.layout.tensors[name].dtype not in ("index", "shape")}
     if sum(bytes_of.values()) > LARGEST:
         return None
-    starts = dict(zip(bytes_of, torch.tensor([1, *bytes_of.values()], device="cpu").cumsum(0).tolist(), strict=False))
+    starts = dict(zip(bytes_of, accumulate(bytes_of.values(), initial=1), strict=False))
     low, high = (_probe(packed, kinds, {name: _count(starts[name], size) >> shift & 255 for name, size in bytes_of.items()})
                  for shift in (0, 8))
     numbers = torch.Generator("cpu").manual_seed(0)
