@@ -11,7 +11,9 @@ from qdsl.models.experts import Experts
 from qdsl.models.grouped import DTYPE, GroupedBlock, HiddenWeight
 from qdsl.models.origin import ATTRIBUTE
 from qdsl.runtime.torch.distributed import GROUP
+from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.products import filled
 
 
 def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -47,6 +49,8 @@ def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None
     """Replace a packed layer with a dense one, with its bias, mode and hooks."""
     key: tuple[object, ...] = tuple(id(tensor) for tensor in module._stored_tensors().values())
     dense = module.dense(dtype)
+    if isinstance(module, QuantizedLinear) and module.replaced is not None:
+        dense = filled(module.replaced[0], dense, module.replaced[1])
     dense.weight = shared.setdefault(key, dense.weight.requires_grad_())
     dense.train(module.training)
     vars(dense).update({own: value for own, value in vars(module).items() if own.endswith("_hooks")})

@@ -30,13 +30,15 @@ from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
-from qdsl.models.ties import keep_ties, recorded_ties
+from qdsl.models.ties import keep_ties, recorded_ties, tie
 from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.gpu.placement import may_change, setting
+from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
 from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -53,7 +55,7 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
         checksums.check(path, is_optional=True)
     with open_checkpoint(path) as checkpoint:
         if base is not None and isinstance(checkpoint.source, FolderSource):
-            _tie(model)
+            tie(model)
             complete_from(checkpoint.source, Names(model), base, rename)
         return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, match_dense=match_dense,
                           **options)
@@ -71,7 +73,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     planar: whether weights become planar where that is faster; False leaves it to a library that moves them after this.
     """
     _check_arguments(device, dtype, format, skip, options)
-    _tie(model)
+    tie(model)
     names = Names(model)
     stacks = {**usual_stacks(names.parameters, checkpoint.source, partial(renamed, rename=rename), format), **(stacks or {})}
     _know_shapes(checkpoint, names, rename, stacks)
@@ -95,12 +97,6 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     elif planar and "storage" not in options:
         use_planar(model, loader.report)
     return loader.finished()
-
-
-def _tie(model: nn.Module) -> None:
-    """Tie weights, which builders that put parameters on meta one by one have untied."""
-    if callable(tie := getattr(model, "tie_weights", None)):
-        tie()
 
 
 def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()) -> list[nn.Module]:
@@ -142,7 +138,8 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, st
         tensor = next((candidate for candidate in tensors if candidate is not None), None)
         numbers = math.prod(layer.shape) * (layer.experts or 1)
         if tensor is not None and tensor.dim() in (2, 3) and (layer.why or numbers != tensor.numel()):
-            shapes[name] = tuple(tensor.shape)
+            is_turned = tensor.dim() == 2 and own in names.modules and product_of(names.modules[own]) == "transposed"
+            shapes[name] = tuple(tensor.shape)[::-1] if is_turned else tuple(tensor.shape)
     if shapes:
         checkpoint.use_shapes(shapes)
 
@@ -366,8 +363,9 @@ class _Loader:
             if module is not old:
                 new = self._packed_module(place, module, weight, dtype)
                 new._parameters.update({own: first._parameters[own] for own in first._names.values()})
-            if isinstance(module, nn.Linear):
-                new.register_parameter("bias", module.bias)
+            if isinstance(new, QuantizedLinear):
+                new.register_parameter("bias", module._parameters.get("bias"))
+                new.replaced = replaced_by(module)
             new.train(module.training)
             vars(new).update({key: value for key, value in vars(module).items() if "_hooks" in key})
             self.model.set_submodule(place, new)
@@ -415,7 +413,7 @@ class _Loader:
         dense = [self._dense_rows(layer, weight, self._dtype(old))
                  for layer in step.layers for weight in self.source.weights(layer)]
         if step.experts is None:
-            return dense[0].reshape(step.shape)
+            return dense[0].t() if step.transposed else dense[0].reshape(step.shape)
         whole = torch.cat(dense).view(step.stored)
         return whole.transpose(1, 2) if step.transposed else whole.reshape(step.shape)
 

@@ -19,6 +19,7 @@ from qdsl.core.stored import OF_X
 from qdsl.core.text import counted
 from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, row_order
 from qdsl.models.plan import LoadError, Names, listed
+from qdsl.models.ties import tie
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -44,8 +45,7 @@ class MappedSource:
         self.file, self.path, self.config, self.has_experts = file, file.path, config, has_experts
         self.groups: Sequence[Group] = ()
         self.problems: Sequence[str] = file.problems
-        if callable(tie := getattr(model, "tie_weights", None)):
-            tie()
+        tie(model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.names = tensor_names(file)
         self.rules = {name: rule for name, rule in rules.items()

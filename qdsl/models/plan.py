@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
@@ -19,6 +20,7 @@ from qdsl.models.stacks import Stacks, why_no_stack
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.private_apis import non_persistent_buffers
+from qdsl.runtime.torch.products import product_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 SHOWN = 20                                                       # names that an error lists
@@ -35,8 +37,8 @@ class PackedStep:
 
     kind: 'linear', 'embedding', 'experts', or 'dense' for a place that takes plain numbers, and why.  name: of the module, or of
     the parameter.  shape: of the parameter it replaces.  experts: how many lie in the layer, one after the other; None for a
-    weight that is none of a stack.  transposed: the model has experts as [E, K, N].  parts: the layers whose rows follow one
-    another, expert after expert, where the checkpoint has them one by one; the first of them is `layer`.
+    weight that is none of a stack.  transposed: the model has experts as [E, K, N], or the weight as [K, N].  parts: the layers
+    whose rows follow one another, expert after expert, where the checkpoint has them one by one; the first of them is `layer`.
     """
 
     layer: Layer
@@ -224,22 +226,35 @@ class _Planner:
         if experts is None and len(shape) == 3 and math.prod(shape[:2]) == layer.shape[0] and shape[2] == layer.shape[1]:
             experts = shape[0]                                   # a matrix of E * N rows
         stored = PackedStep(layer, name, "", shape, experts=experts).stored
+        product = "" if module is None or experts is not None else product_of(module)
+        if product == "transposed" and shape == stored[::-1] and not (shape == stored and _holds_numbers(layer)):
+            return self._transposed_step(layer, name, str(weight), shape)
         if shape not in (stored, _swapped(stored)) and not _is_flattened(shape, stored):
             self.plan.problems.append(f"{shown(name)} is {list(shape)} in the model, and {list(stored)} in the checkpoint")
             return None
-        scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
-        why = f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
+        why = self._why_decoded(layer, name)
         if why and weight is not None:
             return PackedStep(layer, weight, "dense", shape, why, experts)
         if experts is not None and len(shape) == 3 and weight in self.names.parameters:
             return PackedStep(layer, weight, "experts", shape, experts=experts)
         if shape == stored and experts is None and module is not None:
-            if isinstance(module, QuantizedLinear) or _is_kind(module, nn.Linear):
+            if isinstance(module, QuantizedLinear) or product == "linear":
                 return PackedStep(layer, name, "linear", shape)
-            if isinstance(module, QuantizedEmbedding) or _is_kind(module, nn.Embedding):
+            if isinstance(module, QuantizedEmbedding) or (
+                    isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward):
                 return PackedStep(layer, name, "embedding", shape)
         kind = "a parameter" if module is None else f"a {type(module).__name__}"
         return PackedStep(layer, str(weight), "dense", shape, f"{kind} takes plain numbers", experts)
+
+    def _transposed_step(self, layer: Layer, name: str, weight: str, shape: tuple[int, ...]) -> PackedStep:
+        """The step for a layer [N, K] of a module with a weight [K, N], in whose place producers quantize an nn.Linear."""
+        why = self._why_decoded(layer, name)
+        return PackedStep(layer, weight if why else name, "dense" if why else "linear", shape, why, transposed=True)
+
+    def _why_decoded(self, layer: Layer, name: str) -> str:
+        """Why a place takes the numbers of a layer that it could hold packed; '' where it holds it."""
+        scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
+        return f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
 
     def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
         """Plan a parameter filled from experts that the checkpoint stores one by one, unless all of them are plain."""
@@ -291,7 +306,7 @@ class _Planner:
         """Set the orientation of square stacks: that of others in the module, else that of files."""
         parents = {step.name.rpartition(".")[0] for step in self.plan.packed
                    if step.experts is not None and step.shape == _swapped(step.stored) != step.stored}
-        self.plan.packed = [replace(step, transposed=step.experts is not None and step.shape == _swapped(step.stored) and (
+        self.plan.packed = [step if step.experts is None else replace(step, transposed=step.shape == _swapped(step.stored) and (
             step.shape != step.stored or step.layer.transposed or step.name.rpartition(".")[0] in parents))
             for step in self.plan.packed]
 
@@ -401,7 +416,7 @@ class _Planner:
         owners = [self.names.modules[other.rpartition(".")[0]] for other in self.names.tied(name)]
         if format is None:
             return "plain in the checkpoint"
-        if leaf != "weight" or not _is_kind(owner, nn.Linear):
+        if leaf != "weight" or not isinstance(owner, nn.Linear) or not product_of(owner):
             return f"{type(owner).__name__} is no nn.Linear"
         if any(isinstance(other, nn.Embedding) for other in owners):
             return "shares the weight of an embedding"
@@ -469,14 +484,10 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:SHOWN], *more])
 
 
-def _is_kind(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module computes as a torch class does: no subclass with a forward of its own, and not one that never runs.
-
-    MultiheadAttention multiplies by the weight of its projection itself, which torch marks by a class of its own.
-    """
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return False
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+def _holds_numbers(layer: Layer) -> bool:
+    """Whether a layer codes a tensor of plain numbers without loss, and so with the axes that it has in files."""
+    fields = next(format.fields for format in descriptions() if format.name == layer.format)
+    return bool(fields) and all(len(own) == 1 for own in fields.values())
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

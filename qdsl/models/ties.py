@@ -13,6 +13,12 @@ from qdsl.runtime.torch.module import PackedModule
 Ties = dict[str, dict[str, str]]                                 # module -> tied parameter -> the parameter that it shares
 
 
+def tie(model: nn.Module) -> None:
+    """Tie the weights that a model records, which builders that put parameters on meta one by one have untied."""
+    if callable(own := getattr(model, "tie_weights", None)):
+        own()
+
+
 def recorded_ties(model: nn.Module) -> Ties:
     """The ties that the modules of a model record, by the names of these modules."""
     return {name: dict(own) for name, module in model.named_modules(remove_duplicate=False)

@@ -14,6 +14,7 @@ from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
 from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
+from qdsl.runtime.torch.products import Product, bare, product_of
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -32,6 +33,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
     quantize_x: bool = False                                     # these three as in `linear`; may be changed at any time
     batch_invariant: bool = False
     match_dense: bool = False
+    replaced: tuple[nn.Module, Product] | None = None            # a module of another class, without its weight
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
                  quantize_x: bool = False, input_scale: Tensor | None = None) -> None:
@@ -84,8 +86,9 @@ class QuantizedLinear(PackedModule, nn.Linear):
         return self._product(input)
 
     def take_mode(self, other: QuantizedLinear) -> None:
-        """Compute as another layer, but for its `quantize_x`."""
+        """Compute as another layer, but for its `quantize_x`, and in place of the same module."""
         self.batch_invariant, self.match_dense = other.batch_invariant, other.match_dense
+        self.replaced = other.replaced
 
     def _product(self, input: Tensor) -> Tensor:
         """The product without the fast path, for any x and current tensors."""
@@ -127,6 +130,13 @@ class QuantizedLinear(PackedModule, nn.Linear):
         """Features, format and bias, as print(model) shows them."""
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
                 f"format={self.format.name}.{self._packed.storage}{', quantize_x=True' if self.quantize_x else ''}")
+
+
+def replaced_by(module: nn.Module) -> tuple[nn.Module, Product] | None:
+    """What a packed layer in place of a module stands for, to be dense again as that; None for an nn.Linear."""
+    if isinstance(module, QuantizedLinear):
+        return module.replaced
+    return None if type(module) is nn.Linear else (bare(module), product_of(module))
 
 
 class QuantizedEmbedding(PackedModule, nn.Embedding):

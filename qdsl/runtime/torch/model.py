@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from qdsl.core.text import counted
 from qdsl.runtime.gpu.placement import fastest_storage, may_change
-from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
+from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _reason(layer: nn.Module) -> str:
     """Why a layer cannot be replaced; '' if it can."""
     if isinstance(layer, QuantizedLinear):
         return f"holds a {layer.format.name} weight already"
-    if type(layer) is not nn.Linear:
+    if not product_of(layer):
         return f"a {type(layer).__name__} is more than a linear layer"
     if any(value for name, value in vars(layer).items() if name.endswith("_hooks")):
         return "has hooks, which would be lost"
@@ -92,6 +93,7 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
         return str(error)
     new = format.Linear(packed, old.bias, old.weight.dtype)
     new.bias = old.bias                                          # the same parameter, in case it is trained
+    new.replaced = replaced_by(old)
     new.train(old.training)
     tied = [name for name, other in model.named_parameters(remove_duplicate=False)
             if other is old.weight and name.removesuffix(".weight") not in names]
