@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ from qdsl.models.offloaded import onloaded_by_hooks
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.experts import device_offsets, host_borders, is_on_gpu, matmul, weighted_sum
 from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.torch.specialized import SpecializedModule
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 
@@ -35,7 +36,7 @@ def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     return weighted_sum(run(x, offsets, tokens), order, topk_weights, offsets).to(x.dtype)
 
 
-class Experts(nn.Module):
+class Experts(SpecializedModule):
     """E packed weights [N, K], called as a layer or used as the dense tensor [E, N, K] that they stand for.
 
     `experts(x, offsets, bias)` multiplies rows of x, sorted by expert; a GPU needs one launch for few rows.  `experts[e]` decodes
@@ -61,6 +62,10 @@ class Experts(nn.Module):
             raise FormatError(f"experts have one shape [N, K]: N is {sorted(sizes)}, and K is {sorted(columns)}")
         self.experts, self.transposed = experts, transposed
         self.parts = nn.ModuleList([weight.format.Linear(weight, None, dtype) for weight in weights])
+        self._specialize()
+
+    def _description(self) -> Hashable:
+        return (self.experts, self.transposed, *map(type, self.parts))
 
     @property
     def shape(self) -> torch.Size:

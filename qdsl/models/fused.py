@@ -90,6 +90,7 @@ class FusedLinear(QuantizedLinear):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         if different := _different(packed, self.checkpoint_weight()):
             raise FormatError(f"{packed.format.name}.{packed.storage} would not come back bit for bit: '{different}' differs")
+        self._specialize()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ def onloaded(model: nn.Module) -> Iterator[None]:
 
 def onloaded_by_hooks(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Runs accelerate's hooks of modules whose weights are used without a call of the modules."""
-    hooked = [(module, hook) for module in modules if (hook := hook_of(module)) is not None]
+    hooks = [hook_of(module) for module in modules]              # torch.compile takes no `:=` in a comprehension
+    hooked = [(module, hook) for module, hook in zip(modules, hooks, strict=True) if hook is not None]
     return _hooks_run(hooked) if hooked else nullcontext()
 
 

@@ -445,7 +445,7 @@ def test_a_filter_and_shared_weights(tmp_path: Path) -> None:
     model["stack"] = stack
     report = qdsl.fuse_(model, lambda module, name: name != "b")
     assert report.quantized.keys() == {"a", "twice"} and model["twice"] is model["a"]
-    assert type(model["b"]) is int_group.Linear
+    assert isinstance(model["b"], int_group.Linear)
     assert report.skipped == {"head": "another module has the same tensors",
                               "stack.parts.0": "experts of a stack are multiplied together"}
     with pytest.raises(FormatError, match="itself a linear layer"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         if input_scale is not None and (why := _wrong_scale(input_scale)):
             raise FormatError(f"input_scale {why}")
         self.register_buffer("input_scale", input_scale)
-        self._x_scale: float | None = None                       # read once, because reading waits for the GPU
+        self._x_scale: str | None = None                         # read once, because reading waits for the GPU
         self.out_features, self.in_features = packed.shape
         check_bias(bias, packed.shape)
         if quantize_x:
@@ -95,8 +95,8 @@ class QuantizedLinear(PackedModule, nn.Linear):
         if self.quantize_x and self._x_scale is None and self.input_scale is not None:
             self._read_scale()
         packed = self.packed
-        out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, self._x_scale,
-                                 self.match_dense)
+        scale = None if self._x_scale is None else float(self._x_scale)
+        out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, scale, self.match_dense)
         if not is_compiling() and packed.plan is not None:
             self._packed.plan, self._packed.dense = packed.plan, packed.dense
         return out
@@ -123,8 +123,18 @@ class QuantizedLinear(PackedModule, nn.Linear):
         return [*super()._uncast_tensors(), *([] if self.input_scale is None else [self.input_scale])]
 
     def _read_scale(self) -> None:
-        scale = self.input_scale
-        self._x_scale = None if scale is None or not is_plain(scale) else float(scale)
+        scale = self.input_scale                                 # as text, which torch.compile never takes for a variable
+        self._x_scale = None if scale is None or not is_plain(scale) else repr(float(scale))
+        if self.quantize_x and self._x_scale is not None:
+            self._specialize()
+
+    def _description(self) -> Hashable:
+        return super()._description(), self.__dict__.get("_x_scale") if self.quantize_x else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "quantize_x" and "_names" in self.__dict__:   # a program has the static scale of x
+            self._specialize()
 
     def extra_repr(self) -> str:
         """Features, format and bias, as print(model) shows them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
+from qdsl.runtime.torch.specialized import SpecializedModule
 from qdsl.runtime.weight.device_dtypes import as_bytes_like, as_stored, dtype_on, is_float8, moved
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.pickling import picklable, unpickled
@@ -35,7 +36,7 @@ WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 }
 
 
-class PackedModule(nn.Module):
+class PackedModule(SpecializedModule):
     """A module over a packed weight: the checkpoint's tensors are its parameters, under their own names.
 
     `.to`, `.half()` and similar calls keep their dtypes, and `state_dict` has them as the checkpoint does.  `weight` is a
@@ -67,6 +68,12 @@ class PackedModule(nn.Module):
         self._names = names
         if is_plain(*self._stored_tensors().values()):
             _note(self._stored_tensors(), packed.in_order)
+        self._specialize()
+
+    def _description(self) -> Hashable:
+        packed = self._packed
+        return (self.format.key, packed.storage, packed.params_text, packed.shape_text, packed.stream_info,
+                *((name, tensor.dtype, tensor.shape) for name, tensor in self._stored_tensors().items()))
 
     def _attribute(self, name: str) -> str:
         """A tensor's attribute name in the module: as in the checkpoint, unless the module has another attribute of that name."""
@@ -241,7 +248,7 @@ class PackedModule(nn.Module):
         return {**self.__dict__, "_parameters": picklable(self._parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})
         self._validate()                                         # a copied tensor has no record
 
     def _validate(self) -> None:
@@ -251,6 +258,7 @@ class PackedModule(nn.Module):
             vars(tensor).pop("_noted", None)
             if is_float8(dtypes[name]):
                 self._dtypes[name] = dtype_on(tensor.device, dtypes[name])
+        self._specialize()
         if is_plain(*tensors.values()):
             try:
                 self._note(tensors)
