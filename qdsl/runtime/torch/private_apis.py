@@ -21,7 +21,8 @@ from qdsl.runtime.gpu.triton import triton, use_writable_cache
 
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
 
-Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 PLAIN = (Tensor, nn.Parameter)                                   # tensor types to compute with directly
 
 
