@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from io import BufferedReader
+from io import BufferedReader, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,7 +74,7 @@ def identity(path: Path) -> list[Any]:
 
     Other changes are noticed when work is resumed, which compares checksums of all that finished work has read.
     """
-    with naming(path), open_input(path) as file:
+    with open_input(path) as file:
         status = os.fstat(file.fileno())
         return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(file.read(FIRST)).hexdigest()]
 
@@ -92,7 +92,7 @@ def naming(path: str | os.PathLike[str], part: Path | None = None) -> Iterator[N
 
 def read_chunks(path: Path, start: int, nbytes: int) -> Iterator[bytes]:
     """Bytes of a file, a MiB at a time.  Raises OSError, with the path, also for a file that is too short."""
-    with naming(path), open_input(path) as file:
+    with open_input(path) as file:
         file.seek(start)
         while nbytes:
             if not (data := file.read(min(1 << 20, nbytes))):
@@ -112,10 +112,26 @@ class InputError(OSError):
     """An input that changed while it was read, or that is no regular file."""
 
 
+class _Input(FileIO):
+    """A file whose errors name it: those of reads name none."""
+
+    def __init__(self, file: int, path: str | os.PathLike[str]) -> None:
+        super().__init__(file, "rb")
+        self._path = path
+
+    def readinto(self, buffer: Any) -> int | None:
+        with naming(self._path):
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with naming(self._path):
+            return super().readall()
+
+
 def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     """A regular file, opened for reading, at once: a pipe or a device could wait for ever.
 
-    Raises InputError for anything else, OSError.
+    Raises InputError for anything else, and OSError, with the path also where a read fails.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):                  # to open a device may change it
         raise InputError(f"{path}: not a regular file")
@@ -123,7 +139,19 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise InputError(f"{path}: not a regular file")
-    return open(file, "rb")
+    return BufferedReader(_Input(file, path))
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a regular file.  Raises as `open_input` does."""
+    with open_input(path) as file:
+        return file.read()
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The UTF-8 text of a regular file, with any line ends as line feeds.  Raises as `open_input` does, UnicodeDecodeError."""
+    with TextIOWrapper(open_input(path), "utf-8") as file:
+        return file.read()
 
 
 def _check_depth(path: Path) -> None:
@@ -299,7 +327,8 @@ def flush_folder(path: Path) -> None:
     folder = system.open_folder(path)
     if folder is not None:
         try:
-            os.fsync(folder)
+            with naming(path):
+                os.fsync(folder)
         finally:
             os.close(folder)
 

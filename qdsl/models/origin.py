@@ -17,6 +17,7 @@ from qdsl.checkpoint.detect.sources import FolderSource, GgufSource
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import Header, torch_dtypes
+from qdsl.host.files import read_bytes
 
 if TYPE_CHECKING:
     from qdsl.checkpoint.detect.sources import Source
@@ -91,7 +92,7 @@ def origin_of(source: Source) -> Origin:
 
 
 def _text(path: Path) -> str | None:
-    return path.read_bytes().decode() if path.is_file() else None
+    return read_bytes(path).decode() if path.is_file() else None
 
 
 def remember(model: nn.Module, origin: Origin) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
 
-from qdsl.host.files import read_chunks
+from qdsl.host.files import open_input, read_chunks
 
 Range = tuple[Path, int, int]                                    # of a file: its first byte, and how many
 FILE = "qdsl-checksums.json"                                     # file -> tensor -> CRC-32 of its bytes, for a folder
@@ -28,7 +28,7 @@ def text(checksums: Mapping[str, Mapping[str, int]], others: Mapping[str, int] |
 
 def file_checksum(path: Path) -> int | None:
     """The CRC-32 of a file."""
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         return checksum(file, 0, os.fstat(file.fileno()).st_size)
 
 

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from qdsl.checkpoint.files.crc import Range, checksum, checksums_path, ranges_checksum, text
 from qdsl.checkpoint.files.strict_json import CheckpointError, shown
-from qdsl.host.files import OutputError, check_unchanged, journal_of, part_of, replacing, write_text
+from qdsl.host.files import OutputError, check_unchanged, journal_of, open_input, part_of, replacing, write_text
 from qdsl.host.system import open_new
 from qdsl.host.unfinished import remove_last
 
@@ -93,7 +93,7 @@ def _was_written(path: Path, start: bytes, tensors: Sequence[NewTensor], resume:
     part = part_of(path, resume.key)
     journal = journal_of(part)
     if path.is_file() and journal.is_file() and not part.exists():
-        with open(path, "rb") as file, open(journal, "rb") as lines:
+        with open_input(path) as file, open_input(journal) as lines:
             is_complete = _complete(file, lines, start, tensors, resume, checksums)[0] == len(tensors) and not file.read(1)
         if is_complete:
             remove_last(journal)

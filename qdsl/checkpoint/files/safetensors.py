@@ -21,7 +21,7 @@ from qdsl.checkpoint.files.resume import Resume, write_tensors
 from qdsl.checkpoint.files.strict_json import CheckpointError as CheckpointError
 from qdsl.checkpoint.files.strict_json import shown as shown
 from qdsl.checkpoint.files.strict_json import strict_json as strict_json
-from qdsl.host.files import InputError, naming, open_input
+from qdsl.host.files import InputError, open_input
 from qdsl.host.system import map_file
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype
 
 def read_into(path: Path, start: int, memory: memoryview) -> None:
     """Fill memory with bytes of a file from `start` on.  Raises CheckpointError for a file that is too short."""
-    with naming(path), open_input(path) as file:
+    with open_input(path) as file:
         file.seek(start)
         place = 0
         while place < memory.nbytes:

@@ -20,6 +20,7 @@ from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.references import local_headers
 from qdsl.checkpoint.files.safetensors import Entry, Header, laid_out, shown
+from qdsl.host.files import read_bytes
 from qdsl.jobs.compress import codecs, original
 from qdsl.jobs.compress.codecs import Shape
 from qdsl.jobs.compress.original import ORIGINAL, Original
@@ -93,7 +94,7 @@ class Model:
 def plain(folder: Folder) -> Model:
     """The model of a folder, without decoding."""
     names = ["config.json", folder.index_name] if folder.path.is_dir() else []
-    texts = {name: (folder.root / name).read_bytes().decode() for name in names if (folder.root / name).is_file()}
+    texts = {name: read_bytes(folder.root / name).decode() for name in names if (folder.root / name).is_file()}
     return Model(folder, _files_of(folder), {name: bytes_of(folder, name) for name in folder.names()}, folder.index_name, texts)
 
 

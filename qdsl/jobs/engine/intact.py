@@ -11,6 +11,7 @@ from zlib import crc32
 
 from qdsl.checkpoint.files.crc import Range, checksum, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header
+from qdsl.host.files import open_input
 from qdsl.host.processes import results
 from qdsl.jobs.engine import stage
 from qdsl.jobs.engine.shards import Shard
@@ -75,7 +76,7 @@ def _is_intact(work: tuple[Shard, Path]) -> bool:
     crc, reads = note.get("crc", {}), note.get("reads", {})
     if not (stage.fits(crc, NUMBERS) and stage.fits(reads, NUMBERS)):
         return False
-    with open(stage.place(shard, out), "rb") as file:
+    with open_input(stage.place(shard, out)) as file:
         if file.read(len(shard.start)) != shard.start:
             return False
         if any(checksum(file, start, nbytes) != crc.get(str(start)) for step in shard.steps for start, nbytes in step.extents
@@ -92,5 +93,5 @@ def _piece_is_intact(piece: Piece) -> bool:
         return False
     if not stage.fits(stored, NUMBERS) or header.metadata.get("reads") != str(ranges_checksum(piece.reads)):
         return False
-    with open(piece.path, "rb") as file:
+    with open_input(piece.path) as file:
         return all(checksum(file, entry.start, entry.nbytes) == stored.get(name) for name, entry in header.tensors.items())
