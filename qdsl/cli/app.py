@@ -68,6 +68,7 @@ OutFolder = Annotated[Path, typer.Option("--out", "-o", help="The folder to writ
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
          "TIB": 1 << 40}
+LONGEST = 4000                                                   # characters of a line of a message: some quote a file
 SHOWN = 50                                                       # the most differences or notes that are printed
 
 
@@ -118,10 +119,14 @@ def _options(version: Annotated[bool, typer.Option("--version", "-V", callback=_
 
 
 def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
-    """End the command with a message, control characters escaped.  code: 1 for a wrong input, 2 for a wrong command line."""
+    """End the command with a message, control characters escaped and long lines cut.
+
+    code: 1 for a wrong input, 2 for a wrong command line.
+    """
     from qdsl.checkpoint.report.contents import escaped
 
-    raise Failure("\n".join("\t".join(map(escaped, line.split("\t"))) for line in message.split("\n")), code, head)
+    raise Failure("\n".join("\t".join(escaped(part, LONGEST) for part in line.split("\t")) for line in message.split("\n")), code,
+                  head)
 
 
 def without_controls(text: str) -> str:

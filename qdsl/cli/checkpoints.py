@@ -174,8 +174,14 @@ def language_folder(path: Path, architecture: str | None) -> Any:
 
 def _config_text(folder: Path) -> str:
     """The text of config.json, '' where there is none."""
+    from qdsl.checkpoint.files.folder import CONFIG_LIMIT
+    from qdsl.host.files import open_input
+
     config = folder / "config.json"
-    return config.read_text(errors="replace") if config.is_file() else ""
+    if not config.is_file():
+        return ""
+    with reported(), open_input(config) as file:
+        return file.read(CONFIG_LIMIT).decode(errors="replace")
 
 
 def _diffusers_pair(file: Path, folder: Path) -> Any:

@@ -21,7 +21,8 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf_metadata import Value
-from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown, torch_dtypes
+from qdsl.host.files import read_text
 from qdsl.jobs.gguf import QuantizeError, mixes
 from qdsl.jobs.gguf.source import model_of
 from qdsl.models.gguf_maps import FOLDER as MAPS
@@ -75,7 +76,17 @@ class LanguageFolder:
             config = AutoConfig.from_pretrained(path)
         except Exception as error:                               # of many kinds, by what is wrong
             raise QuantizeError(f"{path / 'config.json'}: transformers does not read it: {error}") from error
-        settings = self._settings(config)
+        try:
+            self._read(config)
+        except (CheckpointError, QuantizeError, OSError, ImportError, MemoryError):
+            raise
+        except Exception as error:                               # of many kinds: any value may be of another type
+            raise QuantizeError(f"{path}: config.json or a file of the tokenizer has a value that it cannot have: "
+                                f"{type(error).__name__}: {error}") from error
+
+    def _read(self, config: Any) -> None:
+        """Reads what the file holds from the config, the headers and the tokenizer."""
+        path, settings = self.path, self._settings(config)
         own = GgufMap.read(MAPS / f"{config.model_type}.json")
         if list(config.architectures or ()) != [own.model_class]:
             raise QuantizeError(f"{path / 'config.json'}: architectures are {config.architectures}; of model type "
@@ -112,7 +123,7 @@ class LanguageFolder:
         if (self.path / "modules.json").is_file():
             raise QuantizeError(f"{self.path / 'modules.json'}: a model of sentence embeddings, which is not written yet")
         card = self.path / "README.md"
-        hints = (self.path.resolve().name, str(entries.get("_name_or_path", "")), card.read_text() if card.is_file() else "")
+        hints = (self.path.resolve().name, str(entries.get("_name_or_path", "")), read_text(card) if card.is_file() else "")
         if any("reranker" in hint.lower() for hint in hints):
             raise QuantizeError(f"{self.path}: a reranker, which is not written yet")
         return {**rules["models"][config.model_type], "common": rules["settings"]}
@@ -258,7 +269,13 @@ class LanguageFolder:
         for key, (type, value) in _scaling(config, own, self.path).items():
             writer.add_key_value(f"{own.architecture}.rope.{key}", value, gguf.GGUFValueType[type])
         add_vocabulary(writer, self.path, settings["vocabulary"], config)
-        return {key: _value(entry) for key, entry in writer.kv_data[0].items()}
+        metadata: dict[str, Value] = {}
+        for key, entry in writer.kv_data[0].items():
+            try:
+                metadata[key] = _value(entry)
+            except CheckpointError as error:
+                raise QuantizeError(f"{self.path}: {key}: {error}") from None
+        return metadata
 
 
 def _entry(config: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from gguf import GGUFWriter, LlamaHfVocab, TokenType
 
+from qdsl.host.files import read_text
 from qdsl.jobs.gguf import QuantizeError
 
 TABLE = Path(__file__).parent / "gguf_tokenizers.json"
@@ -206,8 +207,8 @@ def _chat_template(folder: Path) -> Any:
     if not path.is_file():
         return json_of(folder / "chat_template.json").get("chat_template")
     others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    templates = [{"name": own.stem, "template": own.read_text(encoding="utf-8")} for own in others]
-    text = path.read_text(encoding="utf-8")
+    templates = [{"name": own.stem, "template": read_text(own)} for own in others]
+    text = read_text(path)
     return [{"name": "default", "template": text}, *templates] if templates else text
 
 
@@ -263,8 +264,8 @@ def _special_of(entry: Mapping[str, Any]) -> str | None:
 def json_of(path: Path) -> dict[str, Any]:
     """The object of a JSON file; {} where the file does not exist.  Raises QuantizeError for invalid JSON."""
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
+        loaded = json.loads(read_text(path)) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
         raise QuantizeError(f"{path}: {error}") from None
     if not isinstance(loaded, dict):
         raise QuantizeError(f"{path}: a JSON object is expected, not {type(loaded).__name__}")

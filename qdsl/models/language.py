@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,19 @@ from qdsl.models.chat_template import render
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
 from qdsl.runtime.torch.module import PackedModule
+
+CLEAR = (ValueError, OSError, ImportError, MemoryError)          # CheckpointError and FormatError, too
+
+
+@contextmanager
+def _named(what: str, *passed: type[Exception]) -> Iterator[None]:
+    """Turns errors of transformers, of many kinds by what is wrong, into LoadError.  passed: errors that say enough."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (LoadError, *passed)):
+            raise
+        raise LoadError(f"{what}: {error}") from error
 
 
 @dataclass
@@ -38,12 +52,8 @@ class LanguageModel:
     @cached_property
     def tokenizer(self) -> Any:
         """Its tokenizer, loaded on first use."""
-        try:
+        with _named(f"{self.path}: transformers reads no tokenizer from it"):
             return plugin.tokenizer(self.path, self.base)
-        except LoadError:
-            raise
-        except Exception as error:                               # of many kinds, by what is wrong
-            raise LoadError(f"{self.path}: transformers reads no tokenizer from it: {error}") from error
 
     @property
     def packed_layers(self) -> int:
@@ -95,7 +105,8 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     is_gguf = path.suffix == ".gguf"
     if is_gguf or base is not None or format is not None or _is_packed(path):
         config = plugin.QdslConfig(format, match_dense=match_dense, **(params or {}))
-        model = plugin.from_pretrained(path, base=base, quantization_config=config, **options)
+        with _named(f"{path}: transformers does not load it", *CLEAR):
+            model = plugin.from_pretrained(path, base=base, quantization_config=config, **options)
     else:
         model = _load_plain(path, options)
     wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
@@ -104,10 +115,8 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
 
 def _load_plain(path: Path, options: Mapping[str, Any]) -> Any:
     """Load a plain folder with transformers.  Raises LoadError where transformers would initialise a weight at random."""
-    try:
+    with _named(f"{path}: transformers does not load it"):
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
-    except Exception as error:                                   # of many kinds, by what is wrong
-        raise LoadError(f"{path}: transformers does not load it: {error}") from error
     if missing := sorted(loading["missing_keys"]):
         raise LoadError(f"{path}: no tensor for {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
     return model
@@ -134,7 +143,8 @@ def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, te
     torch.manual_seed(seed)
     began = time.perf_counter()
     streamer = None if write is None else _Writer(tokenizer, write)
-    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)[0]
+    with _named(f"{language.path}: transformers does not generate with it", *CLEAR):
+        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)[0]
     seconds, read = time.perf_counter() - began, inputs["input_ids"].shape[1]
     text = tokenizer.decode(tokens[read:], skip_special_tokens=True)
     return Generation(text, read, len(tokens) - read, seconds, resident_bytes())
