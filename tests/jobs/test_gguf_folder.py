@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.cli import app
 from qdsl.jobs.gguf import QuantizeError, mixes
 from qdsl.jobs.gguf.plan import plan
@@ -21,6 +23,8 @@ from qdsl.jobs.gguf.run import quantize_file
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap
 from tests.support import gguf_models, language_models, llama_cpp
+from tests.support.jobs import drawn
+from tests.support.json_bombs import DEEP, drawn_json
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -228,6 +232,24 @@ def test_weights_that_are_not_written(tmp_path: Path) -> None:
     assert "F64 is not quantized" in refused(path)
     with pytest.raises(QuantizeError, match="only GGUF files are copied; give BF16 or F16"):
         quantized(tiny_folder(tmp_path / "other", "llama", size=0)[0], "COPY", tmp_path / "out.gguf")
+
+
+def test_hostile_settings_and_tokenizers_are_refused_or_read(tmp_path: Path) -> None:
+    """Values of other types and magnitudes, and files that are too deep: QuantizeError, or a plan."""
+    path, draw = tiny_folder(tmp_path, "llama", size=0)[0], drawn("language folder")
+    (path / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        before = (path / name).read_bytes()
+        for number in range(200 if os.environ.get("QDSL_TEST_ALL") else 6):
+            data = drawn_json(before, draw) if number else b"[" * DEEP + b"]" * DEEP
+            (path / name).write_bytes(data)
+            try:
+                gguf_folder.LanguageFolder(path)
+            except (QuantizeError, CheckpointError) as error:
+                assert str(path) in str(error)
+            else:
+                assert number
+        (path / name).write_bytes(before)
 
 
 # -- llama.cpp's converter -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import math
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +133,20 @@ def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, defect: 
         (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
     result = run("generate", tmp_path, "1", "-n", 1)
     assert result.exit_code == 1 and f"{tmp_path}: " in result.stderr and message in result.stderr
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("config.json", {"num_hidden_layers": [None]}, "transformers does not load it"),
+    ("config.json", {"vocab_size": 300}, "transformers does not load it"),
+    ("generation_config.json", {"eos_token_id": math.nan}, "transformers does not generate with it"),
+    ("config.json", {"layer_types": ["y" * 100_000]}, "transformers does not load it")])
+def test_a_packed_folder_with_wrong_settings_is_refused(fp8: Path, tmp_path: Path, name: str, change: dict[str, Any],
+                                                        message: str) -> None:
+    """By errors of many kinds: they are sentences, and no longer than a screen."""
+    for path in fp8.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {}
+    (tmp_path / name).write_text(json.dumps(config | change))
+    result = run("generate", tmp_path, "1", "-n", 1)
+    assert result.exit_code == 1 and f"error: {tmp_path}: {message}" in result.stderr
+    assert max(map(len, result.stderr.splitlines())) < 5000

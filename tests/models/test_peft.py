@@ -202,6 +202,7 @@ import torch, qdsl, qdsl.models.peft
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -227,11 +228,19 @@ for wrapped in (ddp, fsdp):
         torch.manual_seed(0)
         model = nn.Sequential(*[module.Linear(module.quantize(torch.randn(64, 64) / 8)) for _ in range(2)])
         before = {key: p.detach().clone() for key, p in qdsl.packed_parameters(model).items()}
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+        alone, stored = model(x).detach(), {key: tensor.clone() for key, tensor in model.state_dict().items()}
         torch.manual_seed(rank if wrapped is ddp else 0)         # DDP gives all ranks the adapters of the first
         model = get_peft_model(model, LoraConfig(target_modules=["0", "1"], r=4, use_dora=dora))
         run = wrapped(model)
+        assert run(x).equal(alone), name                         # adapters begin with zeros, but DoRA's magnitudes
+        full = get_model_state_dict(run, options=StateDictOptions(full_state_dict=True))
+        for key, tensor in full.items():
+            old = stored.get(key.removeprefix("base_model.model.").replace("base_layer.", ""))
+            assert old is None or tensor.view(torch.uint8).equal(old.view(torch.uint8)), (name, key)
+        assert len(full) == len(model.state_dict())
         optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], 0.1)
-        x, losses = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)), []
+        losses = []
         for _ in range(4):
             loss = run(x).square().mean()
             optimizer.zero_grad()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qdsl import __main__
 from qdsl.checkpoint.detect.layers import detected_layers
 from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
@@ -74,6 +75,26 @@ def killed(work: Callable[[], object], out: Path, after: int) -> bool:
         os._exit(0)
 
 
+def signalled(arguments: Sequence[str | Path], out: Path, after: int, signal: int, log: Path) -> tuple[int, str]:
+    """The exit code and the messages of the program where a signal comes at the operation on the output after so many."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), log.read_text()
+    code = 99
+    try:
+        torch.set_num_threads(1)
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115
+        os.dup2(sys.stdout.fileno(), 2)
+        sys.argv = ["qdsl", *map(str, arguments)]
+        _watched(out, after, signal)
+        __main__.main()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    finally:
+        os._exit(code)
+
+
 def killed_everywhere(work: Callable[[Path], Any], parent: Path, step: int = 1) -> Iterator[Any]:
     """Kill the writer of a folder before every `step`-th operation, and yield what the next one, which finishes, returns.
 
@@ -111,15 +132,15 @@ def operations(work: Callable[[], object], out: Path) -> int:
         return int(answer.read())
 
 
-def _watched(out: Path, after: int | None) -> list[int]:
-    """A count of the operations on an output from now on; the process ends at the one that comes after so many."""
+def _watched(out: Path, after: int | None, signal: int | None = None) -> list[int]:
+    """A count of the operations on an output from now on; the process ends at the one after so many, or gets a signal there."""
     count = [0]
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
             count[0] += 1
-            if after is not None and count[0] > after:
-                os._exit(9)
+            if after is not None and count[0] == after + 1:
+                os._exit(9) if signal is None else os.kill(os.getpid(), signal)
 
     sys.addaudithook(watch)
     return count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from tests.support import folders
 from tests.support.models import ToyModel, written
 
 DENSE = ToyModel(Model("llama", 2, 4, 2), 256, 512)
+SEED = int(os.environ.get("QDSL_TEST_SEED", "0"))                # of what tests draw: another one tries other places
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1}
 
 
@@ -56,6 +59,20 @@ JOBS = {
     "dequantize": ("dequantize {}/in.gguf", "out.safetensors"),
     "merge-index": ("quantize {}/plain -f fp8_block -j 1 --shard 1/1", "out"),
 }
+
+
+# Arguments of commands that only read.
+CHECKS = {
+    "inspect": ("inspect {}/fp8 --check", ""),
+    "inspect gguf": ("inspect {}/in.gguf --check", ""),
+    "verify": ("verify {}/plain {}/plain -j 1", ""),
+    "verify decoded": ("verify {}/fp8 {}/fp8 --decoded -j 1", ""),
+}
+
+
+def drawn(test: str) -> random.Random:
+    """Random choices of a test, by its name and $QDSL_TEST_SEED."""
+    return random.Random(f"{test} {SEED}")
 
 
 def files(path: Path) -> dict[str, bytes]:
