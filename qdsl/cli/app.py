@@ -125,8 +125,12 @@ def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
     """
     from qdsl.checkpoint.report.contents import escaped
 
-    raise Failure("\n".join("\t".join(escaped(part, LONGEST) for part in line.split("\t")) for line in message.split("\n")), code,
-                  head)
+    raise Failure("\n".join("\t".join(map(escaped, _shortened(line).split("\t"))) for line in message.split("\n")), code, head)
+
+
+def _shortened(line: str) -> str:
+    """A line without its middle where it is longer than LONGEST."""
+    return line if len(line) <= LONGEST else f"{line[:LONGEST // 2]} ... {line[-LONGEST // 2:]}"
 
 
 def without_controls(text: str) -> str:

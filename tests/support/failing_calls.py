@@ -19,7 +19,7 @@ READS, WRITES, FLUSHES = 1, 2, 4
 def faults(library: ctypes.CDLL, place: Path, rounds: int, draw: random.Random, jobs: Sequence[str]) -> list[str]:
     """What is wrong after failing calls: an error that is not one sentence with its cause, a changed input, a lost byte."""
     library.fail_after.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int]
-    inputs, found = job_inputs(place / "in"), []
+    inputs, problems = job_inputs(place / "in"), list[str]()
     before = files(inputs)
     for job in jobs:
         arguments, name = (JOBS | CHECKS)[job]
@@ -36,13 +36,13 @@ def faults(library: ctypes.CDLL, place: Path, rounds: int, draw: random.Random, 
             result = command(*retry)
             library.fail_after(b"", -1, 0, 0)
             if result.exit_code not in (0, 1) or (result.exit_code and not is_clear(result.stderr, place, os.strerror(code))):
-                found.append(f"{job}: {folder} {kinds} {code} after {count}: {result.exit_code}, {result.output!r}")
+                problems.append(f"{job}: {folder} {kinds} {code} after {count}: {result.exit_code}, {result.output!r}")
             if result.exit_code:
                 succeed(*retry)
             if files(place / "out") != expected or files(inputs) != before:
-                found.append(f"{job}: {folder} {kinds} {code} after {count}: other bytes")
+                problems.append(f"{job}: {folder} {kinds} {code} after {count}: other bytes")
             shutil.rmtree(place / "out")
-    return found
+    return problems
 
 
 def is_clear(message: str, place: Path, cause: str) -> bool:
