@@ -44,6 +44,8 @@ def end(place: Path) -> None:
 
 
 def message() -> str:
-    """What to say after an interrupt."""
-    return "interrupted" + "".join(f"; run the same command again to resume: what is complete lies in {place}"
-                                   for place in _places[-1:])
+    """What to say after an interrupt.  Work that has just been put in its place lies nowhere else."""
+    if not _places:
+        return "interrupted"
+    lies = f": what is complete lies in {_places[-1]}" if _places[-1].exists() else ""
+    return f"interrupted; run the same command again to resume{lies}"

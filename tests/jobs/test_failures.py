@@ -161,7 +161,7 @@ def test_parts_are_killed_while_the_clock_jumps(job: str, inputs: Path, tmp_path
 def test_failing_reads_and_writes_are_errors(tmp_path: Path) -> None:
     shim, support = tmp_path / "failing_calls.so", ROOT / "tests" / "support"
     subprocess.run([*library.compiler(), "-shared", "-fPIC", "-o", shim, support / "failing_calls.c", "-ldl"], check=True)
-    run = subprocess.run([sys.executable, "-m", "tests.support.failing_calls", shim, tmp_path / "work", str(TIMES), str(SEED),
+    run = subprocess.run([sys.executable, "-m", "tests.support.failing_calls", shim, tmp_path / "work", str(4 * TIMES), str(SEED),
                           *SOME], cwd=ROOT, capture_output=True, text=True,
                          env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)})
     assert (run.returncode, run.stdout.strip()) == (0, ""), run.stdout + run.stderr

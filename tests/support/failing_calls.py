@@ -31,7 +31,7 @@ def faults(library: ctypes.CDLL, place: Path, rounds: int, draw: random.Random, 
                 succeed(*asked)
             retry = ["merge-index", str(place / "out" / name)] if job == "merge-index" else asked
             folder, kinds = draw.choice([("in", READS), ("out", READS), ("out", WRITES), ("out", FLUSHES)])
-            code, count = draw.choice([errno.EIO, errno.ENOSPC, errno.EDQUOT]), draw.randrange(40)
+            code, count = draw.choice([errno.EIO, errno.ENOSPC, errno.EDQUOT]), int(2 ** draw.uniform(0, 5)) - 1
             library.fail_after(os.fsencode(place / folder), count, kinds, code)
             result = command(*retry)
             library.fail_after(b"", -1, 0, 0)
