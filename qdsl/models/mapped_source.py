@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import OF_X
 from qdsl.core.text import counted
-from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, row_order
+from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, pattern_of, row_order
 from qdsl.models.plan import LoadError, Names, listed
 from qdsl.models.ties import tie
 from qdsl.runtime.weight.algebra import concatenated
@@ -33,7 +33,7 @@ class MappedSource:
 
     file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: the source of the
     rules, for messages.  unused: tensors of the file that the model does not use.  has_experts: whether tensors [E, N, K] are
-    experts' weights.
+    experts' weights.  zeros: parameters that are zero, because the file leaves them out.
 
     Layers with unchanged rows stay mapped from the file; rows of others are gathered on access.  Raises LoadError, which lists
     all problems, for parameters without a tensor and for different sizes.
@@ -41,7 +41,8 @@ class MappedSource:
 
     def __init__(self, file: Source, rules: Mapping[str, TensorRule], model: nn.Module, config: object = None, *,
                  origin: str = "rules", problems: Sequence[str] = (), unused: Sequence[str] = (),
-                 has_experts: bool = True) -> None:
+                 has_experts: bool = True, zeros: Sequence[str] = ()) -> None:
+        self.zeros = frozenset(zeros)
         self.file, self.path, self.config, self.has_experts = file, file.path, config, has_experts
         self.groups: Sequence[Group] = ()
         self.problems: Sequence[str] = file.problems
@@ -61,7 +62,7 @@ class MappedSource:
 
     def _missing(self, names: Names) -> list[str]:
         """Problems with parameters and buffers that no tensor fills."""
-        filled = {own for name in self.rules for own in (name, *names.tied(name))}
+        filled = {own for name in (*self.rules, *self.zeros) for own in (name, *names.tied(name))}
         missing = [name for name in self._shapes if name not in filled]
         return [f"{len(missing)} parameters have no tensor in the file: {listed(missing)}"] if missing else []
 
@@ -169,18 +170,22 @@ class MappedSource:
     def plain(self) -> Sequence[str]:
         """Names of parameters that take plain numbers."""
         filled = [name for name in self.rules if name not in self.layers and name.removesuffix(".weight") not in self.layers]
-        return [*filled, *self.unused]
+        return [*filled, *self.zeros, *self.unused]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter."""
-        return self._shapes[name] if name in self.rules else self.file.shape(self._scales.get(name, name))
+        return self._shapes[name] if name in self.rules or name in self.zeros else self.file.shape(self._scales.get(name, name))
 
     def nbytes(self, name: str) -> int:
         """Bytes of a parameter's tensors in the file."""
+        if name in self.zeros:
+            return 0
         return sum(map(self.file.nbytes, self.rules[name].sources if name in self.rules else (self._scales.get(name, name),)))
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a parameter as plain numbers."""
+        if name in self.zeros:
+            return torch.float32
         if name not in self.rules:
             return self.file.tensor(self._scales.get(name, name)).dtype
         rule = self.rules[name]
@@ -189,6 +194,8 @@ class MappedSource:
 
     def tensor(self, name: str) -> Tensor:
         """A parameter as plain numbers, decoded where the file has it packed."""
+        if name in self.zeros:
+            return torch.zeros(self._shapes[name], dtype=torch.float32, device="cpu")
         if name not in self.rules:
             return self.file.tensor(self._scales.get(name, name))
         rule, shape = self.rules[name], self._shapes[name]
@@ -237,22 +244,42 @@ class MappedSource:
         self.file.close()
 
 
-def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object) -> MappedSource:
+def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fills_biases: bool = False) -> MappedSource:
     """A GGUF file of a language model under the names of a model's parameters, which may be on meta.
 
-    Raises LoadError where it does not fit, CheckpointError for damage.
+    fills_biases: biases that no layer of the file has are zero, as in llama.cpp.
+    Raises LoadError where it does not fit, and for tensors that the model has no place for; CheckpointError for damage.
     """
     file = GgufSource(path)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."       # of a model without a head, whose names lack it
     rules = {name: rule for name in model.state_dict() if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
-    unknown = [name for name in tensor_names(file) if not map.is_recorded(name)]
-    problems = [f"{counted(len(unknown), 'tensor')} without a place in the recorded map of {map.model_type}: {listed(unknown)}"
-                ] if unknown else []
+    stored = tensor_names(file)
+    patterns = {pattern_of(name)[0] for name in stored}
+    zeros = [name for name, rule in rules.items() if fills_biases and name.endswith(".bias")
+             and not any(pattern_of(source)[0] in patterns for source in rule.sources)]
     try:
-        return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", problems=problems)
+        return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", zeros=zeros,
+                            problems=_unplaced(stored, map, rules, model))
     except Exception:
         file.close()
         raise
+
+
+def _unplaced(stored: Iterable[str], map: GgufMap, rules: Mapping[str, TensorRule], model: nn.Module) -> list[str]:
+    """Problems with tensors of a file that the map does not know, or for which the model has no parameter.
+
+    A model without a head needs none of the head's.
+    """
+    placed = {source for rule in rules.values() for source in rule.sources}
+    is_headless = not any(map.rule(name) for name in model.state_dict())
+    heads = {source for name, rule in map.rules.items() if name.startswith("lm_head.") for source in rule.sources}
+    unknown = [name for name in stored if not map.is_recorded(name)]
+    left = [name for name in stored if map.is_recorded(name) and name not in placed
+            and pattern_of(name)[0] not in map.unused and not (is_headless and name in heads)]
+    problems = [f"{counted(len(unknown), 'tensor')} without a place in the recorded map of {map.model_type}: {listed(unknown)}"
+                ] if unknown else []
+    return problems + ([f"{counted(len(left), 'tensor')} for which {type(model).__name__} has no parameter with this config: "
+                        f"{listed(left)}"] if left else [])
 
 
 def tensor_names(file: Source) -> dict[str, Layer | None]:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.models.gguf_maps import FOLDER, GgufMap, TensorRule, map_of, model_types, pattern_of, row_order
 from qdsl.models.plan import LoadError
 from tests.support import gguf_models
@@ -153,14 +152,6 @@ def test_divisors_of_rotary_frequencies_come_from_the_file(tmp_path: Path) -> No
                                   gguf_models.settings_of(model.config, "llama"))
     loaded = plugin.from_pretrained(path)
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
-
-
-def test_scaling_that_a_config_has_no_place_for_needs_a_base(tmp_path: Path) -> None:
-    model = tiny_models.tiny_model("llama", 1)
-    settings = gguf_models.settings_of(model.config, "llama") | {"llama.rope.scaling.type": Value.of("string", "yarn")}
-    path = gguf_models.write_file(tmp_path / "model.gguf", "llama", {}, {}, settings)
-    with pytest.raises(LoadError, match="does not read the scaling of rotary embeddings from GGUF files: pass base="):
-        plugin.from_pretrained(path)
 
 
 def test_options_reach_the_model(llama: tuple[Path, Any]) -> None:

@@ -17,30 +17,29 @@ from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.references import Repository, local_path, parsed
-from qdsl.models.gguf_maps import map_of, model_types
+from qdsl.models.gguf_keys import complete, contradictions, unknown
+from qdsl.models.gguf_maps import GgufMap, map_of, model_types, pattern_of
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.gguf_rope import rotary_contradictions, set_rotary
 from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
 from qdsl.models.transformers.gguf_weights import GgufWeights
 
 EMBEDDING = "token_embd.weight"
-FREQUENCIES = "rope_freqs.weight"                                # divisors of the frequencies of rotary embeddings
-FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+WINDOWED = ("gemma2",)                                           # whose layers have a window if the file states none
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}                    # layers of models whose attention is scaled by another number
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
 BASE = "pass base=, a folder with the model's config.json"
-# Numbers that transformers leaves out or misreads for some model types: keys after the architecture -> attributes of configs.
-CORRECTED = {"expert_feed_forward_length": "moe_intermediate_size", "attention.key_length": "head_dim",
-             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-             "expert_used_count": "num_experts_per_tok", "expert_weights_norm": "norm_topk_prob",
-             "final_logit_softcapping": "final_logit_softcapping",
-             "attn_logit_softcapping": "attn_logit_softcapping", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-             "logit_scale": "logit_scale", "context_length": "n_positions"}
+# Switches of configs that add tensors, by these tensors of a layer.
+SWITCHES = {"attention_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"),
+            "use_qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+            "mlp_bias": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"), "qk_layernorm": ("attn_q_norm.weight",)}
 
 
 def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_class: Any = None,
-              quantization_config: QdslConfig | None = None, config: Any = None, **kwargs: Any) -> Any:
+              quantization_config: QdslConfig | None = None, config: Any = None, allow_unknown: bool = False,
+              **kwargs: Any) -> Any:
     """A model of transformers with the packed weights of a GGUF file; `from_pretrained` explains the arguments."""
     options = quantization_config or QdslConfig()
     if options.format is not None:
@@ -55,13 +54,14 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         if is_read and not own.reads_config:
             raise LoadError(f"{path}: transformers does not read all of the config of model type {own.model_type!r} from GGUF "
                             f"files: {BASE}")
+        _check(config, file, own, allow_unknown)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
         plain = _plain_dtype(file)
         vocabulary = _vocabulary(file, path)
     config.architectures = [own.model_class]
     vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
-    weights = GgufWeights(path, own)
+    weights = GgufWeights(path, own, is_read)
     if kwargs.get("dtype") in (None, "auto"):
         kwargs["dtype"] = config.dtype or plain
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
@@ -75,6 +75,18 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     if vocabulary is not None and model.can_generate():
         _set_ends(model.generation_config, vocabulary, keeps=base is not None)
     return model
+
+
+def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool) -> None:
+    """Raise LoadError for metadata that a config contradicts; and, unless allowed, for what nothing explains."""
+    problems = [*contradictions(config, file.metadata, own), *rotary_contradictions(config, file, own.architecture)]
+    if problems:
+        raise LoadError("\n".join([f"{file.path}: the file and the config of {own.model_class} contradict each other:",
+                                   *(f"  {problem}" for problem in problems)]))
+    problems = [] if allow_unknown else unknown(config, file.metadata, own)
+    if problems:
+        raise LoadError("\n".join([f"{file.path}: metadata is not understood; allow_unknown=True loads the file all the same:",
+                                   *(f"  {problem}" for problem in problems)]))
 
 
 def _vocabulary(file: GgufFile, path: Path) -> Vocabulary | None:
@@ -113,8 +125,7 @@ def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any
     if experts and config.model_type in ("llama", "mistral"):
         own = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
         config = MixtralConfig(**own, num_local_experts=experts)
-    _complete(config, file, architecture)
-    _add_scaling(config, file, path, architecture)
+    _complete(config, file, map_of(config.model_type, architecture))
     return config
 
 
@@ -124,39 +135,25 @@ def _plain_dtype(file: GgufFile) -> str:
     return TORCH[matrices.pop()] if matrices in ({"F16"}, {"BF16"}) else "float32"
 
 
-def _complete(config: Any, file: GgufFile, architecture: str) -> None:
+def _complete(config: Any, file: GgufFile, own: GgufMap) -> None:
     """Set the entries of a config that transformers omits, or reads wrongly, for some model types."""
-    for key, attribute in CORRECTED.items():
-        value = file.metadata.get(f"{architecture}.{key}")
-        if value is not None and hasattr(config, attribute):
-            setattr(config, attribute, value)
-    if hasattr(config, "sliding_window") and not hasattr(config, "use_sliding_window"):      # absent and 0 are none
-        config.sliding_window = file.metadata.get(f"{architecture}.attention.sliding_window") or None
+    if hasattr(config, "head_dim") and config.num_attention_heads:           # transformers takes the width of rotary embeddings
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    complete(config, file.metadata, own)
+    window = f"{own.architecture}.attention.sliding_window"
+    if hasattr(config, "sliding_window") and not hasattr(config, "use_sliding_window") and (
+            not file.metadata.get(window) and own.architecture not in WINDOWED):
+        config.sliding_window = None                             # absent and 0 are none
     if EMBEDDING in file.tensors:
         config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
     if config.model_type in GEMMA_27B:                           # no key of a file: llama.cpp knows models by their layers
         is_27b = config.num_hidden_layers == GEMMA_27B[config.model_type]
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
-
-
-def _add_scaling(config: Any, file: GgufFile, path: Path, architecture: str) -> None:
-    """Set the base and scaling of a config's rotary embeddings.  Raises LoadError for unsupported scaling."""
-    rope = getattr(config, "rope_parameters", None)
-    kind = rope.get("rope_type") if isinstance(rope, dict) else None
-    scaling = {key: file.metadata.get(f"{architecture}.rope.scaling.{key}")
-               for key in ("type", "factor", "original_context_length")}
-    if any(name in file.tensors for name in FACTORS) or scaling["type"] not in (None, "none", kind):
-        raise LoadError(f"{path}: transformers does not read the scaling of rotary embeddings from GGUF files: {BASE}")
-    if kind is None:
-        return
-    base = file.metadata.get(f"{architecture}.rope.freq_base")
-    config.rope_parameters = rope = dict(rope or {}) | ({} if base is None else {"rope_theta": base})
-    if scaling["type"] not in (None, "none"):
-        rope |= {"factor": scaling["factor"], "original_max_position_embeddings": scaling["original_context_length"]}
-    if FREQUENCIES in file.tensors:
-        factors = file.tensor(FREQUENCIES).float().tolist()      # those of longrope divide frequencies as these do
-        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
-                 "attention_factor": 1.0, "original_max_position_embeddings": config.max_position_embeddings}
+    leaves = {pattern_of(name)[0].removeprefix("blk.{block}.") for name in file.tensors}
+    for switch, tensors in SWITCHES.items():
+        if hasattr(config, switch):
+            setattr(config, switch, not leaves.isdisjoint(tensors))
+    set_rotary(config, file, own.architecture)
 
 
 def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ class GgufWeights:
 
     path: Path
     map: GgufMap
+    fills_biases: bool = False                                   # whether biases that the file leaves out are zero
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def names(self, model: Any, rules: list[Any]) -> None:
@@ -27,7 +28,8 @@ class GgufWeights:
     def open(self, model: Any, names: None) -> Checkpoint:
         """The file as a checkpoint under a model's names.  Raises LoadError where it does not fit, CheckpointError for damage.
         """
-        return Checkpoint(self.path, {"": gguf_source(self.path, self.map, model, model.config)})
+        return Checkpoint(self.path, {"": gguf_source(self.path, self.map, model, model.config,
+                                                       self.fills_biases)})
 
     def __deepcopy__(self, memo: Any) -> GgufWeights:
         """Itself: transformers copies configs, and `state` is filled once."""

@@ -1,0 +1,172 @@
+"""Compares the metadata of GGUF language models with configs, by a table of keys in gguf_keys.json.
+
+`settings` has for each key, without its architecture, the entries of configs that say the same; the first that a config has
+counts.  `models` has others for some model types, null for keys that are not compared.  An entry is a name, as
+`rope_parameters.rope_theta`, or names with `*`, `/` and `+` between them, or a number; `layer_types=sliding_attention` is which
+layers are of that type.  `usual` has values that change nothing.  `inert` keys change no number, or shapes of tensors say the
+same.  `rope` keys are compared by qdsl.models.transformers.gguf_rope.  `common` and `architectures` are what llama.cpp reads.
+Keys outside of the architecture's own are notes of programs, or the vocabulary's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.models.gguf_maps import GgufMap
+
+TABLE = Path(__file__).with_name("gguf_keys.json")
+CLOSE = 1e-5                                                     # relative difference of numbers that are rounded to float32
+# What a key concerns, by how it begins.
+EFFECTS = {"rope.": "rotary embeddings", "attention.": "attention", "attn_": "attention", "expert": "the weights of experts",
+           "ssm.": "the state space", "": "the model's numbers"}
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """The table of keys."""
+    loaded: dict[str, Any] = json.loads(TABLE.read_text())
+    return loaded
+
+
+def complete(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> None:
+    """Set the entries of a config that was read from a file, by the keys that llama.cpp reads."""
+    for key, value in _settings(metadata, own):
+        if not is_read(key, own.architecture) or key.startswith("rope."):
+            continue
+        names = _entries(key, own)
+        name = next((name for name in names if isinstance(name, str) and hasattr(config, name)), None)
+        if name is not None:
+            setattr(config, name, _one_of(value))
+        elif any(isinstance(entry, str) and "layer_types=" in entry for entry in names) and hasattr(config, "layer_types"):
+            kinds = _pattern(value, config)
+            config.layer_types = ["sliding_attention" if kind else "full_attention" for kind in kinds]
+
+
+def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> list[str]:
+    """Sentences about keys of which the config says something else."""
+    sentences = []
+    for key, value in _settings(metadata, own):
+        name, expected = _expected(key, config, own)
+        if name and not _is_same(value, expected, config):
+            sentences.append(f"{own.architecture}.{key} is {value}, and {name} of the config is {expected}: it changes "
+                             f"{effect(key)}")
+    return sentences
+
+
+def unknown(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> list[str]:
+    """Sentences about keys that no rule explains, or for which the config has no place, unless their values change nothing."""
+    sentences = []
+    for key, value in _settings(metadata, own):
+        if _expected(key, config, own)[0] or is_usual(key, value):
+            continue
+        why = f"{own.model_class} has no place for it" if key in table()["settings"] else "nothing is known about this key"
+        sentences.append(f"{own.architecture}.{key} is {shown(str(value))}, which may change {effect(key)}: {why}")
+    return sentences
+
+
+def is_read(key: str, architecture: str) -> bool:
+    """Whether llama.cpp reads a key for models of an architecture."""
+    return key in table()["common"] or key in table()["architectures"].get(architecture, ())
+
+
+def is_usual(key: str, value: object) -> bool:
+    """Whether a value of a key changes nothing."""
+    usual = table()["usual"].get(key, ())
+    return all(any(_are_close(own, other) for other in usual) for own in (value if isinstance(value, list) else [value]))
+
+
+def effect(key: str) -> str:
+    """What a key may change."""
+    return next(text for start, text in EFFECTS.items() if key.startswith(start))
+
+
+def _settings(metadata: Mapping[str, Any], own: GgufMap) -> list[tuple[str, Any]]:
+    """The keys of an architecture that a config is compared by, without its name, and their values."""
+    start = f"{own.architecture}."
+    models = table()["models"].get(own.model_type, {})
+    skipped = {*table()["inert"], *table()["rope"], *(key for key, entries in models.items() if entries is None)}
+    keys = [key for key in metadata if key.startswith(start) and key.removeprefix(start) not in skipped]
+    return [(key.removeprefix(start), _plain(metadata[key])) for key in keys]
+
+
+def _plain(value: Any) -> Any:
+    """A value of metadata, an array as a list."""
+    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+
+
+def _entries(key: str, own: GgufMap) -> Sequence[Any]:
+    models, settings = table()["models"].get(own.model_type, {}), table()["settings"]
+    entries: Sequence[Any] = models[key] if key in models else settings.get(key, ())
+    return entries
+
+
+def _expected(key: str, config: Any, own: GgufMap) -> tuple[str, Any]:
+    """The first entry that a config has for a key, and its value; ('', None) where it has none."""
+    for entry in _entries(key, own):
+        if (value := _evaluated(entry, config)) is not None:
+            return str(entry), value
+    return "", None
+
+
+def _evaluated(entry: Any, config: Any) -> Any:
+    """The value of an entry; None where the config lacks a part of it."""
+    if not isinstance(entry, str):
+        return entry
+    name, _, kind = entry.partition("=")
+    if kind:
+        return None if (types := getattr(config, name, None)) is None else [own == kind for own in types]
+    names = re.split(r"[*/+]", entry)
+    numbers = [_named(config, name) for name in names]
+    if len(numbers) == 1 or None in numbers:
+        return numbers[0] if len(numbers) == 1 else None
+    result = numbers[0]
+    for sign, number in zip(re.findall(r"[*/+]", entry), numbers[1:], strict=True):
+        result = result * number if sign == "*" else result + number if sign == "+" else result / number
+    return result
+
+
+def _named(config: Any, name: str) -> Any:
+    """An entry of a config, or of a mapping in it; None where it is absent.  A number is itself."""
+    if name.isdecimal():
+        return int(name)
+    value = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return value
+
+
+def _is_same(value: Any, expected: Any, config: Any) -> bool:
+    """Whether a file and a config say the same.  One number is that of all layers; 0 is that of a layer of another kind."""
+    if isinstance(expected, list) and expected and isinstance(expected[0], bool):
+        pattern = _pattern(value, config)
+        return pattern[:len(expected)] == expected
+    values = value if isinstance(value, list) else [value]
+    others = expected if isinstance(expected, list) else [expected] * len(values)
+    values = values * len(others) if len(values) == 1 else values
+    return len(values) == len(others) and all(
+        _are_close(own, other) or (isinstance(value, list) and own == 0) for own, other in zip(values, others, strict=True))
+
+
+def _pattern(value: Any, config: Any) -> list[bool]:
+    """Which layers have a sliding window: each as stated, or all but every so many."""
+    if isinstance(value, list):
+        return [bool(own) for own in value]
+    return [value == 0 or layer % value < value - 1 for layer in range(config.num_hidden_layers)]
+
+
+def _one_of(value: Any) -> Any:
+    """The number that all layers have, or the numbers."""
+    return value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
+
+
+def _are_close(value: Any, expected: Any) -> bool:
+    if isinstance(value, str | bool) or isinstance(expected, str | bool):
+        return bool(value == expected)
+    return math.isclose(value, expected, rel_tol=CLOSE)

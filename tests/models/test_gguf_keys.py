@@ -1,0 +1,116 @@
+"""GGUF language models compute what llama.cpp does, whatever their metadata says, or are refused.
+
+A case is a key with another value, or optional tensors added, with llama.cpp's recorded logits: see tests/support/gguf_cases.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qdsl.models.gguf_keys import contradictions, is_usual, table, unknown
+from qdsl.models.gguf_maps import FOLDER, GgufMap, model_types
+from qdsl.models.plan import LoadError
+from tests.support import gguf_cases
+from tests.support.covering import ALL
+
+plugin = pytest.importorskip("qdsl.models.transformers")
+tiny_models = pytest.importorskip("tests.support.tiny_models")
+rope = pytest.importorskip("qdsl.models.transformers.gguf_rope")
+pytestmark = pytest.mark.filterwarnings("default")
+
+ANSWERS: dict[str, dict[str, list[float]]] = json.loads((gguf_cases.FOLDER / "answers.json").read_text())
+CLOSE = 2e-3                                                     # relative difference of logits that are added in another order
+# Cases of Llama that have to be computed: a refusal is a failure.
+COMPUTED = {"unchanged", "the old name of linear scaling", "a factor without a type", "linear", "yarn", "yarn and attention",
+            "attention", "another base", "another epsilon", "biases", "biases of attention", "biases of queries, keys and values",
+            "biases of layers", "frequencies", "frequencies and yarn"}
+# What the converter writes otherwise than the config says: constants, and numbers that only original configs have.
+OTHERWISE = {"bamba": {"rope.dimension_count"}, "glm": {"rope.freq_base"}, "hunyuan_v1_moe": {"expert_used_count"},
+             "minimax_m2": {"rope.dimension_count"}, "olmoe": {"attention.layer_norm_rms_epsilon"},
+             "solar_open": {"rope.dimension_count"}}
+
+
+def check_all(model_type: str, folder: Path) -> set[str]:
+    """Check each case of a model type: the names of those that are computed."""
+    own, computed = gguf_cases.tiny(model_type), set()
+    for name, expected in ANSWERS[model_type].items():
+        path = gguf_cases.write_case(folder / "model.gguf", own, gguf_cases.cases()[name])
+        try:
+            model = plugin.from_pretrained(path, dtype=torch.float32)
+        except LoadError:
+            continue
+        with torch.no_grad():
+            logits = gguf_cases.sample(model(torch.tensor([gguf_cases.TOKENS])).logits[0].float())
+        difference = float((logits - torch.tensor(expected)).norm() / torch.tensor(expected).norm())
+        assert difference < CLOSE, f"{model_type}, {name}: logits differ from llama.cpp's by {difference:.2g}"
+        computed.add(name)
+    return computed
+
+
+@pytest.mark.parametrize("model_type", ANSWERS if ALL else ("llama",))
+def test_logits_are_those_of_llama_cpp_or_the_file_is_refused(model_type: str, tmp_path: Path) -> None:
+    computed = check_all(model_type, tmp_path)
+    assert computed >= (COMPUTED if model_type == "llama" else {"unchanged"})
+
+
+# -- configs given beside a file -----------------------------------------------------------------------------------------------
+
+
+def sentences(model_type: str, changes: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What contradicts the config of a tiny model, and what is not understood, in the converter's metadata with changes."""
+    own = GgufMap.read(FOLDER / f"{model_type}.json")
+    config = tiny_models.tiny_config(model_type, 1, **tiny_models.unusual(model_type))
+    settings = {key: value for key, (_, value) in gguf_cases.metadata()[model_type].items()}
+    settings |= {f"{own.architecture}.{key}": value for key, value in changes.items()}
+    otherwise = {f"{own.architecture}.{key}" for key in OTHERWISE.get(model_type, ())} - {
+        f"{own.architecture}.{key}" for key in changes}
+    file: Any = SimpleNamespace(metadata={key: value for key, value in settings.items() if key not in otherwise}, tensors={}, path="x")
+    return ([*contradictions(config, file.metadata, own), *rope.rotary_contradictions(config, file, own.architecture)],
+            unknown(config, file.metadata, own))
+
+
+def other(value: Any) -> Any:
+    """Another value than this one."""
+    if isinstance(value, list):
+        return [other(own) for own in value]
+    if isinstance(value, str):
+        return "yarn" if value == "none" else "none"
+    return not value if isinstance(value, bool) else value * 2 or 7
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_a_config_that_says_something_else_is_refused(model_type: str) -> None:
+    """Nothing is found in what the converter writes; each key with another value is, unless shapes or nothing depend on it."""
+    assert sentences(model_type, {}) == ([], [])
+    own = GgufMap.read(FOLDER / f"{model_type}.json")
+    models = table()["models"].get(model_type, {})
+    for key, (_, value) in gguf_cases.metadata()[model_type].items():
+        name = key.removeprefix(f"{own.architecture}.")
+        skipped = name in table()["inert"] or (name in models and models[name] is None) or name in (
+            "rope.scaling.type", "rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier")
+        changed = value if name in OTHERWISE.get(model_type, ()) else other(value)
+        assert skipped or any(sentences(model_type, {name: changed})), f"{key} {changed} instead of {value}"
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_keys_that_are_not_understood_are_refused(model_type: str) -> None:
+    """Also those that other architectures have; values that change nothing are no matter."""
+    for key, value in {"attention.of_next_year": 2.0, "residual_scale": 0.25, "attention.clamp_kqv": 0.5,
+                       "attention.causal": False}.items():
+        assert any(sentences(model_type, {key: value})), key
+        usual = table()["usual"].get(key, [None])[0]
+        assert usual is None or is_usual(key, usual)
+
+
+def test_unknown_keys_are_allowed_on_demand(tmp_path: Path) -> None:
+    own = gguf_cases.tiny("llama")
+    path = gguf_cases.write_case(tmp_path / "model.gguf", own, gguf_cases.cases()["a new key"])
+    with pytest.raises(LoadError, match=r"llama\.attention\.of_next_year is '2\.0', which may change attention"):
+        plugin.from_pretrained(path)
+    assert plugin.from_pretrained(path, allow_unknown=True).config.model_type == "llama"

@@ -1,0 +1,104 @@
+"""Records what llama.cpp's converter writes, and llama.cpp's logits of changed files: `python -m tests.record_gguf_keys`.
+
+QDSL_LLAMA_CPP and QDSL_LLAMA_LIBRARY name the converter and the library, as `make live` unpacks them.  A case that llama.cpp
+refuses, or that changes no logit, is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qdsl.models.gguf_maps import FOLDER as MAPS
+from qdsl.models.gguf_maps import GgufMap, model_types
+from tests.support import gguf_cases, llama_cpp, llama_library
+from tests.support.tiny_models import tiny_model, unusual
+
+SILENT = 1e-4                                                    # relative difference of logits that a change makes at least
+
+
+def converted(model_type: str) -> dict[str, tuple[str, Any]]:
+    """The metadata that the converter writes for an unusual tiny model."""
+    model = tiny_model(model_type, 1, **unusual(model_type))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        llama_cpp.add_tokenizer(Path(folder), model.config.vocab_size)
+        run = llama_cpp.converter(Path(folder))
+        run.set_gguf_parameters()
+        return {key: gguf_cases_value(entry) for key, entry in run.gguf_writer.kv_data[0].items() if "general." not in key}
+
+
+def gguf_cases_value(entry: Any) -> tuple[str, Any]:
+    """The type and value of an entry of the package gguf, as `Value.of` takes them."""
+    words = {"UINT32": "u32", "FLOAT32": "f32", "STRING": "string", "BOOL": "bool", "INT32": "i32"}
+    value = entry.value.tolist() if hasattr(entry.value, "tolist") else entry.value
+    if entry.type.name == "ARRAY":
+        first = type(value[0])
+        return {bool: "bool[]", int: "i32[]", float: "f32[]"}[first], list(value)
+    return words[entry.type.name], value
+
+
+def _answer(path: str, queue: Any) -> None:
+    try:
+        queue.put(llama_library.logits(Path(path), gguf_cases.TOKENS))
+    except ValueError:
+        queue.put(None)
+
+
+def answer(path: Path) -> Any:
+    """llama.cpp's logits of a file; None where it refuses the file, or ends the process."""
+    queue: Any = multiprocessing.Queue()
+    process = multiprocessing.Process(target=_answer, args=(str(path), queue))
+    process.start()
+    try:
+        return queue.get(timeout=10)
+    except Exception:
+        return None
+    finally:
+        process.join()
+
+
+def answers(model_type: str) -> dict[str, list[float]]:
+    """The recorded logits of each case of a model type."""
+    own, result = gguf_cases.tiny(model_type), {}
+    plain = None
+    with tempfile.TemporaryDirectory() as folder:
+        for name, case in gguf_cases.cases().items():
+            path = gguf_cases.write_case(Path(folder) / "model.gguf", own, case)
+            logits = answer(path) if plain is not None else llama_library.logits(path, gguf_cases.TOKENS)
+            if logits is None:
+                print(f"  {model_type}: {name}: refused", flush=True)
+                continue
+            plain = logits if plain is None else plain
+            if name == "unchanged" or float(abs(logits - plain).max()) > SILENT * float(abs(plain).max()):
+                result[name] = [round(float(number), 5) for number in gguf_cases.sample(torch.from_numpy(logits))]
+    return result
+
+
+def write(name: str, content: dict[str, Any]) -> None:
+    """Write a file of the folder, an entry a line."""
+    gguf_cases.FOLDER.mkdir(exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    (gguf_cases.FOLDER / f"{name}.json").write_text("{" + ",\n ".join(lines) + "}\n")
+
+
+def main(chosen: list[str]) -> None:
+    """Record all, or the answers of some model types."""
+    if not chosen:
+        write("metadata", {name: converted(name) for name in model_types()})
+        gguf_cases.metadata.cache_clear()
+    path = gguf_cases.FOLDER / "answers.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    for name in chosen or [name for name in model_types() if GgufMap.read(MAPS / f"{name}.json").reads_config]:
+        content[name] = answers(name)
+    write("answers", dict(sorted(content.items())))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,145 @@
+"""Changes of what tiny GGUF language models say: a key that llama.cpp reads with another value, or an optional tensor.
+
+tests/data/gguf_keys has the metadata of llama.cpp's converter, and llama.cpp's logits of each case; tests/record_gguf_keys.py
+records both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.models.gguf_maps import FOLDER as MAPS
+from qdsl.models.gguf_maps import GgufMap
+from tests.support.gguf_models import file_tensors, write_file
+from tests.support.paths import ROOT
+from tests.support.tiny_models import tiny_model, unusual
+
+FOLDER = ROOT / "tests/data/gguf_keys"
+LOUD = 6.0                                                       # times the usual weights, so that every key shows in logits
+TOKENS = [int(token) for token in torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(5))]
+PLACES, STEP = (9, 20, 39), 11                                   # of the logits that are recorded: of these tokens, every so many
+# Keys and other values, for every architecture.
+VALUES: Mapping[str, Mapping[str, Any]] = {
+    "the old name of linear scaling": {"rope.scale_linear": 4.0},
+    "a factor without a type": {"rope.scaling.factor": 4.0},
+    "linear": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    "none": {"rope.scaling.type": "none", "rope.scaling.factor": 2.0},
+    "yarn": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+    "yarn and attention": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 16,
+                           "rope.scaling.attn_factor": 1.3},
+    "yarn of other speeds": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 4.0,
+                             "rope.scaling.original_context_length": 32},
+    "attention": {"rope.scaling.attn_factor": 1.5},
+    "another base": {"rope.freq_base": 300.0},
+    "another base of windows": {"rope.freq_base_swa": 30.0},
+    "a partial width": {"rope.dimension_count": 8},
+    "a window": {"attention.sliding_window": 4},
+    "every layer a window": {"attention.sliding_window": 4, "attention.sliding_window_pattern": 0},
+    "every other layer a window": {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2},
+    "scaled logits": {"logit_scale": 0.25},
+    "scaled attention": {"attention.scale": 0.5},
+    "scaled residuals": {"residual_scale": 0.5},
+    "scaled embeddings": {"embedding_scale": 3.0},
+    "clamped": {"attention.clamp_kqv": 0.1},
+    "capped attention": {"attn_logit_softcapping": 0.5},
+    "capped logits": {"final_logit_softcapping": 0.5},
+    "both ways": {"attention.causal": False},
+    "another epsilon": {"attention.layer_norm_rms_epsilon": 0.3},
+    "another epsilon of means": {"attention.layer_norm_epsilon": 0.3},
+    "one expert": {"expert_used_count": 1},
+    "scaled experts": {"expert_weights_scale": 2.5},
+    "normed experts": {"expert_weights_norm": True},
+    "experts not normed": {"expert_weights_norm": False},
+    "gated by sigmoids": {"expert_gating_func": 2},
+    "fewer heads of keys": {"attention.head_count_kv": 1},
+    "parallel": {"use_parallel_residual": True},
+    "a new key": {"attention.of_next_year": 2.0},
+}
+BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "attn_qkv")
+# Optional tensors of each layer by the tensors whose rows they are as long as.
+TENSORS: Mapping[str, tuple[str, ...]] = {
+    "biases": BIASES, "biases of attention": BIASES[:4], "biases of queries, keys and values": BIASES[:3],
+    "biases of layers": BIASES[4:7], "a bias of one layer": ("attn_v",),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A change: keys without their architecture, and biases of these tensors.  frequencies: adds rope_freqs.weight."""
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    frequencies: bool = False
+
+
+@cache
+def cases() -> Mapping[str, Case]:
+    """All changes by name."""
+    return {"unchanged": Case(), **{name: Case(keys) for name, keys in VALUES.items()},
+            **{name: Case(biases=own) for name, own in TENSORS.items()}, "frequencies": Case(frequencies=True),
+            "frequencies and yarn": Case(VALUES["yarn"], frequencies=True)}
+
+
+@cache
+def metadata() -> Mapping[str, Mapping[str, tuple[str, Any]]]:
+    """What llama.cpp's converter writes for unusual tiny models: types and values of keys, by model type."""
+    return {name: {key: (type, value) for key, (type, value) in own.items()}
+            for name, own in json.loads((FOLDER / "metadata.json").read_text()).items()}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny model with loud weights, and the tensors and metadata of its file."""
+
+    recorded: GgufMap
+    config: Any
+    tensors: Mapping[str, Tensor]
+    settings: Mapping[str, Value]
+
+
+def tiny(model_type: str) -> Tiny:
+    """The tiny model of a type."""
+    recorded, model = GgufMap.read(MAPS / f"{model_type}.json"), tiny_model(model_type, 1, **unusual(model_type))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(LOUD)
+    settings = {key: Value.of(type, value) for key, (type, value) in metadata()[model_type].items()
+                if key != "general.architecture"}
+    settings |= {"tokenizer.ggml.model": Value.of("string", "none"),
+                 f"{recorded.architecture}.vocab_size": Value.of("u32", model.config.vocab_size)}
+    return Tiny(recorded, model.config, file_tensors(model, recorded), settings)
+
+
+def write_case(path: Path, own: Tiny, case: Case) -> Path:
+    """The file of a tiny model with a change."""
+    tensors, draw = dict(own.tensors), torch.Generator().manual_seed(3)
+    layers = own.config.num_hidden_layers
+    for name in case.biases:
+        for layer in range(1 if len(case.biases) == 1 else layers):
+            if (weight := tensors.get(f"blk.{layer}.{name}.weight")) is not None and weight.dim() == 2:
+                bias = torch.randn(weight.shape[0], generator=draw) * 0.5
+                tensors[f"blk.{layer}.{name}.bias"] = bias
+    if case.frequencies:
+        width = getattr(own.config, "head_dim", None) or own.config.hidden_size // own.config.num_attention_heads
+        tensors["rope_freqs.weight"] = torch.linspace(1, 4, width // 2)
+    changes = {f"{own.recorded.architecture}.{key}": Value.of(_type(value), value) for key, value in case.keys.items()}
+    return write_file(path, own.recorded.architecture, tensors, dict.fromkeys(tensors, "F32"), {**own.settings, **changes})
+
+
+def _type(value: Any) -> str:
+    return {bool: "bool", int: "u32", float: "f32", str: "string"}[type(value)]
+
+
+def sample(logits: Tensor) -> Tensor:
+    """The logits that are recorded, of all [tokens, vocabulary]."""
+    return logits[list(PLACES), ::STEP].flatten()
