@@ -91,7 +91,7 @@ def _settings(metadata: Mapping[str, Any], own: GgufMap) -> list[tuple[str, Any]
     """The keys of an architecture that a config is compared by, without its name, and their values."""
     start = f"{own.architecture}."
     models = table()["models"].get(own.model_type, {})
-    skipped = {*table()["inert"], *table()["rope"], *(key for key, entries in models.items() if entries is None)}
+    skipped = {*table()["inert"], *table()["rope"]} - {*models} | {key for key, entries in models.items() if entries is None}
     keys = [key for key in metadata if key.startswith(start) and key.removeprefix(start) not in skipped]
     return [(key.removeprefix(start), _plain(metadata[key])) for key in keys]
 

@@ -26,6 +26,7 @@ from tests.support.tiny_models import tiny_model, unusual
 FOLDER = ROOT / "tests/data/gguf_keys"
 LOUD = 6.0                                                       # times the usual weights, so that every key shows in logits
 TOKENS = [int(token) for token in torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(5))]
+TOKEN_IDS = {"bos": 1, "eos": 2, "padding": 0}
 PLACES, STEP = (9, 20, 39), 11                                   # of the logits that are recorded: of these tokens, every so many
 # Keys and other values, for every architecture.
 VALUES: Mapping[str, Mapping[str, Any]] = {
@@ -115,6 +116,7 @@ def tiny(model_type: str) -> Tiny:
                 parameter.mul_(LOUD)
     settings = {key: Value.of(type, value) for key, (type, value) in metadata()[model_type].items()
                 if key != "general.architecture"}
+    settings |= {f"tokenizer.ggml.{name}_token_id": Value.of("u32", token) for name, token in TOKEN_IDS.items()}
     settings |= {"tokenizer.ggml.model": Value.of("string", "none"),
                  f"{recorded.architecture}.vocab_size": Value.of("u32", model.config.vocab_size)}
     return Tiny(recorded, model.config, file_tensors(model, recorded), settings)

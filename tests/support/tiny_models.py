@@ -48,6 +48,10 @@ SPECIAL: dict[str, Changes] = {
     "lfm2_moe": tuple({"layer_types": CONVS[:3 + size], "num_dense_layers": 1, **TIED} for size in (0, 1)),
     "falcon_mamba": ({"intermediate_size": 128}, {"intermediate_size": 384}),
     "gpt2": {"n_ctx": 128},
+    # llama.cpp rounds the borders of yarn, whatever the model does.
+    "gpt_oss": {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
+        "original_max_position_embeddings": 4096}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "minicpm3": LATENT,
     "mamba": ({"intermediate_size": 128}, {"intermediate_size": 384}),

@@ -71,13 +71,14 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
     base = number("freq_base", BASE)
     length = int(number("scaling.original_context_length", 0) or file.metadata.get(f"{architecture}.context_length", 0))
     ones = (1.0,) * (width // 2)
+    attention = number("scaling.attn_factor", 1.0)
     if is_local:
-        return Rotary(number("freq_base_swa", BASE), ones, ones, 1.0, length, "none")
+        return Rotary(number("freq_base_swa", BASE), ones, ones, attention, length, "none")
     kind = str(file.metadata.get(f"{architecture}.rope.scaling.type", "linear"))
     if kind not in KINDS:
         raise LoadError(f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; there are {', '.join(KINDS)}")
     scale = number("scaling.factor", number("scale_linear", 1.0)) or 1.0
-    divisors, attention = [scale if kind != "none" else 1.0] * (width // 2), number("scaling.attn_factor", 1.0)
+    divisors = [scale if kind != "none" else 1.0] * (width // 2)
     if kind == "yarn":
         divisors = [1 / (mix + (1 - mix) / scale) for mix in _unscaled_shares(width, base, length)]
         attention *= 1.0 if scale <= 1 else 0.1 * math.log(scale) + 1.0
@@ -146,6 +147,9 @@ def rotary_contradictions(config: Any, file: GgufFile, architecture: str) -> lis
     unread = [f"{architecture}.{key} is {value}, which may change rotary embeddings: llama.cpp does not read it here"
               for key, value in own_keys.items() if not is_read(key, architecture) and not is_usual(key, value)
               and key != "rope.freq_base_swa"]
+    if own_keys.get("rope.scaling.type") == "none" and is_read("rope.freq_base_swa", architecture) and not is_usual(
+            "rope.scaling.factor", factor := own_keys.get("rope.scaling.factor", 1)):
+        unread.append(f"{architecture}.rope.scaling.factor is {factor}, and scaling of the type 'none' has no factor")
     if not isinstance(parameters, dict) or not parameters:
         return unread + [f"{architecture}.{key} is {value}, and the config has no rotary embeddings"
                          for key, value in own_keys.items() if not is_usual(key, value)]
