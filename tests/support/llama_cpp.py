@@ -20,10 +20,12 @@ from tests.support.paths import ROOT
 # The folder with `conversion` and `gguf-py`; the folder above its name states the release.
 PLACES = sorted(ROOT.glob(".venv-live/llama_cpp_python-*/vendor/llama.cpp"))
 
-# Numbers that the converter wants in configs, and that transformers no longer writes; no tensor depends on them.
+# Numbers that the converter wants in configs, or functions of these, and that transformers no longer writes.
 LACKING: dict[str, dict[str, Any]] = {
-    "cohere2": {"rotary_pct": 1.0}, "gpt_neox": {"rotary_pct": 0.25}, "minimax_m2": {"rotary_dim": 16},
-    "hunyuan_v1_moe": {"moe_intermediate_size": [160], "moe_topk": [2], "num_shared_expert": [1]},
+    "cohere2": {"rotary_pct": 1.0}, "gpt_neox": {"rotary_pct": 0.25},
+    "minimax_m2": {"rotary_dim": lambda numbers: numbers["head_dim"]},
+    "bamba": {"attn_rotary_emb": lambda numbers: numbers["hidden_size"] // numbers["num_attention_heads"] // 2},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [160], "moe_topk": [1], "num_shared_expert": [1]},
 }
 
 
@@ -61,7 +63,8 @@ def converter(model: Path, type: str = "ALL_F32") -> Any:
         kind.no_mtp = True                                       # transformers' models have no layers of that kind
     run = kind(model, gguf.LlamaFileType[type], model / "model.gguf", eager=True, model_name=numbers["model_type"])
     run = getattr(run, "impl", run)                              # a class that chooses another
-    run.hparams |= LACKING.get(numbers["model_type"], {})
+    run.hparams |= {key: value(numbers) if callable(value) else value
+                    for key, value in LACKING.get(numbers["model_type"], {}).items()}
     run.set_vocab = lambda: _add_tokens(run.gguf_writer)
     return run
 

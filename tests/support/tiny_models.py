@@ -61,6 +61,7 @@ SPECIAL: dict[str, Changes] = {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
     "nemotron": ({"head_dim": 16}, {"head_dim": 32}),
+    "solar_open": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
     "qwen3_next": ({**LINEAR[0], "layer_types": KINDS[:3]}, {**LINEAR[1], "layer_types": KINDS}),
 }
 LARGEST = 1 << 22                                                # elements of a tiny model
@@ -71,7 +72,8 @@ UNUSUAL = {"rms_norm_eps": 0.01, "layer_norm_eps": 0.01, "layer_norm_epsilon": 0
            "logits_scaling": 2.0, "logit_scale": 0.3, "final_logit_softcapping": 2.0,
            "attn_logit_softcapping": 2.0, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "partial_rotary_factor": 0.5}
 # Model types of which files, and so llama.cpp, have no place for a number.
-FIXED = {"bloom": {"tie_word_embeddings": True}, "gemma2": {"rope_parameters": None}, "mistral": {"sliding_window": None},
+FIXED = {"bloom": {"tie_word_embeddings": True}, "glm": {"rope_parameters": None}, "olmoe": {"rms_norm_eps": 1e-5},
+         "gemma2": {"rope_parameters": None}, "mistral": {"sliding_window": None},
          "mixtral": {"sliding_window": None}, "qwen2_moe": {"norm_topk_prob": False}, "stablelm": {"rope_parameters": None}}
 
 
