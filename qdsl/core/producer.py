@@ -49,11 +49,15 @@ class Place:
 class LayerSettings:
     """How to read a map from layers to their settings.
 
-    complete: layers that it does not name are unquantized.  plain: settings whose values mark a layer as unquantized.
+    complete: layers that it does not name are unquantized.  plain: settings whose values mark a layer as unquantized.  alone: a
+    layer's settings take none of the whole checkpoint's.  searched: names with characters of regular expressions are those, found
+    anywhere in a layer's name, after all other names.
     """
 
     complete: bool = False
     plain: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    alone: bool = False
+    searched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,9 @@ class GroupSettings:
     """How to read and write settings of groups of layers.
 
     key: the setting with the groups.  weights: the settings of a group's weights.  targets: the dialect of a group's list of
-    layers.  every: the module class that means all layers.  name: of the single group that is written.  defaults: further
-    settings of a written group, unless a rule sets them.  repeated: global settings that a written group repeats.
+    layers.  every: the module class that means all layers.  embeddings: the class of embeddings.  name: of the single group that
+    is written.  defaults: further settings of a written group, unless a rule sets them.  repeated: global settings that a written
+    group repeats.
     """
 
     key: str
@@ -78,6 +83,7 @@ class GroupSettings:
     targets: str
     every: str
     name: str
+    embeddings: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     repeated: tuple[str, ...] = ()
 
@@ -261,11 +267,12 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "copied_skips": _words,
     "skipped_patterns": _word,
     "plain_by_default": _words,
-    "layers": _mapping_of(_record(LayerSettings, {"complete": _flag, "plain": _mapping_of(_list_of(_any))})),
+    "layers": _mapping_of(_record(LayerSettings, {"complete": _flag, "plain": _mapping_of(_list_of(_any)), "alone": _flag,
+                                          "searched": _flag})),
     "patterns": _mapping_of(_record(PatternSettings, {"dialect": _dialect, "under": _word}, ["dialect"])),
     "only": _mapping_of(_dialect),
     "groups": _record(GroupSettings, {"key": _word, "weights": _words, "targets": _dialect, "every": _word, "name": _word,
-                                      "defaults": _mapping_of(_any), "repeated": _words},
+                                      "embeddings": _word, "defaults": _mapping_of(_any), "repeated": _words},
                       ["key", "weights", "targets", "every", "name"]),
     "written": _mapping_of(_any),
     "dropped": _words,

@@ -18,7 +18,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.models.plan import LoadError
 from qdsl.runtime.torch.layers import QuantizedLinear
-from tests.support import language_models, producer_folders
+from tests.support import language_models, producer_folders, tiny_models
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -312,6 +312,25 @@ def test_the_base_model_of_a_checkpoint(own: Path, tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     again = transformers.AutoModel.from_pretrained(tmp_path / "base")
     assert again(language_models.IDS).last_hidden_state.equal(hidden)
+
+
+def test_numbers_that_json_lacks(tmp_path: Path) -> None:
+    """Mamba-2's limit of time steps is infinite, which transformers 5 writes as an object and older releases as Infinity."""
+    tiny_models.tiny_model("mamba2").save_pretrained(tmp_path / "plain")
+    stored = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert stored["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    model = Auto.from_pretrained(tmp_path / "plain", quantization_config=QdslConfig("int8_channel"), dtype=torch.float32)
+    wanted = model(torch.arange(12).view(1, 12)).logits
+    model.save_pretrained(tmp_path / "object")
+    config = json.loads((tmp_path / "object" / "config.json").read_text())
+    shutil.copytree(tmp_path / "object", tmp_path / "number")
+    (tmp_path / "number" / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    for name in ("object", "number"):
+        loaded = Auto.from_pretrained(tmp_path / name, dtype=torch.float32)
+        assert loaded.config.time_step_limit[1] == float("inf")
+        assert loaded(torch.arange(12).view(1, 12)).logits.equal(wanted)
+        loaded.save_pretrained(tmp_path / f"{name} again")
+        assert filecmp.cmp(tmp_path / name / "config.json", tmp_path / f"{name} again" / "config.json", shallow=False)
 
 
 def test_a_model_without_an_embedding(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Producers interpret the same pattern differently:
     glob         modelopt: a name with *, ? and [...]
     dynamic      GPTQ: after '-:' a regular expression at its start
     regex_or_glob  Quark: regex after 're:', else glob
+    search       auto-round: a regular expression anywhere in the name
     suffix       GPTQ's modules_in_block_to_quantize: the last parts of the names of quantized modules
 """
 
@@ -29,6 +30,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 
 LONGEST = 1000                                                   # most characters of a pattern
 BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"                               # where transformers allows a part of a name to end
+ANYWHERE = r"[\s\S]*?"                                          # what precedes an expression that is searched for
 COST = 1 << 24                                                   # ways to match that take some hundredths of a second
 COMPILED = 1 << 16                                               # ways that take as long as compiling an expression
 CALL = 256                                                       # ways that take as long as a match that fails at once
@@ -85,6 +87,8 @@ class Rule:
             return fnmatch.fnmatchcase(module, self.pattern)
         if self.dialect == "transformers":
             return module.endswith(self.pattern) or expression(self.pattern, BOUNDARY).match(module)
+        if self.dialect == "search":
+            return expression(self.pattern, start=ANYWHERE).match(module)
         if self.dialect == "dynamic":
             return expression(self.pattern).match(module)
         return expression(self.pattern[3:]).match(module) if self.pattern.startswith("re:") else self.pattern == module
@@ -93,6 +97,8 @@ class Rule:
         """An upper bound of the ways to match a module."""
         if self.dialect == "glob":
             return CALL + len(self.pattern) * len(module)
+        if self.dialect == "search":
+            return expression(self.pattern, start=ANYWHERE).cost(len(module)) * (len(module) + 1)
         if self.dialect in ("transformers", "dynamic", "regex"):
             return expression(self.pattern.removeprefix("re:") if self.dialect == "regex" else self.pattern,
                               BOUNDARY if self.dialect == "transformers" else "").cost(len(module))
@@ -197,12 +203,15 @@ class Expression:
 
 
 @lru_cache(1 << 14)
-def expression(pattern: str, ending: str = "") -> Expression:
-    """A regular expression from a config, with a suffix.  Raises CheckpointError for one that is slow on any name."""
+def expression(pattern: str, ending: str = "", start: str = "") -> Expression:
+    """A regular expression from a config, with a suffix, or with what precedes it in a name.
+
+    Raises CheckpointError for one that is slow on any name.
+    """
     try:
         repeats, ways = _ways(_parser.parse(pattern)) if len(pattern) <= LONGEST else (0, math.inf)
         if repeats <= MOST_REPEATS and ways * comb(SHORT + repeats, repeats) <= COST:
-            return Expression(re.compile(f"(?:{pattern}){ending}" if ending else pattern), repeats, ways)
+            return Expression(re.compile(f"{start}(?:{pattern}){ending}" if start or ending else pattern), repeats, ways)
     except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{shown(pattern)} is not a regular expression: {error}") from None
     raise CheckpointError(f"the regular expression {shown(pattern)} may take too long, and is not used")

@@ -18,6 +18,9 @@ from qdsl.core.producer import INLINE, GroupSettings, Producer
 from qdsl.core.shapes import listed, values_text
 
 METADATA = "quantization_config"                                 # a safetensors header key that may hold settings too
+Own = dict[str, Mapping[str, Any] | None]
+EMBEDDINGS = re.compile(r".*embed.*|wte|wpe|shared")             # the last part of the names of nn.Embedding
+SPECIAL = frozenset("*+?^$()[]{}|\\")                            # what tells a regular expression from a name
 LEFT_ALONE = "-:"                                                # prefix of patterns of unquantized layers
 
 
@@ -31,11 +34,12 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers with settings of their own: all layers if `targets` is None or names their class."""
+    """Layers with settings of their own: all layers if `targets` is None or names their class.  embeddings: it names theirs."""
 
     name: str
     targets: Rules | None
     settings: Mapping[str, Any]
+    embeddings: bool = False
 
 
 @dataclass
@@ -43,9 +47,9 @@ class Quantization:
     """The quantization settings in one place of a checkpoint.
 
     source: the place.  method: the producer's name.  settings: of the whole checkpoint.  layers: settings of single layers, None
-    if unquantized.  complete: maps that name every quantized layer.  lists: the list of unquantized layers, parsed in each
-    dialect.  only: the only quantized layers; `only_key` is the setting that lists them.  dynamic: patterns, and settings of
-    matching layers, None if unquantized.  problems: unreadable settings.
+    if unquantized.  searched: the same by patterns, for layers without.  complete: maps that name every quantized layer.  lists:
+    the list of unquantized layers, parsed in each dialect.  only: the only quantized layers; `only_key` is the setting that lists
+    them.  dynamic: patterns, and settings of matching layers, None if unquantized.  problems: unreadable settings.
     """
 
     source: str
@@ -53,6 +57,7 @@ class Quantization:
     settings: dict[str, Any]
     groups: list[Group] = field(default_factory=list)
     layers: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    searched: list[tuple[Rules, Mapping[str, Any] | None]] = field(default_factory=list)
     complete: list[str] = field(default_factory=list)
     lists: list[Rules] = field(default_factory=list)
     only: Rules | None = None
@@ -82,9 +87,14 @@ class Quantization:
             return Scheme(None, f"not in {self.only_key}")
         if module in self.layers:
             return Scheme(self.layers[module], "its own settings")
+        for patterns, own in self.searched:
+            if (rule := patterns.first(module)) is not None:
+                return Scheme(own, str(rule))
         if not self.groups:
             return Scheme(None, f"not in {self.complete[0]} (exact)") if self.complete else Scheme(self.settings)
         group = next((group for group in self._named if group.targets and group.targets.first(module) is not None), None)
+        if group is None and EMBEDDINGS.fullmatch(module.rpartition(".")[2]):        # files do not state classes
+            group = next((group for group in self.groups if group.embeddings), None)
         group = group or next((group for group in self.groups if group.targets is None), None)
         return Scheme(group.settings, group.name) if group else Scheme(None, "in no group")
 
@@ -171,16 +181,19 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)
                   for dialect in dialects]
     read.groups = [group for how in keys.groups.values() for group in _groups(settings, how, keys, budget)]
-    read.layers = _layers(settings, keys)
+    by_name, by_pattern = _layers(settings, keys)
+    read.layers = by_name
+    read.searched = [(rules("search", pattern, budget), own) for pattern, own in by_pattern.items()]
     read.complete = [key for key, how in keys.layers.items() if how.complete and key in settings]
     read.dynamic = list(_dynamic(settings, keys, budget))
     for key, dialect in keys.only.items():
         if settings.get(key):
             names_inside = [name for part in _listed(settings[key]) for name in _listed(part)]
             read.only, read.only_key = rules(dialect, names_inside, budget), f"{key} ({dialect})"
-    read_rules = [*read.lists, *(patterns for patterns, _ in read.dynamic),
+    read_rules = [*read.lists, *(patterns for patterns, _ in (*read.dynamic, *read.searched)),
                   *(group.targets for group in read.groups if group.targets), *([read.only] if read.only else [])]
-    every = [settings, *(group.settings for group in read.groups), *read.layers.values(), *(own for _, own in read.dynamic)]
+    every = [settings, *(group.settings for group in read.groups), *read.layers.values(),
+             *(own for _, own in (*read.dynamic, *read.searched))]
     problems = [*_misplaced(settings, keys), *_unaccepted(registry.of(method), [own for own in every if own is not None]),
                 *(problem for listed in read_rules for problem in listed.problems)]
     read.problems = list(dict.fromkeys(f"{source}: {problem}" for problem in problems))
@@ -242,18 +255,21 @@ def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, b
             targets = _listed(group.get("targets") or [])
             every = how.every in targets or not targets
             named = None if every else rules(how.targets, targets, budget)
-            groups.append(Group(name, named, ChainMap(own, dict(weights), whole)))
+            groups.append(Group(name, named, ChainMap(own, dict(weights), whole), how.embeddings in targets))
     return groups
 
 
-def _layers(settings: Mapping[str, Any], keys: ConfigKeys) -> dict[str, Mapping[str, Any] | None]:
-    """Settings of single layers, by full names; None for layers that stay unquantized."""
+def _layers(settings: Mapping[str, Any], keys: ConfigKeys) -> tuple[Own, Own]:
+    """Settings of single layers, by full names and by patterns; None for layers that stay unquantized."""
     whole = {key: value for key, value in settings.items() if key not in keys.layers}
-    layers: dict[str, Mapping[str, Any] | None] = {}
+    layers: Own = {}
+    patterns: Own = {}
     for key, how in keys.layers.items():
         by_name = settings if key == INLINE else settings.get(key)
         for name, own in by_name.items() if isinstance(by_name, Mapping) else ():
             if isinstance(own, Mapping):
                 is_plain = any(own.get(setting) in values for setting, values in how.plain.items())
-                layers[name] = None if is_plain else ChainMap(dict(own), whole)
-    return layers
+                base = {"quant_method": settings["quant_method"]} if how.alone else whole
+                place = patterns if how.searched and SPECIAL & {*name} else layers
+                place[name] = None if is_plain else ChainMap(dict(own), base)
+    return layers, patterns

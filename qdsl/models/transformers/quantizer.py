@@ -189,7 +189,7 @@ class QdslHfQuantizer(HfQuantizer):
         stored = json.loads(origin.config or "{}")
         if stored.get("model_type") != config.model_type:        # a part of a composite model
             return False
-        folder = type(config).from_dict(stored)
+        folder = type(config).from_dict(_with_floats(stored))
         _strip(folder)
         return _settings(json.loads(folder.to_json_string())) != _settings(json.loads(self._initial_config))
 
@@ -347,6 +347,14 @@ def _missing_parameters(model: Any, missing: set[str], ignore: Sequence[str], ax
     tensors = dict(model.named_parameters(remove_duplicate=False))
     return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() >= axes
                   and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))
+
+
+def _with_floats(value: Any) -> Any:
+    """A part of a config.json with numbers in place of {"__float__": "Infinity"}, as transformers 5 writes what JSON lacks."""
+    if isinstance(value, dict):
+        is_float = [*value] == ["__float__"]
+        return float(value["__float__"]) if is_float else {key: _with_floats(own) for key, own in value.items()}
+    return [_with_floats(own) for own in value] if isinstance(value, list) else value
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
