@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qdsl.core.drawing import drawing, text
 from qdsl.models.experts import Experts
-from qdsl.models.language import LanguageModel
+from qdsl.models.language import CLEAR, LanguageModel, named_errors
 from qdsl.models.plan import LoadError
 from qdsl.runtime.torch.module import PackedModule
 
@@ -94,7 +94,8 @@ def chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
 
     An incomplete last chunk is not scored.  Raises LoadError for a text shorter than one chunk.
     """
-    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"], dtype=torch.int64, device="cpu")
+    with named_errors("transformers does not divide the text into tokens", *CLEAR):
+        tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"], dtype=torch.int64, device="cpu")
     if len(tokens) < context:
         raise LoadError(f"the text has {len(tokens)} tokens, and a chunk takes {context}: give more text or a smaller context")
     cut = list(tokens[:len(tokens) // context * context].view(-1, context).clone())

@@ -26,7 +26,7 @@ CLEAR = (ValueError, OSError, ImportError, MemoryError)          # CheckpointErr
 
 
 @contextmanager
-def _named(what: str, *passed: type[Exception]) -> Iterator[None]:
+def named_errors(what: str, *passed: type[Exception]) -> Iterator[None]:
     """Turns errors of transformers, of many kinds by what is wrong, into LoadError.  passed: errors that say enough."""
     try:
         yield
@@ -52,7 +52,7 @@ class LanguageModel:
     @cached_property
     def tokenizer(self) -> Any:
         """Its tokenizer, loaded on first use."""
-        with _named(f"{self.path}: transformers reads no tokenizer from it"):
+        with named_errors(f"{self.path}: transformers reads no tokenizer from it"):
             return plugin.tokenizer(self.path, self.base)
 
     @property
@@ -105,7 +105,7 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     is_gguf = path.suffix == ".gguf"
     if is_gguf or base is not None or format is not None or _is_packed(path):
         config = plugin.QdslConfig(format, match_dense=match_dense, **(params or {}))
-        with _named(f"{path}: transformers does not load it", *CLEAR):
+        with named_errors(f"{path}: transformers does not load it", *CLEAR):
             model = plugin.from_pretrained(path, base=base, quantization_config=config, **options)
     else:
         model = _load_plain(path, options)
@@ -115,7 +115,7 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
 
 def _load_plain(path: Path, options: Mapping[str, Any]) -> Any:
     """Load a plain folder with transformers.  Raises LoadError where transformers would initialise a weight at random."""
-    with _named(f"{path}: transformers does not load it"):
+    with named_errors(f"{path}: transformers does not load it"):
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     if missing := sorted(loading["missing_keys"]):
         raise LoadError(f"{path}: no tensor for {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
@@ -128,6 +128,12 @@ def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, te
 
     temperature: 0 takes the most probable token each time.  write: is given the text piece by piece.
     """
+    with named_errors(f"{language.path}: transformers does not generate with it", *CLEAR):
+        return _generate(language, prompt, max_new_tokens, temperature, seed, chat, write)
+
+
+def _generate(language: LanguageModel, prompt: str, max_new_tokens: int, temperature: float, seed: int, chat: bool,
+              write: Callable[[str], Any] | None) -> Generation:
     tokenizer, model = language.tokenizer, language.model
     if chat and tokenizer.chat_template:
         text = render(tokenizer.get_chat_template(), [{"role": "user", "content": prompt}], tokenizer.special_tokens_map,
@@ -143,8 +149,7 @@ def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, te
     torch.manual_seed(seed)
     began = time.perf_counter()
     streamer = None if write is None else _Writer(tokenizer, write)
-    with _named(f"{language.path}: transformers does not generate with it", *CLEAR):
-        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)[0]
+    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)[0]
     seconds, read = time.perf_counter() - began, inputs["input_ids"].shape[1]
     text = tokenizer.decode(tokens[read:], skip_special_tokens=True)
     return Generation(text, read, len(tokens) - read, seconds, resident_bytes())

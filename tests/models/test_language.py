@@ -139,6 +139,7 @@ def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, defect: 
     ("config.json", {"num_hidden_layers": [None]}, "transformers does not load it"),
     ("config.json", {"vocab_size": 300}, "transformers does not load it"),
     ("generation_config.json", {"eos_token_id": math.nan}, "transformers does not generate with it"),
+    ("tokenizer_config.json", {"model_max_length": []}, "transformers does not generate with it"),
     ("config.json", {"layer_types": ["y" * 100_000]}, "transformers does not load it")])
 def test_a_packed_folder_with_wrong_settings_is_refused(fp8: Path, tmp_path: Path, name: str, change: dict[str, Any],
                                                         message: str) -> None:
