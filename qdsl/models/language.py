@@ -20,6 +20,7 @@ from qdsl.host.system import resident_bytes
 from qdsl.models.chat_template import render
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
+from qdsl.models.transformers.gguf import gguf_path
 from qdsl.runtime.torch.module import PackedModule
 
 CLEAR = (ValueError, OSError, ImportError, MemoryError)          # CheckpointError and FormatError, too
@@ -66,7 +67,7 @@ class LanguageModel:
         """Stored bits of all parameters per number; plain numbers count in the dtype of the files."""
         report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
         dtype = self.model.dtype
-        is_gguf, described = self.path.endswith(".gguf"), self.base or self.path
+        is_gguf, described = gguf_path(self.path) is not None, self.base or self.path
         plain = dtype if is_gguf else transformers.AutoConfig.from_pretrained(described).dtype or dtype
         packed = {tensor.data_ptr() for module in self.model.modules() if isinstance(module, PackedModule)
                   for tensor in module.parameters()}
@@ -99,10 +100,11 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
     path = local_path(ref)
+    path = gguf_path(path) or path
     if not path.exists():
         raise LoadError(f"{ref}: no such folder or file")
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
-    is_gguf = path.suffix == ".gguf"
+    is_gguf = gguf_path(path) is not None
     if is_gguf or base is not None or format is not None or _is_packed(path):
         config = plugin.QdslConfig(format, match_dense=match_dense, **(params or {}))
         with named_errors(f"{path}: transformers does not load it", *CLEAR):
@@ -139,7 +141,7 @@ def _generate(language: LanguageModel, prompt: str, max_new_tokens: int, tempera
         text = render(tokenizer.get_chat_template(), [{"role": "user", "content": prompt}], tokenizer.special_tokens_map,
                       language.path)
         # llama.cpp adds the file's first token to a chat, too, unless the template has
-        is_bare = language.path.endswith(".gguf") and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        is_bare = gguf_path(language.path) is not None and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
         inputs = tokenizer(text, add_special_tokens=is_bare, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.models.gguf_keys import contradictions, is_usual, table, unknown
 from qdsl.models.gguf_maps import FOLDER, GgufMap, model_types
 from qdsl.models.plan import LoadError
 from tests.support import gguf_cases
 from tests.support.covering import ALL
+from tests.support.gguf_models import write_file
 
 plugin = pytest.importorskip("qdsl.models.transformers")
 tiny_models = pytest.importorskip("tests.support.tiny_models")
@@ -114,3 +116,26 @@ def test_unknown_keys_are_allowed_on_demand(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"llama\.attention\.of_next_year is '2\.0', which may change attention"):
         plugin.from_pretrained(path)
     assert plugin.from_pretrained(path, allow_unknown=True).config.model_type == "llama"
+
+
+# -- what a file is -----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_known_by_their_first_bytes_and_folders_by_their_only_one(tmp_path: Path) -> None:
+    path = gguf_cases.write_case(tmp_path / "model.gguf", gguf_cases.tiny("llama"), gguf_cases.Case())
+    (tmp_path / "blobs").mkdir()
+    blob = path.rename(tmp_path / "blobs" / "sha256-0")
+    assert plugin.from_pretrained(blob).config.model_type == "llama"
+    blob.rename(tmp_path / "blobs" / "model.gguf")
+    assert plugin.from_pretrained(tmp_path / "blobs").config.model_type == "llama"
+
+
+@pytest.mark.parametrize(("kind", "tensors", "sentence"), [
+    ("adapter", {"blk.0.attn_q.weight.lora_a": torch.ones(2, 4)}, "general.type is 'adapter', which is no model by itself"),
+    ("model", {}, "a vocabulary alone, without weights")])
+def test_other_files_are_refused_by_what_they_are(kind: str, tensors: dict[str, torch.Tensor], sentence: str,
+                                                       tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.gguf", "llama", tensors, dict.fromkeys(tensors, "F32"),
+                      {"general.type": Value.of("string", kind)})
+    with pytest.raises(LoadError, match=sentence):
+        plugin.from_pretrained(path)

@@ -31,11 +31,16 @@ def _has_weights(path: Path) -> bool:
     return any(not file.name.startswith(".") for file in path.glob("*.safetensors"))
 
 
+def _begins_as_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def gguf(path: Path) -> Path | None:
-    """The GGUF file of a checkpoint, the first of a split one: the path itself, or the file of a folder without safetensors;
-    None if there is none.
+    """The GGUF file of a checkpoint, the first of a split one: the path itself, by its name or, where that has no end, its first
+    bytes; or the file of a folder without safetensors.  None if there is none.
     """
-    if path.suffix == ".gguf" and not path.is_dir():
+    if not path.is_dir() and (path.suffix == ".gguf" or (not path.suffix and path.is_file() and _begins_as_gguf(path))):
         return path
     files = sorted(path.glob("*.gguf")) if path.is_dir() and names(path) == [""] and not any(path.glob("*.safetensors")) else []
     return files[0] if len(files) == 1 or (files and "-00001-of-" in files[0].name) else None

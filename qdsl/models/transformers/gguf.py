@@ -10,13 +10,14 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MixtralConfig
 
-from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.references import Repository, local_path, parsed
+from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.gguf_keys import complete, contradictions, unknown
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types, pattern_of
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
@@ -47,7 +48,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     if options.verify:
         checksums.check(path, is_optional=True)
     with GgufFile(path) as file:
-        architecture = str(file.metadata["general.architecture"])
+        architecture = _architecture(file)
         is_read = base is None and config is None
         config = config_of(file, path, base) if config is None else config
         own = map_of(config.model_type, architecture)
@@ -75,6 +76,18 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     if vocabulary is not None and model.can_generate():
         _set_ends(model.generation_config, vocabulary, keeps=base is not None)
     return model
+
+
+def _architecture(file: GgufFile) -> str:
+    """The architecture of a file with a language model.  Raises LoadError for one of something else."""
+    kind = str(file.metadata.get("general.type", "model"))
+    if kind != "model":
+        raise LoadError(f"{file.path}: general.type is {shown(kind)}, which is no model by itself")
+    if not file.tensors:
+        raise LoadError(f"{file.path}: a vocabulary alone, without weights")
+    if "general.architecture" not in file.metadata:
+        raise LoadError(f"{file.path}: has no general.architecture: it is not known of which model it is")
+    return str(file.metadata["general.architecture"])
 
 
 def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool) -> None:
@@ -171,12 +184,11 @@ def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) ->
 
 
 def gguf_path(ref: str | Path) -> Path | None:
-    """The local path of a GGUF file, downloaded if remote; None for a folder."""
+    """The local path of a GGUF file, by its name or first bytes, downloaded if remote; of a folder its only one; else None."""
     target = parsed(ref)
     if isinstance(target, Repository) and target.file is None and target.quant is None:
         return None
-    path = local_path(ref)
-    return path if path.suffix == ".gguf" else None
+    return components.gguf(local_path(ref))
 
 
 def _write_header(file: GgufFile, path: Path, architecture: str) -> None:
