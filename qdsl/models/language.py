@@ -54,7 +54,11 @@ class LanguageModel:
     def tokenizer(self) -> Any:
         """Its tokenizer, loaded on first use."""
         with named_errors(f"{self.path}: transformers reads no tokenizer from it"):
-            return plugin.tokenizer(self.path, self.base)
+            tokenizer = plugin.tokenizer(self.path, self.base)
+        if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:          # what transformers makes of no files
+            raise LoadError(f"{self.path}: has no tokenizer, and its prompt would be lost: copy the model's tokenizer files into "
+                            "it, or name a base that has them")
+        return tokenizer
 
     @property
     def packed_layers(self) -> int:

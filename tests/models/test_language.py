@@ -117,7 +117,8 @@ def test_errors_are_sentences(plain: Path, fp8: Path, text: Path, arguments: str
 
 @pytest.mark.parametrize("defect, message", [("tensor", "no tensor for model.layers.0.mlp.up_proj.weight"),
                                              ("config", "transformers does not load it"),
-                                             ("tokenizer", "transformers reads no tokenizer from it")])
+                                             ("tokenizer", "transformers reads no tokenizer from it"),
+                                             ("tokenizers", "has no tokenizer, and its prompt would be lost")])
 def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, defect: str, message: str) -> None:
     """transformers warns of a missing tensor and runs with random numbers in its place."""
     for path in plain.iterdir():
@@ -126,6 +127,12 @@ def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, defect: 
         tensors = load_file(plain / "model.safetensors")
         del tensors["model.layers.0.mlp.up_proj.weight"]
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    elif defect == "tokenizers":                                 # transformers makes one of a class that a config names
+        gemma = transformers.GemmaConfig(**language_models.config("qwen3").to_dict() | {"tie_word_embeddings": False})
+        gemma.architectures = ["GemmaForCausalLM"]
+        transformers.GemmaForCausalLM(gemma).save_pretrained(tmp_path)
+        for path in tmp_path.glob("tokenizer*"):
+            path.unlink()
     elif defect == "tokenizer":
         (tmp_path / "tokenizer.json").write_text("{")
     else:
