@@ -6,12 +6,12 @@ A file describes the producer's configs.  It selects among the matchers and read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from qdsl.core.places import regular
-from qdsl.core.stored import Description
+from qdsl.core.stored import INPUT_SCALE, Description
 
 # How a list's entries name modules; see checkpoint/detect/ignored.py.
 DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix")
@@ -114,6 +114,14 @@ class Readers:
 
 
 @dataclass(frozen=True, slots=True)
+class DiffusersSettings:
+    """What a producer's settings have in models of diffusers instead: lists of unquantized layers, and further settings."""
+
+    skipped: Mapping[str, tuple[str, ...]]
+    written: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """A producer's metadata about weights in safetensors headers; '' for what it does not write.
 
@@ -138,9 +146,9 @@ class Producer:
     settings that identify its configs without quant_method.  settings: its names -> names in rules.  accepts: the block lengths
     that its own code accepts, by setting; 'any' is every positive one.  skipped: lists of unquantized layers, and their
     dialects, several if readers differ; the first list is written.  copied_skips: lists that are written with the same
-    entries.  skipped_patterns: the map of patterns that it uses instead.
-     plain_by_default: ends of names that need not be listed there.  only: lists of the only
-    quantized layers.  written: further settings to write.  dropped: settings about other things than weights.  follows_tensors:
+    entries.  diffusers: what is written instead in models of diffusers.  skipped_patterns: the map of patterns that it uses
+    instead.  plain_by_default: ends of names that need not be listed there.  only: lists of the only quantized layers.
+    written: further settings to write.  dropped: settings about other things than weights.  follows_tensors:
     readers require exactly the tensors that settings mention.  experts: one of EXPERT_NAMES.  formats: rules for settings by
     format.  headers: rules for a header's JSON by format.  tensors: by format and storage, the storage's tensors -> the ends of
     their names in checkpoints.
@@ -154,6 +162,7 @@ class Producer:
     accepts: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     copied_skips: tuple[str, ...] = ()
+    diffusers: DiffusersSettings | None = None
     skipped_patterns: str = ""
     plain_by_default: tuple[str, ...] = ()
     layers: Mapping[str, LayerSettings] = field(default_factory=dict)
@@ -174,6 +183,12 @@ class Producer:
     def skip_list(self) -> str:
         """The list of unquantized layers that is written, '' for none."""
         return next(iter(self.skipped), "")
+
+    @property
+    def of_diffusers(self) -> Producer:
+        """The same producer as it describes models of diffusers."""
+        own = self.diffusers
+        return self if own is None else replace(self, skipped=own.skipped, copied_skips=(), written=own.written)
 
 
 def _word(value: Any, key: str) -> str:
@@ -265,6 +280,8 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "accepts": _mapping_of(_list_of(_any)),
     "skipped": _mapping_of(_list_of(_dialect)),
     "copied_skips": _words,
+    "diffusers": _record(DiffusersSettings, {"skipped": _mapping_of(_list_of(_dialect)), "written": _mapping_of(_any)},
+                         ["skipped"]),
     "skipped_patterns": _word,
     "plain_by_default": _words,
     "layers": _mapping_of(_record(LayerSettings, {"complete": _flag, "plain": _mapping_of(_list_of(_any)), "alone": _flag,
@@ -343,7 +360,7 @@ def _problem(format: Description | None, rule: Rule) -> str:
     for name, value in rule.get("where", {}).items():
         if value not in format.params.get(name, ()):
             return f"there is no parameter '{name}' with the value {value}"
-    fields = {*format.spared, *(tensor for storage in storages for tensor in _tensors(format, storage))}
+    fields = {INPUT_SCALE, *format.spared, *(tensor for storage in storages for tensor in _tensors(format, storage))}
     sources = [name for key, wanted in rule.items() if key not in ABOUT_RULE and isinstance(wanted, Mapping) for name in wanted]
     unknown = next((name for name in sources if name not in fields), None)
     return f"there is no tensor or optional field '{unknown}'" if unknown else ""

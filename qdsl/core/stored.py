@@ -20,6 +20,7 @@ PLANAR = "planar"                                                # the storage t
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "i64": "int64",
             "index": "int32", "shape": "int64"}
+INPUT_SCALE = "input_scale"                                      # the tensor next to a weight by which x is quantized
 # Tensors that x is multiplied by before the weight, so that the weight alone is not equivalent.
 OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale", "prequant_scaling_factor")
 

@@ -15,7 +15,7 @@ from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
-from qdsl.core.stored import OF_X
+from qdsl.core.stored import INPUT_SCALE, OF_X
 from qdsl.core.text import counted
 from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, pattern_of, row_order
 from qdsl.models.plan import LoadError, Names, listed
@@ -23,7 +23,7 @@ from qdsl.models.ties import tie
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
-SCALES = (*OF_X, "input_scale")                                  # tensors of a layer that concern its input
+SCALES = (*OF_X, INPUT_SCALE)                                    # tensors of a layer that concern its input
 UNUSED = "scale_input"                                           # ComfyUI's, which is 1 where none is known
 RUNS = 4                                                         # runs of consecutive rows of an expert that are cut one by one
 

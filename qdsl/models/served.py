@@ -25,10 +25,10 @@ from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import CheckpointError, dtype_of, shown
 from qdsl.checkpoint.report.shards import STREAMED, ShardError, packed_layers, plain_layer, plain_layers, single_experts
+from qdsl.core.stored import INPUT_SCALE
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
-from qdsl.models.shards import INPUT_SCALE
 from qdsl.runtime.weight.packed import PackedWeight
 
 GATED = {"gate_up_proj": ("gate_proj", "up_proj")}              # stacks of experts whose parts engines take one by one

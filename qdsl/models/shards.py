@@ -16,13 +16,11 @@ from qdsl.checkpoint.detect.layer_weights import as_stored, layout_of, module_of
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report.shards import Piece, ShardError, row_piece
 from qdsl.core.borders import Span
-from qdsl.core.stored import element_dtype
+from qdsl.core.stored import INPUT_SCALE, element_dtype
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 __all__ = ["Collector", "Part", "joined", "linear", "row_piece"]
-
-INPUT_SCALE = "input_scale"
 
 
 @dataclass(frozen=True, slots=True)

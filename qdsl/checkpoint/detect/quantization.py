@@ -225,11 +225,6 @@ def _unaccepted(producer: Producer, every: Sequence[Mapping[str, Any]]) -> Itera
                 yield f"{key} is {text}; {producer.name} writes {values_text(listed(values))}"
 
 
-def dialects(key: str, method: str) -> Sequence[str]:
-    """The dialects of a producer's list of unquantized layers, by its key."""
-    return producers().keys(method).skipped[key]
-
-
 def _dynamic(settings: dict[str, Any], keys: ConfigKeys, budget: Budget) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
     """Complete settings by pattern, None for layers that stay unquantized."""
     for key, how in keys.patterns.items():

@@ -17,12 +17,12 @@ from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.producers import producers
-from qdsl.checkpoint.detect.quantization import LEFT_ALONE, dialects, in_headers, quantization
+from qdsl.checkpoint.detect.quantization import LEFT_ALONE, in_headers, quantization
 from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.core.producer import ABOUT_RULE, WORDS, Refusal
-from qdsl.core.stored import OF_X, Description
+from qdsl.core.producer import ABOUT_RULE, WORDS, Producer, Refusal
+from qdsl.core.stored import INPUT_SCALE, OF_X, Description
 from qdsl.core.text import counted
 from qdsl.jobs.convert.aim import description
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
@@ -180,9 +180,15 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     if _is_own(rule, method, plan):
         return _changed(old, rule, first), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
-    note = f"{producers().of(rule['quant_method']).skip_list} of the config cannot name {', '.join(wrong)} to all readers" \
-        if wrong else ""
-    return _new_settings(dict(_rule_settings(rule, first)), plain), note
+    producer = _written_as(folder, rule["quant_method"])
+    note = f"{producer.skip_list} of the config cannot name {', '.join(wrong)} to all readers" if wrong else ""
+    return _new_settings(dict(_rule_settings(rule, first)), producer, plain), note
+
+
+def _written_as(folder: Folder, method: str) -> Producer:
+    """The producer of a quant_method, as it describes a model of the folder's kind."""
+    producer = producers().of(method)
+    return producer.of_diffusers if DIFFUSERS in folder.config else producer
 
 
 def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
@@ -227,7 +233,8 @@ def check_producer(folder: Folder, plan: Plan) -> None:
         return
     any_producer = replace(plan, aim=replace(plan.aim, producer=""))
     others = dict.fromkeys(rule["quant_method"] for rule in _rules(folder, any_producer, ""))
-    raise RewriteError(f"{folder.path}: no settings of {shown(producer)} describe its layers in {wanted}; "
+    partly = f", some of which have {INPUT_SCALE} and some not" if len(_stored(plan, INPUT_SCALE)) > 1 else ""
+    raise RewriteError(f"{folder.path}: no settings of {shown(producer)} describe its layers in {wanted}{partly}; "
                        f"those of {', '.join(others) or 'qdsl'} do")
 
 
@@ -257,13 +264,19 @@ def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan
             if own and not follows:
                 del full[key]
                 continue
-            stored = {_is_stored(folder, plan, format, name)} if name in format.spared else \
-                {name in names for names in plan.tensors}
+            stored = {_is_stored(folder, plan, format, name)} if name in format.spared else _stored(plan, name)
             if len(stored) > 1 and not own:
                 return None
             right, wrong = words if True in stored else words[::-1]
             full[key] = right if not own else {wrong: right} if len(stored) == 1 else {}
     return full
+
+
+def _stored(plan: Plan, tensor: str) -> set[bool]:
+    """Whether layers have a tensor: one of their storage, or the scale of x, which is copied; both if they differ."""
+    if tensor == INPUT_SCALE:
+        return {tensor in layer.others for layer in (*plan.changed, *plan.kept)}
+    return {tensor in names for names in plan.tensors}
 
 
 def _is_stored(folder: Folder, plan: Plan, format: Description, field: str) -> bool:
@@ -338,9 +351,8 @@ def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> No
             settings[name] = words[0]
 
 
-def _new_settings(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
+def _new_settings(flat: dict[str, Any], own: Producer, plain: list[str]) -> dict[str, Any]:
     """New settings of a producer that the checkpoint did not have.  plain: the unquantized modules."""
-    own = producers().of(flat["quant_method"])
     if own.skipped_patterns:
         inside = [name for name in plain if not name.endswith(own.plain_by_default)] if own.plain_by_default else plain
         patterns: dict[str, Any] = {f"{LEFT_ALONE}^{re.escape(name)}$": {} for name in inside}
@@ -362,10 +374,10 @@ def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], lis
     if any(name.endswith(EMBEDDING) for name in plain) and not any(name.endswith(HEAD) for name in plain):
         plain.append(HEAD)                                       # a head that shares the embedding's weight
     plain = list(dict.fromkeys(plain))
-    skip_list = producers().of(method).skip_list
-    if not skip_list:
+    own = _written_as(folder, method)
+    if not own.skip_list:
         return plain, []
-    read = dialects(skip_list, method)
+    read = own.skipped[own.skip_list]
     others = [layer.name for layer in layers.layers]
     text = "\n".join(others)
     words = {name: _naming(name, read, others if _may_name(name, text) else []) for name in plain}
