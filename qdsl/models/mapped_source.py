@@ -96,6 +96,7 @@ class MappedSource:
         own = [layer for source in rule.sources if (layer := self.names[source]) is not None]
         shape = self._shapes[name]
         is_changed = rule.values or rule.elements or rule.rows == LATENT or (rule.transposed and len(shape) != 3)
+        is_changed = is_changed or (isinstance(self.file, GgufSource) and any(map(self.file.is_reshaped, own)))
         if len(own) < len(rule.sources) or is_changed or not (self.has_experts or len(shape) == 2):
             return None
         if wrong := next((layer for layer in own if layer.why), None):

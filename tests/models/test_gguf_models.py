@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from qdsl.checkpoint.detect.sources import GgufSource
+from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.models.gguf_maps import FOLDER, GgufMap, TensorRule, map_of, model_types, pattern_of, row_order
+from qdsl.models.mapped_source import MappedSource
 from qdsl.models.plan import LoadError
 from tests.support import gguf_models
 from tests.support.covering import ALL
@@ -278,3 +281,15 @@ def test_smollm2_is_what_transformers_decodes() -> None:
     seconds, memory, answer, difference, packed = json.loads(done.stdout.splitlines()[-1])
     assert answer.startswith("The capital of France is Paris.") and difference == 0 and packed == 212
     assert seconds < 2 and memory < 29 + 50
+
+
+def test_a_matrix_that_is_stored_in_other_rows_becomes_plain(tmp_path: Path) -> None:
+    """ComfyUI-GGUF stores matrices whose rows are not whole blocks as rows of 256, with the shape in the metadata."""
+    numbers = torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
+    path = gguf_models.write_file(tmp_path / "model.gguf", "sd1", {"t.weight": numbers.view(16, 256)}, {"t.weight": "Q8_0"},
+                                  {"comfy.gguf.orig_shape.t.weight": Value.of("i32[]", [128, 32])})
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128, bias=False))
+    source = MappedSource(GgufSource(path), {"0.weight": TensorRule(("t.weight",))}, model)
+    assert not source.layers and list(source.plain) == ["0.weight"]
+    torch.testing.assert_close(source.tensor("0.weight"), numbers, rtol=0, atol=0.02)
+    source.close()

@@ -206,6 +206,11 @@ class GgufSource:
         """The shape of a tensor in the model.  Raises CheckpointError."""
         return self.file.entry(name).logical_shape
 
+    def is_reshaped(self, layer: Layer) -> bool:
+        """Whether a layer's rows of blocks are not its rows in the model (ComfyUI's orig_shape)."""
+        entries = [self.file.tensors[name] for name in layer.tensors.values()]
+        return any(entry.orig_shape is not None and entry.orig_shape[-1] != entry.shape[-1] for entry in entries)
+
     def nbytes(self, name: str) -> int:
         """The bytes of a tensor.  Raises CheckpointError."""
         return self.file.entry(name).nbytes
