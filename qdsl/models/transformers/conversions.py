@@ -56,6 +56,11 @@ class Conversions:
             target, pattern = rename_source_key(name, [], [], prefix, self.tensors)
         return target, pattern
 
+    def place(self, name: str) -> str | None:
+        """The model's name of a layer, whether the model has it or not; None for one that is joined with others."""
+        target, converter = self.target(f"{name}.weight")
+        return target.removesuffix(".weight") if converter is None else None
+
     def stacks(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[list[str]]]:
         """Parameters whose experts consist of one or more weights: names of layers, expert by expert.
 

@@ -34,6 +34,7 @@ from qdsl.models.plan import LoadError, listed
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
 from qdsl.models.private_apis import float32_modules, mark_initialized, may_be_missing, may_be_unexpected
 from qdsl.models.save import save
+from qdsl.models.stacks import usual_stacks
 from qdsl.models.ties import Ties, keep_ties, recorded_ties, renew_ties
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
@@ -111,7 +112,8 @@ class QdslHfQuantizer(HfQuantizer):
             check_format(checkpoint, config.format)
         skip = [*config.ignore, *((*SKIPPED, *map(re.escape, float32_modules(model))) if config.format else ())]
         before, device = _tensors(model), single_device(self._device_map)
-        stacks = None if names is None else names.stacks(_shapes(source, config.format))
+        stacks = None if names is None else {**usual_stacks(dict(model.named_parameters()), source, names.place, config.format),
+                                             **names.stacks(_shapes(source, config.format))}
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
                                  stacks=stacks, format=config.format, verify=config.verify, planar=False,
                                  match_dense=config.match_dense, **config.options)
