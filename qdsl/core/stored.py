@@ -393,7 +393,8 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
             raise LayoutMismatch(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
         shown_as = seen_shape(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
-        is_flat = is_declared and tensor.shape == (prod(wanted),)
+        flat = [(prod(wanted),)] + [(prod(wanted), 1)] * (len(_squeezed(wanted)) > 1)    # [2, 1] for [1, 2] is transposed
+        is_flat = is_declared and tensor.shape in flat
         if not records and not is_flat and not any(_is_shape(tensor.shape, own) for own in (wanted, shown_as) if own is not None):
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
             raise LayoutMismatch(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "

@@ -125,6 +125,6 @@ def _scaled_by_power(blocks: Tensor, largest: Tensor, code: str, scale: str, div
     exact = 1 / (divisor / largest) if by == "inverse" else largest / divisor
     exponents = powers(largest.float(), exact.float(), divisor, code, power)
     exponents = exponents.clamp(min=math.ceil(math.log2(least))) if least else exponents
-    stored = stored_scale(torch.ldexp(torch.ones_like(exponents), exponents), scale)
+    stored = stored_scale(torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.float()), scale)
     used = stored.to(blocks.dtype)
     return quotients(blocks, used), used, stored

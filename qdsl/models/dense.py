@@ -13,9 +13,11 @@ from qdsl.models.origin import ATTRIBUTE
 from qdsl.runtime.torch.distributed import GROUP
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.torch.products import filled
 
 
+@without_autocast
 def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Decode all packed weights of a model, in place, a layer at a time; layers that share one share the decoded weight.
 

@@ -38,6 +38,7 @@ from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
 from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.arrays import empty
@@ -46,6 +47,7 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 SMALL = 1 << 20                                                  # bytes of a plain tensor that may be copied
 
 
+@without_autocast
 def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                  skip: Sequence[str] | None = None, base: str | Path | None = None, match_dense: bool = False,
@@ -61,6 +63,7 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
                           **options)
 
 
+@without_autocast
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, planar: bool = True,

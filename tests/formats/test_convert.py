@@ -173,6 +173,7 @@ def test_bytes_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monkey
     assert all(same_bits(stored[1][name], tensor) for name, tensor in stored[0].items())
 
 
+@pytest.mark.own_state                                           # memory is counted
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codes_are_never_unpacked_and_work_needs_a_tile(bits: int, act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:

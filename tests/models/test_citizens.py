@@ -243,6 +243,7 @@ def test_formats_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.own_state                                           # of gradients
 @pytest.mark.parametrize("trait", TRAITS)
 def test_derivatives_to_second_order_and_forwards(trait: str) -> None:
     """By differences, in float64: of the function, and of the operations."""
@@ -261,6 +262,7 @@ def test_derivatives_to_second_order_and_forwards(trait: str) -> None:
         torch.autograd.grad(module.linear(x, packed), x, torch.ones(4, 2, packed.shape[0]).double(), is_grads_batched=True)
 
 
+@pytest.mark.own_state                                           # of gradients
 @pytest.mark.parametrize("trait", TRAITS)
 def test_transforms_of_torch_func(trait: str) -> None:
     module, packed = weights()[trait]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.sources import GgufSource
+from qdsl.checkpoint.files.crc import FILE as CHECKSUMS
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import bytes_of, write
 from qdsl.cli import app
@@ -97,8 +98,10 @@ def gguf_numbers(data: bytes, shape: torch.Size, type: str) -> Tensor:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    names = sorted(path.name for path in one.iterdir())
-    return bool(names) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
+    """Whether files are the same; of lists of checksums the part of weights, because a library writes the other files."""
+    names = sorted(path.name for path in one.iterdir() if path.name != CHECKSUMS)
+    lists = [json.loads(path.read_text()) | {"others": {}} for path in (one / CHECKSUMS, other / CHECKSUMS) if path.exists()]
+    return bool(names) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names) and lists[1:] == lists[:1]
 
 
 # -- single files ----------------------------------------------------------------------------------------------------------

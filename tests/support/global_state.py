@@ -25,11 +25,16 @@ PRODUCTS = frozenset({"linear", "grouped_linear", "forward"})
 
 @dataclass(frozen=True)
 class State:
-    """A global setting.  without: calls whose result it may change: autocast decides the dtype of products."""
+    """A global setting.
+
+    without: calls whose result it may change: autocast decides the dtype of products, and threads the order of their sums.
+    within: the packages whose calls are entered: a model that is built in inference mode cannot be trained.
+    """
 
     summary: str
     enter: Callable[[], AbstractContextManager[object]]
     without: frozenset[str] = frozenset()
+    within: str = "qdsl"
 
 
 @contextmanager
@@ -67,11 +72,11 @@ STATES = {
     "float64": State("default dtype float64", lambda: default_dtype(torch.float64)),
     "meta": State("default device meta", lambda: torch.device("meta")),
     "deterministic": State("`torch.use_deterministic_algorithms`, which also fills new memory with NaN", deterministic),
-    "inference": State("`torch.inference_mode`", torch.inference_mode, frozenset({"forward", "load_weights_"})),
+    "inference": State("`torch.inference_mode`", torch.inference_mode, within="qdsl.runtime.format"),
     "no_grad": State("`torch.no_grad`", torch.no_grad, frozenset({"forward"})),
     "autocast": State("`torch.autocast`, which chooses the dtype of products", lambda: torch.autocast("cpu", torch.bfloat16),
                       PRODUCTS),
-    "threads": State("two threads instead of one", lambda: threads(2)),
+    "threads": State("two threads instead of one", lambda: threads(2), PRODUCTS),
 }
 FORK = "fork"                                                    # the whole test runs in a forked child
 # Classes, and modules, whose public functions are entered under the state.
@@ -113,7 +118,7 @@ def _entering(function: Callable[..., Any]) -> Callable[..., Any]:
     def entered(*arguments: Any, **named: Any) -> Any:
         global _current
         name = _current
-        if not name or torch.compiler.is_compiling() or _is_changed(name, function.__name__, [*arguments, *named.values()]):
+        if not name or torch.compiler.is_compiling() or _is_changed(name, function, [*arguments, *named.values()]):
             return function(*arguments, **named)
         _current = ""
         try:
@@ -126,10 +131,12 @@ def _entering(function: Callable[..., Any]) -> Callable[..., Any]:
     return entered
 
 
-def _is_changed(name: str, function: str, arguments: list[Any]) -> bool:
+def _is_changed(name: str, function: Callable[..., Any], arguments: list[Any]) -> bool:
     """Whether the state may change the result of a call, as without gradients."""
-    has_gradients = any(isinstance(value, Tensor) and value.requires_grad for value in arguments)
-    return function in STATES[name].without or (name in ("inference", "no_grad") and has_gradients)
+    state, has_gradients = STATES[name], any(isinstance(value, Tensor) and value.requires_grad for value in arguments)
+    if function.__name__ in state.without or not function.__module__.startswith(state.within):
+        return True
+    return name in ("inference", "no_grad") and has_gradients
 
 
 def _trainable(result: Any) -> Any:

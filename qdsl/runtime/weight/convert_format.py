@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.core.shapes import values_text
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import branches, convert
 from qdsl.runtime.weight.assemble import assemble, check_shape
 from qdsl.runtime.weight.defaults import default_field
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 WIDEST = "f32"
 
 
+@without_autocast
 def converted(format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
     """The same numbers in a storage of a format.  Raises FormatError if it cannot hold them.
 

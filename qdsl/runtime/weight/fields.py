@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from qdsl.core.numbers import number
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import bfloat16, branches, order, streams
 from qdsl.runtime.weight.assemble import assemble, check_columns, check_shape
 from qdsl.runtime.weight.defaults import default_field, is_default
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 
+@without_autocast
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; without missing optional ones."""
     if packed.has_branch:
@@ -36,6 +38,7 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     return {**fields, **{name: index for name, field in packed.variant.fields.items() if field.type == "index"}}
 
 
+@without_autocast
 def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:
     """The weight that holds these fields in a storage; the inverse of unpack.
 

@@ -105,7 +105,7 @@ def to_minifloat(value: Tensor, kind: str, ties: str = "even") -> Tensor:
     mantissa, bias, largest, sign = _MINIFLOATS[kind]
     size = value.abs().clamp(max=largest)
     power = torch.where(size > 0, torch.frexp(size).exponent - 1, 1 - bias).clamp(min=1 - bias)
-    exact = torch.ldexp(size, mantissa - power)                  # the value times a power of two
+    exact = torch.ldexp(size, (mantissa - power).float())        # of integers torch makes the default dtype
     steps = torch.round(exact) if ties == "even" else torch.ceil(exact - 0.5)
     code = steps.to(torch.int32) + (power + bias - 1 << mantissa)
     codes = (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)

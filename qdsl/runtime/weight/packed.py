@@ -15,6 +15,7 @@ from qdsl.core.numbers import number
 from qdsl.core.shapes import Axis, compiled_step, granule
 from qdsl.core.stored import PLANAR, Stored
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import algebra, branches, order, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
 from qdsl.runtime.weight.errors import FormatError as FormatError
@@ -259,6 +260,7 @@ class PackedWeight:
             tensors[name] = tensor
         return self.derive(tensors, shape)
 
+    @without_autocast
     def shard(self, dim: str, start: int, stop: int) -> PackedWeight:
         """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: a view if possible, else packed again.
 
@@ -273,6 +275,7 @@ class PackedWeight:
         return algebra.piece(self, dim, start, stop) if self._why_not_cut(dim, start, stop) else self.cut(dim, start, stop)
 
     @classmethod
+    @without_autocast
     def join(cls, parts: Sequence[PackedWeight], dim: str = "N") -> PackedWeight:
         """The weight with the rows (dim 'N') or columns ('K') of all parts, in order: one copy per tensor.
 

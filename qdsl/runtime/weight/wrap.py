@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import OF_X, resolve_default
+from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import branches, order
 from qdsl.runtime.weight.assemble import assemble, whole_shape
 from qdsl.runtime.weight.match import Match, matches
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 
+@without_autocast
 def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None, verify: bool,
          params: Mapping[str, int | str]) -> PackedWeight:
     """The weight that a checkpoint's tensors hold, by their names; nothing is copied.
