@@ -100,7 +100,8 @@ def gguf_numbers(data: bytes, shape: torch.Size, type: str) -> Tensor:
 def same_files(one: Path, other: Path) -> bool:
     """Whether files are the same; of lists of checksums the part of weights, because a library writes the other files."""
     names = sorted(path.name for path in one.iterdir() if path.name != CHECKSUMS)
-    lists = [json.loads(path.read_text()) | {"others": {}} for path in (one / CHECKSUMS, other / CHECKSUMS) if path.exists()]
+    paths = [one / CHECKSUMS, other / CHECKSUMS] if (one / CHECKSUMS).exists() else []
+    lists = [json.loads(path.read_text()) | {"others": {}} for path in paths]
     return bool(names) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names) and lists[1:] == lists[:1]
 
 
