@@ -279,10 +279,10 @@ TENSORS = [("a", [b"a" * 8], 8, 2), ("b", [b"b" * 3], 3, 0)]
 
 
 def read_journal(data: bytes) -> None:
-    notes: dict[str, Any] = {}
+    unfinished = resume.Resume("", {})
     file = BytesIO(b"start" + b"a" * 8 + bytes(2) + b"b" * 3)
-    whole = resume._whole(file, BytesIO(data), b"start", TENSORS, notes, {})
-    assert len(notes) == whole and file.tell() in (0, 15, 18)
+    whole = resume._whole(file, BytesIO(data), b"start", TENSORS, unfinished, {})
+    assert len(unfinished.notes) == whole and file.tell() in (0, 15, 18)
 
 
 @cache

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qdsl.host import template_process
 from qdsl.models.plan import LoadError
 
-PROGRAM = Path(__file__).with_name("template_process.py")
+PROGRAM = Path(template_process.__file__)
 SECONDS = 20                                                     # of the clock; the process itself has 2 of the processor
 
 

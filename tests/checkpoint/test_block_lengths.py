@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer_weights import weights
-from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.cli import app
@@ -153,7 +153,7 @@ def test_a_length_that_no_producer_writes_is_named(tmp_path: Path, length: Any) 
     packed = case.module.FORMAT.pack(fields, storage=case.storage, **dict(case.params))
     folder(tmp_path, {UP: packed.tensors}, gptq(bits=4, group_size=length, checkpoint_format="gptq_v2"))
     with Folder(tmp_path) as source:
-        [problem, *_] = layers(source).problems
+        [problem, *_] = detected_layers(source).problems
     assert problem.startswith(f"config.json: quantization_config: group_size is {length!r}; gptq writes -1, 16, ")
 
 

@@ -29,6 +29,7 @@ INERT = {
     "actorder": "the same",
     "sym": "asymmetric codes may come out with symmetric zero points",
     "zero_point": "the same",
+    "activation_scheme": "it says how a producer quantizes x, which qdsl does not",
 }
 
 

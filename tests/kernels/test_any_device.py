@@ -21,7 +21,7 @@ from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, random_packed, same_bits, smallest
 from tests.support.other_device import HAS_BACKENDS, OtherTensor, other_device
 
-pytestmark = [pytest.mark.skipif(is_installed, reason="in a process of their own"),
+pytestmark = [pytest.mark.own_state, pytest.mark.skipif(is_installed, reason="in a process of their own"),
               pytest.mark.skipif(not HAS_BACKENDS, reason="this torch has no backends in Python")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

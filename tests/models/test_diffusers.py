@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 import re
 import time
@@ -18,7 +17,6 @@ from typer.testing import CliRunner
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.sources import GgufSource
-from qdsl.checkpoint.files.crc import FILE as CHECKSUMS
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import bytes_of, write
 from qdsl.cli import app
@@ -95,14 +93,6 @@ def gguf_numbers(data: bytes, shape: torch.Size, type: str) -> Tensor:
     kind = GGMLQuantizationType[type]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape[0], -1).numpy()
     return torch.from_numpy(quants.dequantize(rows, kind).copy()).view(shape)
-
-
-def same_files(one: Path, other: Path) -> bool:
-    """Whether files are the same; of lists of checksums the part of weights, because a library writes the other files."""
-    names = sorted(path.name for path in one.iterdir() if path.name != CHECKSUMS)
-    paths = [one / CHECKSUMS, other / CHECKSUMS] if (one / CHECKSUMS).exists() else []
-    lists = [json.loads(path.read_text()) | {"others": {}} for path in paths]
-    return bool(names) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names) and lists[1:] == lists[:1]
 
 
 # -- single files ----------------------------------------------------------------------------------------------------------
@@ -331,7 +321,7 @@ def test_a_plain_folder_is_quantized_on_the_way(plain: Path, own: Path, tmp_path
     again = loaded(own)
     assert models.output(again).equal(models.output(online))
     again.save_pretrained(tmp_path)
-    assert same_files(own, tmp_path)
+    assert folders.same_files(own, tmp_path)
     again.dequantize()
     assert models.output(again).equal(models.output(online)) and not hasattr(again, "hf_quantizer")
     assert "quantization_config" not in json.loads(again.to_json_string())
@@ -369,7 +359,7 @@ def test_a_folder_of_another_producer(kind: str, plain: Path, tmp_path: Path) ->
     assert model.hf_quantizer.report.packed.keys() == set(weights) and model.dtype == torch.bfloat16
     assert models.output(model).equal(models.output(decoded_copy(model, ZIMAGE)))
     model.save_pretrained(tmp_path / "again")
-    assert same_files(path, tmp_path / "again")
+    assert folders.same_files(path, tmp_path / "again")
 
 
 @pytest.mark.parametrize("format", ["hlane", "fix4", "df11"])
@@ -381,7 +371,7 @@ def test_lossless_folders(format: str, plain: Path, tmp_path: Path) -> None:
     expected = models.output(dense := loaded(plain))
     assert models.output(model).equal(expected) and model.num_parameters() == dense.num_parameters()
     model.save_pretrained(tmp_path / "again")
-    assert same_files(tmp_path / format, tmp_path / "again")
+    assert folders.same_files(tmp_path / format, tmp_path / "again")
     if format != "df11":
         assert models.output(loaded(tmp_path / format)).equal(expected)
 

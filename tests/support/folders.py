@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from qdsl import __main__
 from qdsl.checkpoint.detect.layers import detected_layers
+from qdsl.checkpoint.files.crc import FILE as CHECKSUMS
 from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.runtime import PackedWeight
@@ -144,3 +146,11 @@ def _watched(out: Path, after: int | None, signal: int | None = None) -> list[in
 
     sys.addaudithook(watch)
     return count
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether files are the same; of lists of checksums the part of weights, because a library writes the other files."""
+    names = sorted(path.name for path in one.iterdir() if path.name != CHECKSUMS)
+    paths = [one / CHECKSUMS, other / CHECKSUMS] if (one / CHECKSUMS).exists() else []
+    lists = [json.loads(path.read_text()) | {"others": {}} for path in paths]
+    return bool(names) and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names) and lists[1:] == lists[:1]

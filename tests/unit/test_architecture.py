@@ -85,8 +85,8 @@ PACKAGES: dict[str, set[str]] = {
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
     "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
     "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "kv_cache": {"torch"}, "infer": {"numpy", "torch"},
-    "models": {"torch", "jinja2", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "tokenizers", "gguf",
-               "sentencepiece", "vllm", "vllm_omni", "sglang"},
+    "host": {"jinja2"}, "models": {"torch", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "tokenizers",
+               "gguf", "sentencepiece", "vllm", "vllm_omni", "sglang"},
 }
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
 LIGHT = (*COMPILER, "core", "host", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "checkpoint", "jobs/engine",

@@ -74,6 +74,7 @@ def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)
 def _spreads(width: int) -> Tensor:
     """For every byte, its fields of 1 or 2 bits, one byte each, as one word."""
     fields = [[byte >> at & (1 << width) - 1 for at in range(0, 8, width)] for byte in range(256)]

@@ -76,6 +76,7 @@ class _Rows:
         self.source = source
 
     @cached_property
+    @torch.inference_mode(False)
     def _places(self) -> Tensor:
         """Indices [values of the field, columns] of the numbers of every row."""
         if isinstance(self.source, tuple):

@@ -51,6 +51,7 @@ class Table:
 
     __slots__ = ("_bits", "_on", "_pairs", "numbers", "values")
 
+    @torch.inference_mode(False)                                 # what is kept serves all later calls
     def __init__(self, kind: str, *numbers: float, columns: int = 0) -> None:
         self.numbers = numbers
         self.values = torch.tensor(numbers, dtype=KINDS[kind], device="cpu")
@@ -65,7 +66,8 @@ class Table:
         if device.type in ("cpu", "meta"):
             return self.values.to(device)
         if device not in self._on:
-            self._on[device] = self.values.to(device)
+            with torch.inference_mode(False):
+                self._on[device] = self.values.to(device)
         return self._on[device]
 
     def halves(self, count: int, unit: float) -> Table:
@@ -99,6 +101,7 @@ class Table:
         selected = values.index_select(0, codes.flatten().to(torch.int32))
         return selected.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
 
+    @torch.inference_mode(False)
     def pairs(self) -> Tensor:
         """The numbers of two codes as one word, at the word of both code bytes, to halve the lookups."""
         if self._pairs is None:
