@@ -38,45 +38,28 @@ class State:
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    """Change a setting of torch, and change it back."""
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        change(before)
 
 
 STATES = {
-    "bfloat16": State("default dtype bfloat16, as where vLLM builds a model", lambda: default_dtype(torch.bfloat16)),
-    "float16": State("default dtype float16", lambda: default_dtype(torch.float16)),
-    "float64": State("default dtype float64", lambda: default_dtype(torch.float64)),
+    "bfloat16": State("default dtype bfloat16, as where vLLM builds a model",
+                      lambda: setting(torch.set_default_dtype, torch.bfloat16, torch.float32)),
+    "float16": State("default dtype float16", lambda: setting(torch.set_default_dtype, torch.float16, torch.float32)),
+    "float64": State("default dtype float64", lambda: setting(torch.set_default_dtype, torch.float64, torch.float32)),
     "meta": State("default device meta", lambda: torch.device("meta")),
-    "deterministic": State("`torch.use_deterministic_algorithms`, which also fills new memory with NaN", deterministic),
+    "deterministic": State("`torch.use_deterministic_algorithms`, which also fills new memory with NaN",
+                           lambda: setting(torch.use_deterministic_algorithms, True, False)),
     "inference": State("`torch.inference_mode`", torch.inference_mode, within="qdsl.runtime.format"),
     "no_grad": State("`torch.no_grad`", torch.no_grad, frozenset({"forward"})),
     "autocast": State("`torch.autocast`, which chooses the dtype of products", lambda: torch.autocast("cpu", torch.bfloat16),
                       PRODUCTS),
-    "threads": State("two threads instead of one", lambda: threads(2), PRODUCTS),
+    "threads": State("two threads instead of one", lambda: setting(torch.set_num_threads, 2, torch.get_num_threads()), PRODUCTS),
 }
 FORK = "fork"                                                    # the whole test runs in a forked child
 # Classes, and modules, whose public functions are entered under the state.
