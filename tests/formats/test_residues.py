@@ -12,29 +12,31 @@ from qdsl.runtime import FormatError, PackedWeight
 from tests.formats.test_convert import in_order, pairs
 from tests.support.formats import Case, canonical, fixed_shape, random_packed, same_bits, shapes, smallest
 
-CLASSES = 1 << 20 if os.environ.get("QDSL_TEST_ALL") else 5      # of each dim, for each pair of storages
 
-
-def period(case: Case, dim: str, shape: tuple[int, int]) -> int:
-    """The rows or columns after which a layout begins again."""
+def steps(case: Case, dim: str, shape: tuple[int, int]) -> set[int]:
+    """The rows or columns of a layout's words, records, blocks and groups."""
     format = case.module.FORMAT
     sizes = format.sizes(format.complete(case.choice), shape)
     layout = format.variant(case.choice).storages[case.storage].decoded
-    return math.lcm(*(term.by(sizes) for stored in layout.tensors.values() for axis in stored.axes for term in axis.terms
-                      if dim in term.dim))
+    return {term.by(sizes) for stored in layout.tensors.values() for axis in stored.axes for term in axis.terms
+            if dim in term.dim}
 
 
 def residues(case: Case, storage: str, dim: str) -> list[tuple[int, int]]:
-    """The smallest shape that both storages can hold, and one of each class of N or K; some of them where there are many."""
+    """Shapes that both storages can hold: for each set of steps that divide N or K the first and last; all by QDSL_TEST_ALL."""
     both = case, Case(case.path, storage, case.params)
     least = fixed_shape(case, tuple(math.lcm(*sizes) for sizes in zip(*map(smallest, both), strict=True)))
     place = "NK".index(dim)
     if dim in case.spec.fixed:
         return [least]
-    step, every = least[place], math.lcm(*(period(own, dim, least) for own in both))
-    grown = [tuple(extent if i == place else least[i] for i in range(2)) for extent in range(step, step + every + 1, step)]
+    step, every = least[place], sorted(set().union(*(steps(own, dim, least) for own in both)))
+    extents = range(step, step + math.lcm(*every) + 1, step)
+    grown = [tuple(extent if i == place else least[i] for i in range(2)) for extent in extents]
     legal = [(n, k) for n, k in grown if all(any(shapes(own, (n,), (k,))) for own in both)]
-    return [*legal[1::-(-len(legal) // CLASSES)], legal[0]]
+    classes: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
+    for shape in legal:
+        classes.setdefault(tuple(shape[place] % size == 0 for size in every), []).append(shape)
+    return legal if os.environ.get("QDSL_TEST_ALL") else [shape for group in classes.values() for shape in {group[0], group[-1]}]
 
 
 def converted(packed: PackedWeight, storage: str) -> PackedWeight | None:
