@@ -15,8 +15,8 @@ from typing import Annotated, Any, NoReturn
 from unicodedata import category
 
 import typer
-from typer.core import TyperGroup
 
+from qdsl.cli.words import Commands, Group
 from qdsl.core.text import counted
 from qdsl.host import unfinished
 
@@ -33,7 +33,7 @@ class Failure(Exception):
         return str(self)
 
 
-class _Commands(TyperGroup):
+class _Commands(Group):
     """The command group; with --json, any failure is printed as one JSON object on standard output."""
 
     def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> Any:
@@ -52,9 +52,9 @@ class _Commands(TyperGroup):
         sys.exit(code or 0)
 
 
-app = typer.Typer(name="qdsl", cls=_Commands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
-                  context_settings={"help_option_names": ["-h", "--help"]},
-                  help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
+app = Commands(name="qdsl", cls=_Commands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
+               context_settings={"help_option_names": ["-h", "--help"]},
+               help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
@@ -62,9 +62,9 @@ PRODUCER_HELP = "Whose settings the config gets, such as fp8 for vLLM's own FP8;
 SHARD_HELP = "Write only the I-th of N parts, from 1; `merge-index` completes the folder after all of them."
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as processors and memory "
                                                                       "allow.")]
-Shard = Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP)]
+Shard = Annotated[str | None, typer.Option("--shard", help=SHARD_HELP)]
 Params = Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP)]
-OutFolder = Annotated[Path, typer.Option("--out", "-o", help="The folder to write.", show_default=False)]
+OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder to write.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
          "TIB": 1 << 40}
@@ -198,7 +198,7 @@ def _local(ref: str) -> Path:
 
 def input_argument(help: str) -> Any:
     """An argument for a file or folder that is read, which may be remote."""
-    return typer.Argument(parser=_local, metavar="REF", help=help, show_default=False)
+    return typer.Argument(parser=_local, help=help, show_default=False)
 
 
 def read_param(text: str) -> tuple[str, Any]:
@@ -234,14 +234,14 @@ def read_part(text: str) -> tuple[int, int]:
 
 
 def read_patterns(patterns: list[str] | None) -> tuple[str, ...]:
-    """The regular expressions of --ignore.  Exits with code 2 for an invalid one."""
+    """The regular expressions of --skip.  Exits with code 2 for an invalid one."""
     import re
 
     for pattern in patterns or ():
         try:
             re.compile(pattern)
         except re.error as error:
-            fail(f"--ignore '{pattern}' is no regular expression: {error}", 2)
+            fail(f"--skip '{pattern}' is no regular expression: {error}", 2)
     return tuple(patterns or ())
 
 

@@ -12,7 +12,7 @@ from qdsl.cli.app import Json, app, print_table, read_size, reported
 
 
 @app.command()
-def plan(model: Annotated[str, typer.Argument(metavar="REF", show_default=False,
+def plan(model: Annotated[str, typer.Argument(show_default=False,
                                               help="A pipeline, a folder or a repository, of which headers are read.")],
          vram: Annotated[str, typer.Option("--vram", help="Memory for weights, such as 20GB or 20GiB.", show_default=False)],
          resident: Annotated[list[str] | None, typer.Option("--resident", help="A model that stays on the GPU while others take "

@@ -58,7 +58,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
 @app.command()
 def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first of a split one.")],
                out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
-               dtype: Annotated[str, typer.Option("--dtype", help="f32, which is exact, bf16 or f16.")] = "f32",
+               dtype: Annotated[str, typer.Option("--dtype", metavar="f32|bf16|f16", help="f32 is exact.")] = "f32",
                force: Force = False, as_json: Json = False) -> None:
     """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other.
 

@@ -24,7 +24,7 @@ from qdsl.cli.app import (
 )
 from qdsl.core.text import counted
 
-Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A checkpoint with the same tensors, whose headers state "
+Like = Annotated[str | None, typer.Option("--like", help="A checkpoint with the same tensors, whose headers state "
                  "shapes where neither the folder nor the model's class does.")]
 
 
@@ -51,8 +51,8 @@ def layer_shapes(folder: Any) -> dict[str, Any]:
 
 @app.command()
 def compress(folder: Annotated[Path, input_argument("A folder of safetensors files, a pipeline of diffusers, or one file.")],
-             format: Annotated[str, typer.Option("--format", "-f", help="hlane, the smallest; fix4, the fastest to decode; df11, "
-                                                                        "the dfloat11 package's.", show_default=False)],
+             format: Annotated[str, typer.Option("--format", "-f", metavar="hlane|fix4|df11", show_default=False, help="hlane is "
+                                                 "the smallest, fix4 the fastest to decode, df11 the dfloat11 package's.")],
              out: OutFolder,
              jobs: Jobs = None, shard: Shard = None, force: Force = False,
              check: Annotated[bool, typer.Option("--check", help="Decode and compare the written tensors before they take their "

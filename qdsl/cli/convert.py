@@ -40,7 +40,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
                                                            "layers are to have: numbers change, and it says how much.")] = None,
             param: Params = None,
             producer: Annotated[str | None, typer.Option("--producer", help=PRODUCER_HELP)] = None,
-            ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay as they "
+            skip: Annotated[list[str] | None, typer.Option("--skip", help="A regular expression for layers that stay as they "
                                                              "are: whole names, or parts between dots.")] = None,
             keep_misfits: Annotated[bool, typer.Option("--keep-misfits", help="Leave layers as they are that the storage cannot "
                                                                               "hold.")] = False,
@@ -62,7 +62,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     part = None if shard is None else read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
         fail("give --to STORAGE, or --requantize FORMAT with its --param", 2)
-    patterns = read_patterns(ignore)
+    patterns = read_patterns(skip)
     with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits, producer=producer or "")
@@ -75,7 +75,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
 
 @app.command("merge-index")
-def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all parts were written to.", show_default=False)],
+def merge_index(out: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False,
+                                                     help="The folder that all parts were written to.")],
                 as_json: Json = False) -> None:
     """Complete a folder whose parts were written with --shard: the index, the config, and all other files."""
     from functools import partial

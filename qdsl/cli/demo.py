@@ -14,7 +14,8 @@ from qdsl.cli.app import Json, app, fail, print_table, reported
 @app.command()
 def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safetensors file of float weights; without it, "
                                                                          "those that ship with the repository.")] = None,
-         out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the FP8 checkpoint.")] = Path("build/demo"),
+         out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER",
+                                              help="Folder for the FP8 checkpoint.")] = Path("build/demo"),
          as_json: Json = False) -> None:
     """Quantize real weights into every format, write and read an FP8 checkpoint, and ask a language model in three formats."""
     from qdsl.jobs import demo as demonstration

@@ -106,7 +106,8 @@ def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
 @app.command()
 def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or names of formats that ship with qdsl.")] = None,
           every: Annotated[bool, typer.Option("--all", help="Build every spec that ships with qdsl.")] = False,
-          out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of modules; by default generated/.")] = None,
+          out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FOLDER",
+                                                      help="Folder of modules; by default generated/.")] = None,
           verify: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a module is not up to date.")] = False,
           as_json: Json = False) -> None:
     """Build Python modules from specs, and list the written files."""

@@ -16,7 +16,8 @@ from qdsl.cli.app import Force, Json, app, fail, reported
 if TYPE_CHECKING:
     from qdsl.infer.run import Inferred
 
-File = Annotated[Path | None, typer.Argument(help="A .safetensors or .npz file with the stored tensors.", show_default=False)]
+File = Annotated[Path | None, typer.Argument(metavar="FILE", show_default=False,
+                                               help="A .safetensors or .npz file with the stored tensors.")]
 Packed = Annotated[str | None, typer.Option("--packed", metavar="NAME", help="The tensor that holds the codes.")]
 ValuesName = Annotated[str, typer.Option("--values", metavar="NAME", help="The decoded weights, float32 [N, K].")]
 ValuesFile = Annotated[Path | None, typer.Option("--values-in", metavar="FILE", help="Their file, where it is another one.")]

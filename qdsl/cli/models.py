@@ -37,7 +37,7 @@ def generate(context: typer.Context,
                                                          rich_help_panel=TEXT)] = 128,
              temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the most probable token.",
                                                         rich_help_panel=TEXT)] = 0.0,
-             base: Annotated[str | None, typer.Option("--base", metavar="REF", rich_help_panel=TEXT, help="The model that "
+             base: Annotated[str | None, typer.Option("--base", metavar="MODEL", rich_help_panel=TEXT, help="The model that "
                                                       "weights were made of, for what DF11 folders and GGUF files lack.")] = None,
              chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Use the chat template, where there is one.",
                                                 rich_help_panel=TEXT)] = True,
@@ -49,11 +49,11 @@ def generate(context: typer.Context,
                                                        rich_help_panel=IMAGE)] = None,
              guidance: Annotated[float | None, typer.Option("--guidance", help="0 for many distilled models; by default "
                                                             "the pipeline's.", rich_help_panel=IMAGE)] = None,
-             transformer: Annotated[str | None, typer.Option("--transformer", metavar="REF", help="A file or folder with the "
+             transformer: Annotated[str | None, typer.Option("--transformer", metavar="MODEL", help="A file or folder with the "
                                                              "transformer.", rich_help_panel=IMAGE)] = None,
-             text_encoder: Annotated[str | None, typer.Option("--text-encoder", metavar="REF", help="One with the text encoder.",
+             text_encoder: Annotated[str | None, typer.Option("--text-encoder", metavar="MODEL", help="And with the encoder.",
                                                               rich_help_panel=IMAGE)] = None,
-             against: Annotated[str | None, typer.Option("--against", metavar="PIPELINE", help="A pipeline whose image is "
+             against: Annotated[str | None, typer.Option("--against", metavar="MODEL", help="A pipeline whose image is "
                                                          "compared.", rich_help_panel=IMAGE)] = None,
              device: Device = None, dtype: DType = "auto", match_dense: MatchDense = False, force: Force = False,
              as_json: Json = False) -> None:

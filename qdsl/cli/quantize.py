@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,21 +40,22 @@ GGUF, FOLDER = "GGUF files, with --type", "Folders, with --format"   # headings 
 def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGUF or .safetensors file, or a folder.")],
              mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
                                                      "Q4_K_M, or COPY.", show_default=False)] = None,
-             format: Annotated[str | None, typer.Option("--format", "-f", help="Write a folder of safetensors: a format, such as "
-                                                        "fp8_block, or FORMAT.STORAGE.", show_default=False)] = None,
-             out: Annotated[Path | None, typer.Option("--out", "-o", help="The GGUF file or the folder to write.")] = None,
+             format: Annotated[str | None, typer.Option("--format", "-f", metavar="FORMAT[.STORAGE]", help="Write a folder of "
+                                                        "safetensors, such as fp8_block.", show_default=False)] = None,
+             out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE|FOLDER",
+                                                      help="The GGUF file or the folder to write.")] = None,
              jobs: Jobs = None, force: Force = False,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")] = None,
              storage: Annotated[str | None, typer.Option("--storage", help="Of the format; its first by default.",
                                                          rich_help_panel=FOLDER)] = None,
              param: Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP, rich_help_panel=FOLDER)] = None,
              producer: Annotated[str | None, typer.Option("--producer", help=PRODUCER_HELP, rich_help_panel=FOLDER)] = None,
-             ignore: Annotated[list[str] | None, typer.Option("--ignore", help="A regular expression for layers that stay plain: "
+             skip: Annotated[list[str] | None, typer.Option("--skip", help="A regular expression for layers that stay plain: "
                                                               "whole names, or parts between dots.",
                                                               rich_help_panel=FOLDER)] = None,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
                                   "that is quantized; by default all but autoencoders.", rich_help_panel=FOLDER)] = None,
-             shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP, rich_help_panel=FOLDER)] = None,
+             shard: Annotated[str | None, typer.Option("--shard", help=SHARD_HELP, rich_help_panel=FOLDER)] = None,
              imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
                                                                             "writes it.", rich_help_panel=GGUF)] = None,
              imatrix_power: Annotated[float | None, typer.Option("--imatrix-power", min=0, max=1, help="To which power "
@@ -80,12 +82,11 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
 
     --type takes llama-quantize's mixes.  --format takes qdsl's formats.  Run the same command again to resume.
     """
-    if (mix is None) == (format is None):
-        fail("give --type to write a GGUF file, or --format to write a folder of safetensors, not both", 2)
+    mix, format = _target(mix, format, out)
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
     if format is not None:
         to = f"{format}.{storage}" if storage else format
-        _quantize_folder(file, to, out, param, producer, ignore, component, jobs, shard, force, svg, as_json)
+        _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, as_json)
         return
     from qdsl.jobs.gguf import mixes
 
@@ -97,6 +98,34 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     if imatrix_power is not None and imatrix is None:
         fail("--imatrix-power is the exponent of importances: give them with --imatrix", 2)
     _quantize_to_gguf(file, options, out, imatrix, imatrix_power, arch, requantize, jobs, force, dry_run, svg, as_json)
+
+
+def _target(mix: str | None, format: str | None, out: Path | None) -> tuple[str | None, str | None]:
+    """The mix of a GGUF file, or the format of a folder; a name that only the other option takes is taken as of that option.
+
+    Exits with code 2 unless one is given, and where `out` is no name for what the other option writes.
+    """
+    from qdsl.jobs.convert.targets import format_target
+    from qdsl.jobs.engine import RewriteError
+    from qdsl.jobs.gguf import QuantizeError
+    from qdsl.jobs.gguf.mixes import mix_of
+
+    if mix is not None and format is not None:
+        fail("--type writes a GGUF file and --format a folder of safetensors: give one of them", 2)
+    if mix is None and format is None:
+        fail("say what to write: --type Q4_K_M, or another mix, writes a GGUF file; --format fp8_block, or another format that "
+             "`qdsl list` prints, a folder of safetensors", 2)
+    read, other, option = (mix_of, format_target, "--format") if format is None else (format_target, mix_of, "--type")
+    with suppress(QuantizeError, RewriteError):
+        read(mix or format or "")
+        return mix, format
+    with suppress(QuantizeError, RewriteError):
+        other(mix or format or "")
+        if out is not None and (out.suffix == ".gguf") != (option == "--type"):
+            fail(f"{mix or format} is a name of {option}, which writes " + (
+                f"a GGUF file: {out} does not end in .gguf" if option == "--type" else f"a folder, not {out}"), 2)
+        return format, mix
+    return mix, format
 
 
 def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, power: float | None,
@@ -145,7 +174,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
 
 
 def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, producer: str | None,
-                     ignore: list[str] | None, component: list[str] | None, jobs: int | None, shard: str | None, force: bool,
+                     skip: list[str] | None, component: list[str] | None, jobs: int | None, shard: str | None, force: bool,
                      svg: Path | None, as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers quantized."""
     from functools import partial
@@ -158,7 +187,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
 
     if out is None:
         fail("give --out with the folder to write", 2)
-    patterns = read_patterns(ignore)
+    patterns = read_patterns(skip)
     part = None if shard is None else read_part(shard)
     with reported(2):
         aim = aimed(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()),

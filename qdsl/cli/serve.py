@@ -12,7 +12,7 @@ from qdsl.cli.app import Json, app, fail, print_table, reported
 
 
 @app.command(name="serve-check")
-def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A folder or a repository, of which headers are read.",
+def serve_check(model: Annotated[str, typer.Argument(help="A folder or a repository, of which headers are read.",
                                                      show_default=False)],
                 ranks: Annotated[int, typer.Option("--tp", min=1, help="Ranks of tensor parallelism.")] = 1,
                 ep: Annotated[bool, typer.Option("--ep", help="Ranks hold whole experts (expert parallelism).")] = False,

@@ -107,7 +107,8 @@ class Description:
     sizes: parameters that are block lengths, and the axis that each divides.  variants: the tensors by storage, for each choice
     of the parameters in `by`.  detect: the rules of the spec and of producers for checkpoints.  tables: numbers that small
     tensors repeat, according to these rules.  fields: axes by the same choices, for variants whose blocks are runs of weights.
-    planar: the choices with a storage `planar`.  fixed: N or K, if all weights have the same.
+    planar: the choices with a storage `planar`.  fixed: N or K, if all weights have the same.  transient: storages that no file
+    has, made when a checkpoint is loaded.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Description:
     fields: Mapping[tuple[int | str, ...], Mapping[str, tuple[Axis, ...]]] = field(default_factory=dict)
     planar: frozenset[tuple[int | str, ...]] = frozenset()
     fixed: Mapping[str, int] = field(default_factory=dict)
+    transient: tuple[str, ...] = ()
 
     @property
     def singles(self) -> list[str]:

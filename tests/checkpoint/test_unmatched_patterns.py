@@ -46,7 +46,7 @@ def test_inspect_and_convert_note_entries_that_name_nothing(tmp_path: Path) -> N
     path = quantized(tmp_path / "a", ignored_layers=[UP, "modle.layers.0"], modules_to_not_convert="lm_head")
     notes = json.loads(CliRunner().invoke(app, ["inspect", str(path), "--json"]).stdout)["notes"]
     assert notes == ["'modle.layers.0' in the lists of config.json: quantization_config names no layer"]
-    result = CliRunner().invoke(app, ["convert", str(path), "--requantize", "int_group", "--ignore", "up_porj", "--out",
+    result = CliRunner().invoke(app, ["convert", str(path), "--requantize", "int_group", "--skip", "up_porj", "--out",
                                       str(tmp_path / "out"), "--json"])
     assert {"the pattern 'up_porj' names no layer", *notes} <= {*json.loads(result.stdout)["notes"]}
 
@@ -54,7 +54,7 @@ def test_inspect_and_convert_note_entries_that_name_nothing(tmp_path: Path) -> N
 def test_quantize_notes_patterns_that_name_nothing(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     path = folder(tmp_path / "plain", {DOWN: {"weight": torch.ones(128, 128)}, UP: {"weight": torch.ones(128, 128)}}, {})
-    result = CliRunner().invoke(app, ["quantize", str(path), "--format", "fp8_block", "--ignore", "up_proj", "--ignore", "gaet",
+    result = CliRunner().invoke(app, ["quantize", str(path), "--format", "fp8_block", "--skip", "up_proj", "--skip", "gaet",
                                       "--out", str(tmp_path / "out"), "--json"])
     notes = json.loads(result.stdout)["notes"]
     assert "the pattern 'gaet' names no layer" in notes and not any("up_proj" in note for note in notes)

@@ -170,7 +170,8 @@ def test_what_no_file_can_hold_is_refused_once(tmp_path: Path) -> None:
     loaded, advice = refused(path, "planar").splitlines()
     assert loaded.endswith("layer 'w0' and 8 more: int_group.gptq_v2 cannot be planar: it is made when a checkpoint is loaded")
     assert "--requantize FORMAT" in advice
-    assert "cannot be marlin2: int_group has no such storage; it has gptq_v2, gptq_v1, awq," in refused(path, "marlin2")
+    assert "no storage 'marlin2'; did you mean marlin? `qdsl list` prints all" in refused(path, "marlin2")
+    assert "cannot be nunchaku: int_group has no storage 'nunchaku'; it has gptq_v2, gptq_v1, awq," in refused(path, "nunchaku")
 
 
 def test_of_many_problems_some_are_told(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> N
     tensors = {"up.weight": drawn(128, 128), "down.weight": drawn(128, 128)}
     tensors["down.weight"][70, 5] = value
     path = plain_folder(tmp_path / "in", tensors)
-    with pytest.raises(RewriteError, match=rf"layer 'down'.*{value} at row 70, column 5; `--ignore down` leaves it plain"):
+    with pytest.raises(RewriteError, match=rf"layer 'down'.*{value} at row 70, column 5; `--skip down` leaves it plain"):
         quantize(path, tmp_path / "out", "fp8_block")
     assert os.listdir(tmp_path / "out") == [stage.STAGE]
     report = quantize(path, tmp_path / "again", "fp8_block", ignore=("down",))
@@ -407,15 +407,17 @@ def command(*arguments: object) -> Result:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ((), "give --type to write a GGUF file, or --format to write a folder"),
-    (("--type", "q8_0", "--format", "fp8_block"), "give --type to write a GGUF file, or --format to write a folder"),
-    (("--type", "q8_0", "--ignore", "up"), "--ignore is for --format"), (("--type", "q8_0", "--shard", "1/2"), "--shard is for"),
+    ((), "say what to write: --type Q4_K_M, or another mix, writes a GGUF file; --format fp8_block"),
+    (("--type", "q8_0", "--format", "fp8_block"), "--type writes a GGUF file and --format a folder of safetensors: give one"),
+    (("--type", "q8_0", "--skip", "up"), "--skip is for --format"), (("--type", "q8_0", "--shard", "1/2"), "--shard is for"),
     (("--format", "fp8_block", "--pure"), "--pure is for --type"), (("--format", "fp8_block", "--arch", "flux"), "--arch is for"),
     (("--format", "fp8_block"), "give --out with the folder to write"),
     (("--format", "fp8", "--out", "x"), "no format 'fp8'; did you mean fp8_block, fp8_channel, "),
-    (("--format", "GPTQ", "--out", "x"), "did you mean int_group.gptq_v2, "),
+    (("--format", "bitsandbytes", "--out", "x"), "did you mean bnb_fp4, bnb_fp4_nested, bnb_int8, nf4 or nf4_nested?"),
+    (("--format", "Q4_K_M", "--out", "x"), "Q4_K_M is a name of --type, which writes a GGUF file: x does not end in .gguf"),
+    (("--type", "gptq", "--out", "x.gguf"), "gptq is a name of --format, which writes a folder, not x.gguf"),
     (("--format", "fp8_blok", "--out", "x"), "did you mean fp8_block"), (("--format", "xyz", "--out", "x"), "'xyz'; `qdsl list`"),
-    (("--format", "fp8_block", "--out", "x", "--ignore", "("), "--ignore '(' is no regular expression"),
+    (("--format", "fp8_block", "--out", "x", "--skip", "("), "--skip '(' is no regular expression"),
     (("--format", "fp8_block", "--out", "x", "--shard", "3/2"), "--shard is I/N"),
     (("--format", "fp8_block", "--out", "x", "--param", "bn"), "--param is key=value")])
 def test_options_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
@@ -427,7 +429,7 @@ def test_the_command_says_what_became_of_layers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     plain_folder(tmp_path / "in", model(), 3)
     options = ("quantize", "in", "--format", "int_group", "--storage", "gptq_v2", "--param", "bits=8", "--param", "group=32",
-               "--jobs", "1", "--ignore", "down")
+               "--jobs", "1", "--skip", "down")
     result = command(*options, "--out", "out", "--svg", "cost.svg")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()

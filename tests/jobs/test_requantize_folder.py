@@ -110,7 +110,8 @@ def test_requantized_in_parts(tmp_path: Path) -> None:
 def test_what_cannot_be_requantized(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
     for to, bits, message in (("nope", 4, "no format 'nope'"), ("int_group", 9, "bits is one of"),
-                              ("int_group.nope", 8, "no storage 'nope'"), ("int_group.planar", 8, "when a checkpoint is loaded")):
+                              ("int_group.nope", 8, "int_group has no storage 'nope'"),
+                              ("int_group.planar", 8, "when a checkpoint is loaded")):
         with pytest.raises(RewriteError, match=message):
             requantized(path, tmp_path / "out", to, {"bits": bits})
     with pytest.raises(RewriteError, match="cannot be cpu_avx2: it is made when a checkpoint is loaded"):
@@ -147,7 +148,7 @@ def test_one_awkward_layer_does_not_stop_a_folder(tmp_path: Path) -> None:
 def test_a_pattern_leaves_layers_as_they_are(tmp_path: Path) -> None:
     """Parts that are merged know it, too."""
     path = awkward(tmp_path / "in")
-    asked = ("convert", path, "--requantize", "fp8_block", "--ignore", "down", "-o", tmp_path / "out", "-j", "1")
+    asked = ("convert", path, "--requantize", "fp8_block", "--skip", "down", "-o", tmp_path / "out", "-j", "1")
     assert command(*asked, "--shard", "1/1").exit_code == 0
     report = json.loads(command("merge-index", tmp_path / "out", "--json").stdout)
     assert report["left"] == {"model.down": "a pattern names it"} and report["readers"] == {"": "qdsl alone"}
@@ -155,8 +156,8 @@ def test_a_pattern_leaves_layers_as_they_are(tmp_path: Path) -> None:
     with qdsl.open(tmp_path / "out") as after:
         formats = {name: layer.format for name, layer in after.layers.items()}
         assert formats == {"model.up": "fp8_block", "model.down": "int_group"}
-    wrong = command("convert", path, "--to", "awq", "--ignore", "(", "-o", tmp_path / "out")
-    assert wrong.exit_code == 2 and "--ignore '(' is no regular expression" in wrong.stderr
+    wrong = command("convert", path, "--to", "awq", "--skip", "(", "-o", tmp_path / "out")
+    assert wrong.exit_code == 2 and "--skip '(' is no regular expression" in wrong.stderr
 
 
 def test_packed_words_of_compressed_tensors_are_symmetric_by_default(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def described(data: dict[str, Any]) -> Description:
                        {tuple(variant["key"]): {name: tuple(map(axis, axes)) for name, axes in variant["fields"].items()}
                         for variant in data["variants"] if "fields" in variant},
                        frozenset(tuple(variant["key"]) for variant in data["variants"] if variant.get("planar")),
-                       data.get("fixed", {}))
+                       data.get("fixed", {}), tuple(name for name in data.get("summary", {}).get("storages", ())
+                                                    if not any(name in storages for storages in variants.values())))
 
 
 def _stored(data: dict[str, Any]) -> Stored:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
-from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.stored import Description
+from qdsl.jobs.convert.targets import format_target, storage_target
 from qdsl.jobs.engine import RewriteError
 
 if TYPE_CHECKING:
@@ -85,20 +84,19 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
           only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False, producer: str = "") -> Aim:
     """Parses a target: 'STORAGE', or 'FORMAT.STORAGE' for layers of that format only; to requantize, 'FORMAT' is enough.
 
+    to: also in other letters, or a name that has one meaning (targets.py).
+
     ignore, only, producer: as of Aim, the first two for plain layers that are quantized.  skip, keep_misfits: for layers that are
     quantized already.
 
-    Raises RewriteError for an unknown format or parameter, and for entropy codes of plain numbers.
+    Raises RewriteError for an unknown format, storage or parameter, and for entropy codes of plain numbers.
     """
     if not requantize:
-        format, _, storage = to.rpartition(".")
+        format, _, storage = storage_target(to).rpartition(".")
         return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer)
     from qdsl.runtime.weight.packed import FormatError
 
-    name, _, storage = to.partition(".")
-    if name not in [form.name for form in descriptions()]:
-        raise RewriteError(f"no format {shown(name)}; {_did_you_mean(name)}`qdsl list` prints all, QDSL_SPECS names a folder of "
-                           "your own specs, and `qdsl quantize --type` takes llama-quantize's mixes")
+    name, _, storage = format_target(to).partition(".")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
         chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
@@ -110,16 +108,6 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     if ignore is not None and "safetensors" in description(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
     return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer)
-
-
-def _did_you_mean(word: str) -> str:
-    """`did you mean ...? ` with formats, or else storages, whose names contain a word or resemble it; '' for none."""
-    formats = [form.name for form in descriptions()]
-    storages = dict.fromkeys(f"{form.name}.{storage}" for form in descriptions() for by_name in form.variants.values()
-                             for storage in by_name)
-    near = ([name for name in formats if word.lower() in name] or [name for name in storages if word.lower() in name]
-            or get_close_matches(word.lower(), formats))
-    return f"did you mean {', '.join(near[:6])}? " if near else ""
 
 
 def description(name: str) -> Description:

@@ -30,6 +30,7 @@ from qdsl.host.files import digest, identity
 from qdsl.jobs.convert import encoded, header
 from qdsl.jobs.convert.aim import Aim, become, description, params_in, shares_scale, target
 from qdsl.jobs.convert.fused import fused_layers
+from qdsl.jobs.convert.targets import listed
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.engine.shards import Copy, Shard, Step, copy, in_order
 
@@ -279,7 +280,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     written = dict.fromkeys(name for storages in spec.variants.values() for name in storages)
     if aim.storage not in written:
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
-                           f"{format.name} has no such storage; it has {', '.join(written)}")
+                           f"{format.name} has no storage {shown(aim.storage)}; it has {listed([*written])}")
     try:
         if layer.experts is not None and has_streams(layer, aim):
             raise RewriteError("an entropy code holds one matrix, and these are experts in one tensor")

@@ -61,7 +61,7 @@ def _converted(step: Change) -> Iterator[tuple[torch.Tensor | None, PackedWeight
             before = None if step.aim.exact(layer) else values(weight)
             packed = become(weight, layer, step.aim, shared, before)
         except FormatError as error:
-            hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
+            hint = f"; `--skip {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
                                f"{step.aim.storage}: {error}{hint}") from None
         yield before, packed

@@ -155,15 +155,19 @@ def mix_of(name: str) -> Mix:
     upper = next((mix.name for mix in MIXES.values() if name == str(mix.file_type)), name.upper())
     if (named := MIXES.get(ALIASES.get(upper, upper))) is None:
         near = get_close_matches(upper, [*MIXES, *ALIASES], n=1)
-        raise QuantizeError(f"no mix '{name}': expected one of {', '.join(MIXES)}"
-                            + (f"; did you mean {near[0]}?" if near else ""))
+        raise QuantizeError(f"no mix '{name}'" + (f"; did you mean {near[0]}?" if near else
+                                                     f": expected one of {', '.join(MIXES)}"))
     return named
+
+
+def types() -> list[str]:
+    """The ggml names of the types that store weights."""
+    return [type for type in BY_NAME if type not in _NO_WEIGHTS]
 
 
 def type_named(name: str) -> str:
     """The ggml name of a type, in capitals.  Raises QuantizeError for a type that cannot store weights."""
-    upper = name.upper()
-    weights = [type for type in BY_NAME if type not in _NO_WEIGHTS]
+    upper, weights = name.upper(), types()
     if upper not in weights:
         near = get_close_matches(upper, weights, n=1)
         raise QuantizeError(f"no type '{name}' to store weights in" + (f"; did you mean {near[0]}?" if near else ""))

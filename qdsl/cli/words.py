@@ -1,0 +1,129 @@
+"""Words that help and usage have for values, in place of Python's types, and the values that a shell completes for a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import CommandFunctionType
+
+# Words by the name of a parameter, of any command; others have their name.
+WORDS = {**dict.fromkeys(("file", "folder", "model", "models", "a", "like", "base", "against", "transformer", "text_encoder"),
+                         "MODEL"), "b": "OTHER", "spec": "SPEC", "specs": "SPEC",
+         **dict.fromkeys(("out", "svg", "golden", "weights", "imatrix", "text", "values_file"), "FILE"),
+         "to": "STORAGE", "requantize": "FORMAT[.STORAGE]", "mix": "MIX", "output_type": "TYPE", "embedding_type": "TYPE",
+         "tensor_type": "PATTERN=TYPE", "param": "KEY=VALUE", "skip": "PATTERN", "component": "NAME", "resident": "NAME",
+         "kernel": "linear|dequantize", "x": "bf16|f16", "shape": "N K", "shard": "I/N", "programs": "FIRST:END",
+         "patterns": "JSON", "vram": "SIZE", "shared_memory": "SIZE", "size": "WxH",
+         **dict.fromkeys(("jobs", "rows", "ranks", "bits", "group", "threads", "steps", "context", "max_new_tokens"), "N")}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A value that a shell offers."""
+
+    value: str
+    type: str = "plain"
+    help: str | None = None
+
+
+def _formats() -> Iterable[str]:
+    from qdsl.core import places
+
+    return [path.stem for path in (*places.shipped(), *places.further())]
+
+
+def _storages() -> Iterable[str]:
+    from qdsl.jobs.convert.targets import storages
+
+    return storages()
+
+
+def _formats_and_storages() -> Iterable[str]:
+    from qdsl.jobs.convert.targets import storages
+
+    return [*_formats(), *(f"{format}.{storage}" for storage, of in storages().items() for format in of)]
+
+
+def _producers() -> Iterable[str]:
+    from qdsl.checkpoint.detect.producers import producers
+
+    return [producer.name for producer in producers().every]
+
+
+def _mixes() -> Iterable[str]:
+    from qdsl.jobs.gguf.mixes import MIXES
+
+    return MIXES
+
+
+def _types() -> Iterable[str]:
+    from qdsl.jobs.gguf.mixes import types
+
+    return types()
+
+
+# The values of a word; of FILE, FOLDER and MODEL the shell offers files by itself, of SPEC both.
+VALUES: dict[str, Callable[[], Iterable[str]]] = {
+    "FORMAT": _formats, "SPEC": _formats, "STORAGE": _storages, "FORMAT[.STORAGE]": _formats_and_storages, "PRODUCER": _producers,
+    "MIX": _mixes, "TYPE": _types, "DTYPE": lambda: DTYPES}
+
+
+def completions(word: str, begun: str) -> list[Completion]:
+    """The values of a word that begin so, in any case; a|b|c has the values a, b and c, and PATTERN=TYPE those of TYPE behind =.
+    """
+    head, equals, value_begun = begun.rpartition("=")
+    kind = word.removeprefix("PATTERN=")
+    if kind != word and not equals:
+        return []
+    values = kind.split("|") if "|" in kind and kind.islower() else VALUES[kind]() if kind in VALUES else ()
+    return [Completion(head + equals + value) for value in values
+            if value.lower().startswith(value_begun.lower())]
+
+
+def _worded(parameter: Any) -> Any:
+    """The parameter, with a word for its values in help, '' for a flag, and with their completion."""
+    name = str(parameter.name)
+    if parameter.metavar is None:
+        parameter.metavar = "" if getattr(parameter, "is_flag", False) else WORDS.get(name, name.rpartition("_")[2].upper())
+    parameter.display_type = _no_type
+    parameter.shell_complete = partial(_complete, parameter)
+    return parameter
+
+
+def _no_type(*_: Any, **__: Any) -> str:
+    """What help shows as the type of an argument."""
+    return ""
+
+
+def _complete(parameter: Any, context: Any, begun: str) -> list[Completion]:
+    return completions(parameter.metavar, begun)
+
+
+class Command(TyperCommand):
+    """A command whose help has words in place of Python's types."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters, with that of --help."""
+        return list(map(_worded, super().get_params(ctx)))
+
+
+class Group(TyperGroup):
+    """The commands of the command line."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters, with that of --help."""
+        return list(map(_worded, super().get_params(ctx)))
+
+
+class Commands(typer.Typer):
+    """The command line, each command of which is a Command."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[CommandFunctionType], CommandFunctionType]:
+        """A decorator that registers a command."""
+        return super().command(name, **{"cls": Command, **settings})

@@ -1,0 +1,121 @@
+"""Reads names of formats and storages as people write them: `GPTQ`, `awq`, `Q4_K_M`, `int-group.awq`.
+
+A name of a storage that one format has stands for both.  A name of a producer stands for the storage of its settings that may be
+absent: GPTQ's config without `checkpoint_format` describes `gptq_v1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.producers import producers
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core.producer import NULL
+from qdsl.core.stored import Description
+from qdsl.jobs.engine import RewriteError
+
+SUGGESTED = 6                                                    # the most names in a message
+LISTS = "`qdsl list` prints all"
+
+
+def formats() -> list[str]:
+    """The names of all formats."""
+    return [format.name for format in descriptions()]
+
+
+def storages_of(format: Description) -> list[str]:
+    """The names of a format's storages."""
+    return list(dict.fromkeys(storage for by_name in format.variants.values() for storage in by_name))
+
+
+def storages() -> dict[str, list[str]]:
+    """The formats that have a storage, by the storage's name."""
+    by_storage: dict[str, list[str]] = {}
+    for format in descriptions():
+        for storage in storages_of(format):
+            by_storage.setdefault(storage, []).append(format.name)
+    return by_storage
+
+
+def format_target(word: str) -> str:
+    """'FORMAT' or 'FORMAT.STORAGE' for a word that means one of them.  Raises RewriteError with suggestions for other words."""
+    format, dot, storage = _key(word).partition(".")
+    if format in formats():
+        return f"{format}.{_storage_of(format, storage)}" if dot else format
+    if not dot and len(meanings := _meanings(format)) == 1:
+        return meanings[0]
+    near = _did_you_mean(format, formats())
+    raise RewriteError(f"no format {shown(word)}; {near}{LISTS}" + (
+        "" if near else ", QDSL_SPECS names a folder of your own specs, and `qdsl quantize --type` takes llama-quantize's mixes"))
+
+
+def storage_target(word: str) -> str:
+    """'STORAGE' or 'FORMAT.STORAGE' for a word that means a storage.  Raises RewriteError with suggestions for other words."""
+    format, dot, storage = _key(word).rpartition(".")
+    if dot and format in formats():
+        return f"{format}.{_storage_of(format, storage)}"
+    if not dot and (storage in storages() or any(storage in _transient(name) for name in formats())):
+        return storage
+    if not dot and len(meanings := _meanings(storage)) == 1:
+        return meanings[0].partition(".")[2]
+    if not dot and storage in formats():
+        raise RewriteError(f"{storage} is a format, and --to takes a storage: {listed(_own_storages(storage))}; "
+                           f"`--requantize {storage}` writes layers of other formats in it")
+    raise RewriteError(f"no storage {shown(word)}; {_did_you_mean(storage, [*storages()])}{LISTS}")
+
+
+def _key(word: str) -> str:
+    """A word as names are written."""
+    return word.strip().lower().replace("-", "_")
+
+
+def _storage_of(format: str, storage: str) -> str:
+    """The storage of a format, by a word.  Raises RewriteError where the format has none of it."""
+    own = _own_storages(format)
+    of_producer = [name.partition(".")[2] for name in _meanings(storage) if name.partition(".")[0] == format]
+    if storage in own or storage in _transient(format):          # a plan refuses transient ones, and says why
+        return storage
+    if len(of_producer) == 1:
+        return of_producer[0]
+    raise RewriteError(f"{format} has no storage {shown(storage)}: it has {listed(own)}")
+
+
+def _own_storages(format: str) -> list[str]:
+    return next(storages_of(description) for description in descriptions() if description.name == format)
+
+
+def _transient(format: str) -> tuple[str, ...]:
+    return next(description.transient for description in descriptions() if description.name == format)
+
+
+def _meanings(word: str) -> list[str]:
+    """'FORMAT.STORAGE' for all that a word may mean: a storage of this name, or what a producer of this name writes."""
+    if word in (named := storages()):
+        return [f"{format}.{word}" for format in named[word]]
+    rules = [(format, rule) for producer in producers().every if _key(producer.name) == word
+             for format, of_format in producer.formats.items() for rule in of_format]
+    default = [rule for rule in rules if any(_may_be_absent(value) for value in rule[1].values())]
+    return list(dict.fromkeys(f"{format}.{rule.get('storage') or _own_storages(format)[0]}" for format, rule in default or rules))
+
+
+def _may_be_absent(value: object) -> bool:
+    """Whether a rule's value for a setting lets a config leave the setting out."""
+    return value == NULL or (isinstance(value, list) and NULL in value)
+
+
+def _did_you_mean(key: str, names: Sequence[str]) -> str:
+    """`did you mean ...? ` with names that contain a word, and what it may mean, or else names that resemble it; '' for none."""
+    firsts = {f"{name}.{_own_storages(name)[0]}": name for name in formats()}
+    near = [name for name in names if key in name] + [firsts.get(name, name) for name in _meanings(key)] if key else []
+    near = near or get_close_matches(key, names) or [
+        f"{of[0]}.{name}" for name, of in storages().items() if name in get_close_matches(key, storages())]
+    return f"did you mean {listed(list(dict.fromkeys(near)), 'or')}? " if near else ""
+
+
+def listed(names: Sequence[str], word: str = "and") -> str:
+    """Names for a message, at most SUGGESTED of them."""
+    more = [f"{len(names) - SUGGESTED} more"] if len(names) > SUGGESTED else []
+    *others, last = [*names[:SUGGESTED], *more]
+    return f"{', '.join(others)} {word} {last}" if others else last
