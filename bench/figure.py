@@ -14,7 +14,8 @@ class Figure:
     """One row of the table.
 
     samples: the figure of every round, in `unit`; their median is judged.  goal: what the median has to reach, from
-    below where `more` is better and from above where it is not; None where nothing is promised.
+    below where `more` is better and from above where it is not; None where nothing is promised.  doubt: why nothing
+    may be concluded from the samples; the goal is then neither met nor missed.
     """
 
     what: str
@@ -23,6 +24,7 @@ class Figure:
     goal: float | None = None
     more: bool = True
     note: str = ""
+    doubt: str = ""
 
     @property
     def median(self) -> float:
@@ -30,14 +32,14 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median reaches the goal; None without a goal."""
-        return None if self.goal is None else self._reaches(self.median)
+        """Whether the median reaches the goal; None without a goal, or in doubt."""
+        return None if self.goal is None or self.doubt else self._reaches(self.median)
 
     @property
     def verdict(self) -> str:
         """The same in words, and how many rounds say otherwise: then the machine was noisy, or the goal is near."""
         if self.met is None:
-            return ""
+            return self.doubt
         others = sum(self._reaches(sample) != self.met for sample in self.samples)
         doubt = f" ({others} of {len(self.samples)} rounds {'do' if not self.met else 'do not'})" if others else ""
         return f"{'met' if self.met else 'not met'}{doubt}"
@@ -59,9 +61,10 @@ class Figure:
 
     def data(self) -> dict[str, object]:
         """The figure for a results file."""
+        doubt = {"doubt": self.doubt} if self.doubt else {}
         return {"what": self.what, "unit": self.unit, "median": rounded(self.median), "min": rounded(min(self.samples)),
                 "max": rounded(max(self.samples)), "goal": self.goal, "better": "more" if self.more else "less",
-                "met": self.met, "note": self.note, "samples": [rounded(sample) for sample in self.samples]}
+                "met": self.met, **doubt, "note": self.note, "samples": [rounded(sample) for sample in self.samples]}
 
 
 def rounded(value: float) -> float:

@@ -31,7 +31,8 @@ def summary(figures: Sequence[Figure]) -> str:
     """How many goals were met, and which were not."""
     judged = [figure for figure in figures if figure.met is not None]
     missed = [figure.what for figure in judged if not figure.met]
-    line = f"{len(judged) - len(missed)} of {len(judged)} goals met"
+    doubtful = sum(bool(figure.doubt) for figure in figures)
+    line = f"{len(judged) - len(missed)} of {len(judged)} goals met" + (f", {doubtful} figures in doubt" if doubtful else "")
     return f"{line}; not met: {'; '.join(missed)}" if missed else line
 
 
@@ -64,10 +65,10 @@ def versions() -> dict[str, str | None]:
     return version_of
 
 
-def results(command: str, figures: Sequence[Figure], load: float) -> str:
-    """The text of a results file."""
+def results(command: str, figures: Sequence[Figure], load: float, **more: object) -> str:
+    """The text of a results file.  more: what else it holds, as JSON."""
     data = {"schema": 1, "command": command, "date": datetime.now(UTC).date().isoformat(), "device": device(),
-            "load_before": round(load, 2), "versions": versions(), "summary": summary(figures)}
+            "load_before": round(load, 2), "versions": versions(), **more, "summary": summary(figures)}
     rows = ",\n".join(f"    {json.dumps(figure.data())}" for figure in figures)
     head = json.dumps(data, indent=2).removesuffix("\n}")
     return f'{head},\n  "figures": [\n{rows}\n  ]\n}}\n'

