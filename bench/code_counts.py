@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import qdsl
 from bench import code_kernels
 from bench.codes import THREE
 from qdsl.analyze import sass
 from qdsl.analyze.compile import compiled
 from qdsl.analyze.counts import report
 from qdsl.analyze.gpus import SCHEDULERS, WARP, arch_of, gpu_of
-from qdsl.analyze.launches import calls, module, weight
+from qdsl.analyze.launches import calls, weight
 from qdsl.analyze.predict import predict
 from qdsl.codecs.huffman_lanes.reference import AHEAD, GROUP
 from qdsl.runtime.gpu.call import Call
@@ -88,7 +89,7 @@ def _decoders() -> Iterator[tuple[str, str, float, float, Call]]:
 
 def _calls(name: str) -> list[Call]:
     """The launches that decode a weight of a format to bfloat16."""
-    return calls(weight(module(name), (N, K), None, {}), "dequantize", 1, torch.bfloat16)
+    return calls(weight(qdsl.load(name), (N, K), None, {}), "dequantize", 1, torch.bfloat16)
 
 
 def _empty(size: int, dtype: torch.dtype) -> Tensor:

@@ -21,21 +21,37 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 # Public names that lie in other modules; `GGML_TYPES` are the types of GGUF tensors by name.
-_LAZY = {"Experts": "models.experts.Experts", "GgufFile": "checkpoint.files.gguf.GgufFile",
+_LAZY = {"Checkpoint": "checkpoint.checkpoint.Checkpoint", "CheckpointError": "checkpoint.files.safetensors.CheckpointError",
+         "Experts": "models.experts.Experts", "FormatError": "runtime.weight.errors.FormatError",
+         "GGML_TYPES": "checkpoint.files.ggml_types.BY_NAME", "GgufFile": "checkpoint.files.gguf.GgufFile",
          "GgufTensor": "checkpoint.files.gguf_write.NewTensor", "GgufValue": "checkpoint.files.gguf_metadata.Value",
-         "GGML_TYPES": "checkpoint.files.ggml_types.BY_NAME", "write_gguf": "checkpoint.files.gguf_write.write"}
+         "PackedWeight": "runtime.weight.packed.PackedWeight", "SpecError": "compiler.spec.source.SpecError",
+         "write_gguf": "checkpoint.files.gguf_write.write"}
+__all__ = ["GGML_TYPES", "Checkpoint", "CheckpointError", "Experts", "FormatError", "GgufFile", "GgufTensor", "GgufValue",
+           "PackedWeight", "SpecError", "compile_products", "fuse_", "generated", "ignore_packed_", "load", "load_weights_",
+           "match_dense_", "open", "open_headers", "packed_parameters", "planar_", "quantize_", "save_model", "tune",
+           "write_gguf"]
 
 
 def load(spec: Path | str) -> ModuleType:
-    """The generated module of a spec, a file or the name of one that ships, built into a cache folder and imported.
+    """The generated module of a format: the name of one that ships, such as "q4_0", or a spec file.
 
-    The same spec gives the same module object; what was pickled of it opens in a process that has loaded the spec.
-    Raises qdsl.compiler.spec.source.SpecError with everything that is wrong, qdsl.core.places.UnknownSpec, or OSError.
+    A name gives `qdsl.generated.NAME`.  A file is built into a cache folder and imported; the same spec gives the same module
+    object, that of `qdsl.generated` for the spec of a format that ships.  What was pickled of it opens in a process that has
+    loaded the spec.  Raises qdsl.compiler.spec.source.SpecError with everything that is wrong, qdsl.core.places.UnknownSpec, or
+    OSError.
     """
-    from qdsl.compiler.load import load as load_spec
-    from qdsl.core.places import find
+    from importlib import import_module
+    from pathlib import Path
 
-    return load_spec(find(str(spec)))
+    from qdsl.core.places import find, further, shipped
+
+    path = find(str(spec))
+    if path.resolve() in [own.resolve() for own in further()] or (path in shipped() and not Path(spec).is_file()):
+        return import_module(f"qdsl.generated.{path.stem}")
+    from qdsl.compiler.load import load as load_spec
+
+    return load_spec(path)
 
 
 def quantize_(model: nn.Module, format: ModuleType | Path | str, filter: Callable[[nn.Module, str], bool] | None = None,
@@ -48,7 +64,7 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, filter: Callabl
     """
     from qdsl.runtime.torch.model import quantize_model
 
-    module = format if isinstance(format, ModuleType) else _module(str(format))
+    module = format if isinstance(format, ModuleType) else load(format)
     return quantize_model(model, module.FORMAT, filter, **options)
 
 
@@ -198,10 +214,19 @@ def __getattr__(name: str) -> Any:
     """A public name of a module that is imported on first use."""
     from importlib import import_module
 
+    if name == "generated":
+        return import_module("qdsl.generated")
     if name not in _LAZY:
-        raise AttributeError(f"module 'qdsl' has no attribute {name!r}")
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, __all__, n=1)
+        raise AttributeError(f"module 'qdsl' has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     module, _, attribute = _LAZY[name].rpartition(".")
     return getattr(import_module(f"qdsl.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", "__doc__", "__file__", "__name__", "__path__"])
 
 
 def _further_modules() -> list[Path]:
@@ -217,15 +242,3 @@ def _further_modules() -> list[Path]:
     from qdsl.core.places import further
 
     return [build_together(further())]
-
-
-def _module(spec: str) -> ModuleType:
-    """The module of a spec; of one that qdsl knows by name the module that stands for it in checkpoints too."""
-    from importlib import import_module
-    from pathlib import Path
-
-    from qdsl.core.places import further, shipped
-
-    if not Path(spec).is_file() and spec in [path.stem for path in (*shipped(), *further())]:
-        return import_module(f"qdsl.generated.{spec}")
-    return load(spec)

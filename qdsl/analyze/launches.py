@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-import qdsl
-from qdsl.core import places
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
@@ -19,14 +16,6 @@ from qdsl.runtime.weight import streams
 
 KERNELS = ("linear", "dequantize")
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-
-
-def module(name: str) -> ModuleType:
-    """The generated module of a spec, a file or a name that qdsl knows.  Raises what qdsl.load raises."""
-    path = places.find(name)
-    if path.resolve() in [spec.resolve() for spec in (*places.shipped(), *places.further())]:
-        return importlib.import_module(f"qdsl.generated.{path.stem}")
-    return qdsl.load(path)
 
 
 def weight(module: ModuleType, shape: tuple[int, int], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:

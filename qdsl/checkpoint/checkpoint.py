@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.headers import Headers
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
-from qdsl.core.text import counted
+from qdsl.core.text import Displayed, byte_text, counted, html_table, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 SHOWN = 20                                                       # problems to print
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckpointReport(Displayed):
     """The contents of a checkpoint.
 
     packed: by 'format.storage parameters', the number of layers, weights and bytes.  groups: weights that are coded together, by
@@ -48,13 +48,25 @@ class CheckpointReport:
         """Bytes of all tensors."""
         return sum(nbytes for _, _, nbytes in self.packed.values()) + sum(self.plain.values())
 
+    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
+        """What is in the checkpoint, by format, then its problems."""
+        rows: list[tuple[object, ...]] = [(label, count, weights, byte_text(nbytes)) for label, (count, weights, nbytes)
+                                          in self.packed.items()]
+        rows += [("plain tensors", len(self.plain), "", byte_text(sum(self.plain.values())))] if self.plain else []
+        rows += [(problem, "", "", "") for problem in self._wrong]
+        return str(self.path), ("what", "layers", "weights", "size"), rows
+
+    @property
+    def _wrong(self) -> list[str]:
+        return [*(f"{name}: {why}" for name, why in self.unrecognised.items()), *self.problems]
+
     def __str__(self) -> str:
         lines = [str(self.path), *(f"  {counted(count, 'layer')} {label}: {counted(weights, 'weight')} in {nbytes} bytes"
                                    for label, (count, weights, nbytes) in self.packed.items())]
         in_groups = sum(map(len, self.groups.values()))
         lines += [f"  {counted(len(self.groups), 'group')} of {counted(in_groups, 'weight')}"] if self.groups else []
         lines += [f"  {len(self.plain)} plain tensors in {sum(self.plain.values())} bytes"] if self.plain else []
-        wrong = [*(f"{name}: {why}" for name, why in self.unrecognised.items()), *self.problems]
+        wrong = self._wrong
         lines += [f"  {problem}" for problem in wrong[:SHOWN]]
         return "\n".join([*lines, *([f"  and {len(wrong) - SHOWN} problems more"] if len(wrong) > SHOWN else [])])
 
@@ -70,6 +82,22 @@ class Checkpoint:
         self.path = path
         self._sources = dict(sources)                            # by name prefix
         self._decoded: tuple[str, dict[str, Tensor]] = ("", {})  # the last decoded group
+
+    def __repr__(self) -> str:
+        try:
+            layers, plain = self.layers, self.plain
+        except CheckpointError as error:                         # of settings that contradict tensors
+            return f"Checkpoint({error})"
+        labels = Counter(f"{layer.format}.{layer.storage}" if layer.format else "unrecognised" for layer in layers.values())
+        labels.update(f"{group.format} in groups" for group in self.groups.values())
+        packed = ", ".join(f"{count} {label}" for label, count in labels.items()) or "none"
+        return f"Checkpoint({self.path}: packed layers: {packed}; {counted(len(plain), 'plain tensor')})"
+
+    def _repr_html_(self) -> str:
+        try:
+            return html_table(*self.report().table())
+        except CheckpointError:                                  # of a file that is closed
+            return html_table(repr(self), (), ())
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -125,7 +153,9 @@ class Checkpoint:
         for key in (name, name.removesuffix(".weight")):
             if key in self.layers:
                 return self.layers[key]
-        raise CheckpointError(f"{self.path}: no packed layer {shown(name)}{self._nearby(name)}")
+        is_plain = not {name, f"{name}.weight"}.isdisjoint(self.plain)
+        hint = "; it is a plain tensor, which `weight` reads" if is_plain else self._nearby(name, self.layers)
+        raise CheckpointError(f"{self.path}: no packed layer {shown(name)}{hint}")
 
     def weight(self, name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
                expert: int | None = None) -> PackedWeight | Tensor:
@@ -191,17 +221,20 @@ class Checkpoint:
                     return self._decoded[1][own]
             if own in source.plain:
                 return source.tensor(own)
-        raise CheckpointError(f"{self.path}: no weight {shown(name)}{self._nearby(name)}")
+        raise CheckpointError(f"{self.path}: no weight {shown(name)}{self._nearby(name, (*self.layers, *self.plain))}")
 
     def _parts(self, group: Group) -> Iterator[str]:
         prefix = next(prefix for prefix, source in self._sources.items() if group in source.groups)
         return (prefix + part for part in group.parts)
 
-    def _nearby(self, name: str) -> str:
-        """Text for a message: names with the same last part, in case the prefix was wrong."""
-        leaf = name.removesuffix(".weight").rpartition(".")[2]
-        alike = [candidate for candidate in (*self.layers, *self.plain) if leaf in candidate.removesuffix(".weight").split(".")]
-        return f"; there is {', '.join(map(shown, alike[:3]))}" if alike else ""
+    def _nearby(self, name: str, names: Iterable[str]) -> str:
+        """Text for a message: what lies in a module of that name, or the names that are most alike."""
+        inside = [candidate for candidate in names if candidate.startswith(f"{name}.")]
+        if inside:
+            more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+            return f"; it holds {', '.join(map(shown, inside[:3]))}{more}"
+        alike = nearest(name.removesuffix(".weight"), [candidate.removesuffix(".weight") for candidate in names])
+        return f"; did you mean {' or '.join(map(shown, alike))}?" if alike else ""
 
 
 def open_checkpoint(path: Path, shapes: Shapes | None = None, verify: bool = False) -> Checkpoint:

@@ -74,7 +74,7 @@ def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
                                                                       "weights as 'expected'.")] = None,
          as_json: Json = False) -> None:
     """Test a format: every bit, round trips, quantization, kernels in Triton's interpreter, and known values."""
-    from qdsl.analyze import launches
+    import qdsl
     from qdsl.analyze.check.formats import GoldenError, check_format, check_golden
     from qdsl.analyze.check.kernels import check_kernels
     from qdsl.compiler.spec.schema import load
@@ -83,7 +83,7 @@ def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
     checks = []
     with reported():
         path = places.find(spec)
-        parsed, format = load(path, spec if Path(spec).is_file() else str(path)), launches.module(spec).FORMAT
+        parsed, format = load(path, spec if Path(spec).is_file() else str(path)), qdsl.load(spec).FORMAT
         try:
             first = [check_golden(parsed, format, golden)] if golden else []
         except GoldenError as error:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+import qdsl
 from qdsl.cli.app import Json, Params, app, fail, print_table, read_param, reported
 
 
@@ -50,7 +51,7 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     kernels: list[dict[str, Any]] = []
     with reported():
         try:
-            packed = launches.weight(launches.module(spec), shape or (4096, 4096), storage, params)
+            packed = launches.weight(qdsl.load(spec), shape or (4096, 4096), storage, params)
             for surveyed in survey.survey(packed, kinds, rows, x, archs, gpus):
                 kernels += survey.data(surveyed, listing=dump)
                 if not as_json:
@@ -85,7 +86,7 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
         fail(f"{error}", 2)
     with reported():
         try:
-            packed = launches.weight(launches.module(spec), shape or (4096, 4096), storage, dict(map(read_param, param or [])))
+            packed = launches.weight(qdsl.load(spec), shape or (4096, 4096), storage, dict(map(read_param, param or [])))
             explained = [choices.explained(packed, rows, x, one) for one in gpus]
         except FormatError as error:
             fail(f"{error}", 2)
@@ -102,7 +103,6 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
 def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds: list[str], rows: int,
              shape: tuple[int, int] | None, x: str, archs: list[str], programs: str | None, as_json: bool) -> None:
     """Print the results of --execute; exit code 3 where a checker reports a problem, or dequantize is not exact."""
-    from qdsl.analyze import launches
     from qdsl.analyze.execute import ExecutionError, trial
     from qdsl.analyze.survey import REFUSALS
 
@@ -110,7 +110,7 @@ def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds
     trials = []
     with reported():
         try:
-            module = launches.module(spec)
+            module = qdsl.load(spec)
             for kind, arch in ((kind, arch) for kind in kinds for arch in archs):
                 trials.append(trial.trial(module, kind, arch, storage=storage, params=params, shape=shape or trial.SHAPE,
                                           rows=rows, x=x, programs=chosen))

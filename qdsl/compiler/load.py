@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from qdsl.compiler.emit.module.build import files_of
-from qdsl.core.places import UnknownSpec
+from qdsl.core.places import UnknownSpec, generated
 from qdsl.host.private import check_only, private_bytes, private_folder, write_private
 
 # Threads must not see a partly imported module, nor parse in parallel, which crashes CPython 3.11.
@@ -57,14 +57,26 @@ class GeneratedText(MetaPathFinder, ExecutionLoader):
 
 
 def load(spec: Path) -> ModuleType:
-    """Build a spec if necessary, and import its module.  Raises SpecError, OSError."""
+    """Build a spec if necessary, and import its module: that of qdsl.generated if it is the same text.
+
+    Raises SpecError, OSError.
+    """
     with _lock:
         files = files_of(spec)
         stem = next(iter(files)).split("/")[0].removesuffix(".py")
+        if _ships(files):
+            return import_module(f"qdsl.generated.{stem}")
         folder = _written(files)
         module = f"qdsl_loaded_{folder.name}_{stem}"
         _offer(module, folder, stem, files)
-        return import_module(module)
+        loaded = import_module(module)
+        loaded.FORMAT.path = str(spec.resolve())
+        return loaded
+
+
+def _ships(files: Mapping[str, str]) -> bool:
+    """Whether these are the files of a format that ships."""
+    return all((path := generated() / name).is_file() and path.read_bytes() == text.encode() for name, text in files.items())
 
 
 def build_together(specs: Sequence[Path]) -> Path:

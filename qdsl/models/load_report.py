@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from qdsl.core.text import counted
+from qdsl.core.text import Displayed, byte_text, counted
 from qdsl.models.plan import Names
 
 
-@dataclass(slots=True)
-class LoadReport:
+@dataclass(slots=True, repr=False)
+class LoadReport(Displayed):
     """What happened to a model's layers and a checkpoint's tensors.
 
     packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
@@ -29,11 +31,15 @@ class LoadReport:
     device_bytes: dict[str, int] = field(default_factory=dict)
     resident_bytes: int = 0
 
+    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
+        """Layers by format and storage, then the dense ones with the reasons."""
+        title = f"{byte_text(self.bytes_before)} of plain numbers are {byte_text(self.bytes_after)}"
+        rows: list[tuple[object, ...]] = [*Counter(self.packed.values()).items()]
+        rows += [("dense", f"{name}: {why}") for name, why in self.dense.items()]
+        return title, ("stored as", "layers"), [*rows, *(("not used", name) for name in self.unused)]
+
     def __str__(self) -> str:
-        counts: dict[str, int] = {}
-        for label in self.packed.values():
-            counts[label] = counts.get(label, 0) + 1
-        labels = ", ".join(f"{count} {label}" for label, count in counts.items())
+        labels = ", ".join(f"{count} {label}" for label, count in Counter(self.packed.values()).items())
         lines = [f"{counted(len(self.packed), 'layer')} packed: {labels}",
                  f"{self.bytes_before} bytes of plain numbers are {self.bytes_after} bytes: "
                  + ", ".join(f"{nbytes} on {device}" for device, nbytes in self.device_bytes.items())]

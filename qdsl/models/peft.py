@@ -7,6 +7,7 @@ names the remedy (qdsl/models/lora.py).
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from qdsl.core.text import counted
+from qdsl.core.text import Displayed, counted
 from qdsl.models.dense import embeddings
 from qdsl.models.lora import AdapterError as AdapterError
 from qdsl.models.lora import is_packed, register
@@ -34,8 +35,8 @@ MERGEABLE = ("NoneType", "DoraLinearVariant", "DoraEmbeddingVariant", "VeloraLin
 register()
 
 
-@dataclass(frozen=True, slots=True)
-class MergeReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class MergeReport(Displayed):
     """The result of `merge`.
 
     model: the base model, without peft's layers.  into: "dense" or "same".  errors: of each merged packed layer, how far the
@@ -48,6 +49,13 @@ class MergeReport:
     errors: dict[str, Report] = field(default_factory=dict)
     dense: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
+        """The merged layers and their errors, the largest first."""
+        worst = sorted(self.errors.items(), key=lambda pair: -pair[1].relative)
+        return str(self).splitlines()[0], ("layer", "relative error", "largest error"), [
+            *((name, f"{error.relative:.3g}", f"{error.largest:.3g}") for name, error in worst),
+            *((name, "dense", "") for name in self.dense)]
 
     def __str__(self) -> str:
         kind = "dense layers" if self.into == "dense" else "layers of the same format"

@@ -21,6 +21,7 @@ from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.resume import write_tensors
 from qdsl.checkpoint.files.safetensors import Buffer, Header, bytes_of, laid_out, shown
+from qdsl.core.text import Displayed, byte_text, counted
 from qdsl.host.files import flush_folder, make_folder, shared_file, write_text
 from qdsl.jobs.convert.config import own_settings
 from qdsl.jobs.engine.others import INDICES, WEIGHTS, regular_files
@@ -34,8 +35,8 @@ SHARD_BYTES = 5 << 30                                            # of a file, wh
 STAGE = ".qdsl-save.part"                                        # a folder's files until all are written
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveReport(Displayed):
     """The files of a saved model.  exact: whether config and weights are byte for byte those of the checkpoint.
 
     notes: what else to know.
@@ -46,6 +47,15 @@ class SaveReport:
     nbytes: int
     exact: bool
     notes: tuple[str, ...] = ()
+
+    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
+        """The files, and the notes."""
+        return str(self).splitlines()[0], ("file",), [(text,) for text in (*self.files, *self.notes)]
+
+    def __str__(self) -> str:
+        same = ", the bytes of the checkpoint" if self.exact else ""
+        return "\n".join([f"{self.folder}: {counted(len(self.files), 'file')} of weights, {byte_text(self.nbytes)}{same}",
+                          *(f"  {note}" for note in self.notes)])
 
 
 @without_autocast

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qdsl.core.shapes import listed, own_value, values_text
 from qdsl.core.stored import Description
+from qdsl.core.text import Displayed
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.torch import dequantize, experts, ops
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
@@ -19,12 +20,12 @@ from qdsl.runtime.torch.linear import mode_of
 from qdsl.runtime.weight import assemble, convert_format, planar, quantize, wrap
 from qdsl.runtime.weight import fields as weight_fields
 from qdsl.runtime.weight.layout import PLANAR, Storage, Variant
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
 from qdsl.runtime.weight.requantize import Report, compare
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+@dataclass(frozen=True, slots=True, repr=False)
+class Spec(Displayed):
     """A format's name, number types and storages, known without reading a tensor."""
 
     name: str
@@ -36,14 +37,27 @@ class Spec:
     variants: Mapping[tuple[int | str, ...], Variant]
     detect: Mapping[str, Any]
 
+    def __str__(self) -> str:
+        params = [f"  {name}: one of {values_text(values)}" for name, values in self.params.items()]
+        return "\n".join([f"{self.name}: {self.title}", f"  w = {self.formula}", *params,
+                          f"  storages: {', '.join(self.storages)}", *([f"  from {self.source}"] if self.source else [])])
+
+    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
+        """The formula, parameters and storages."""
+        rows = [("w", self.formula), *((name, values_text(values)) for name, values in self.params.items()),
+                ("storages", ", ".join(self.storages)), ("source", self.source)]
+        return f"{self.name}: {self.title}", ("", ""), [*rows]
+
 
 class Format:
     """A format and its functions for weights.
 
     params: the values of every parameter, the default first.  sizes: parameters that are block lengths, and the axis that each
     divides.  variants: the parts that depend on the parameters in `by`, keyed by their values.  digest: of the spec's text;
-    formats with the same name and digest are the same format.
+    formats with the same name and digest are the same format.  path: the spec's file, if qdsl.load has built it.
     """
+
+    path = ""
 
     def __init__(self, *, name: str, title: str, source: str, formula: str, variants: Mapping[tuple[int | str, ...], Variant],
                  by: Sequence[str] = (), params: Mapping[str, tuple[int | str, ...]] | None = None,
@@ -64,6 +78,9 @@ class Format:
         written = next(iter(self.variants.values())).decode.__module__
         self.__module__ = written.rpartition(".")[0] if self.by else written
         self.key = ops.register_format(self, digest)
+
+    def __repr__(self) -> str:
+        return f"<Format {self.name}: {', '.join(self.storages)}>"
 
     def __reduce__(self) -> str:
         """Copies and pickles refer to the FORMAT of the generated module."""
@@ -117,6 +134,7 @@ class Format:
 
         Raises FormatError for tensors that do not fit, for groups that do not exist, and for an order that is no permutation.
         """
+        self._own(packed)
         return assemble.check_again(packed)
 
     def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
@@ -130,12 +148,14 @@ class Format:
 
     def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of every tensor of a weight's storage; extents that depend on the numbers are this weight's."""
+        self._own(packed)
         return assemble.stored_tensors(packed)
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: PackedWeight) -> dict[str, Tensor]:
         """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; without missing optional ones."""
+        self._own(packed)
         return weight_fields.unpack(packed)
 
     def pack(self, fields: Mapping[str, Tensor], storage: str | None = None, **params: int | str) -> PackedWeight:
@@ -191,6 +211,7 @@ class Format:
         either storage has streams.  A weight of another format with the same codes is converted if no number would change
         (convert_format.py).
         """
+        check_weight(packed)
         return convert_format.converted(self, packed, storage, params)
 
     def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
@@ -226,6 +247,7 @@ class Format:
         are stored by groups, and `linear` permutes x.  Groups of more than 256 columns are divided.  Raises FormatError if torch
         has no such operation.
         """
+        check_weight(packed)
         return int4.for_device(packed, dtype)
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
@@ -240,8 +262,8 @@ class Format:
         match_dense: the bits of torch's linear with `dequantize(packed, x.dtype)`, which is in memory meanwhile, and the bits of
         torch's gradient of x.
         """
-        if packed.format is not self:
-            self._own(packed)
+        if getattr(packed, "format", None) is not self:
+            self._own(packed, x)
         is_plain = not (quantize_x or batch_invariant or match_dense)
         return ops.linear(x, packed, bias, "" if is_plain else mode_of(quantize_x, batch_invariant, input_scale, match_dense))
 
@@ -256,7 +278,7 @@ class Format:
 
         match_dense: as in `linear`, for every expert; a GPU then waits for the offsets.
         """
-        self._own(packed)
+        self._own(packed, x)
         return experts.linear(x, packed, offsets, bias, partial, rows, mode_of(False, False, None, match_dense))
 
     @cached_property
@@ -269,6 +291,8 @@ class Format:
         """The module class: nn.Embedding over a packed weight."""
         return embedding_class(self)
 
-    def _own(self, packed: PackedWeight) -> None:
-        if packed.format is not self:
-            raise FormatError(f"this is a weight of {packed.format.name}, not of {self.name}")
+    def _own(self, packed: PackedWeight, x: object = None) -> None:
+        """Raises FormatError unless it is a weight of this format.  x: the argument before it."""
+        if isinstance(x, PackedWeight):
+            raise FormatError(f"{self.name}: x comes first, then the packed weight: linear(x, packed)")
+        check_weight(packed, self)

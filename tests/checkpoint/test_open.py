@@ -75,7 +75,7 @@ def test_a_folder_of_layers_and_plain_tensors(tmp_path: Path) -> None:
 
 def test_unknown_names_are_told_with_their_likes(tmp_path: Path) -> None:
     with qdsl.open(fp8_folder(tmp_path / "in")[0]) as checkpoint:
-        with pytest.raises(CheckpointError, match=r"no packed layer 'model.layers.0.up'; there is 'layers.0.up'"):
+        with pytest.raises(CheckpointError, match=r"no packed layer 'model.layers.0.up'; did you mean 'layers.0.up'\?"):
             checkpoint.layer("model.layers.0.up")
         with pytest.raises(CheckpointError, match=r"no weight 'nothing'$"):
             checkpoint.weight("nothing")

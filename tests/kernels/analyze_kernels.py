@@ -12,6 +12,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import compute_cache_key, create_function_from_signature
 from typer.testing import CliRunner
 
+import qdsl
 from qdsl.analyze import AnalyzeError, launches, report
 from qdsl.analyze.compile import specialised
 from qdsl.cli import app
@@ -88,8 +89,8 @@ def command(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    q4_0 = launches.weight(launches.module("q4_0"), (4096, 4096), None, {})
-    planar = [launches.weight(launches.module(name), (4096, 4096), "planar", {}) for name in ("q4_0", "nvfp4")]
+    q4_0 = launches.weight(qdsl.load("q4_0"), (4096, 4096), None, {})
+    planar = [launches.weight(qdsl.load(name), (4096, 4096), "planar", {}) for name in ("q4_0", "nvfp4")]
     families = [*launches.calls(planar[0], "linear", 1, torch.bfloat16), *launches.calls(planar[1], "linear", 8, torch.float16)]
     others = [replace(call, constants={**call.constants, "numbers": families[i - 1].constants["numbers"]})
               for i, call in enumerate(families)]

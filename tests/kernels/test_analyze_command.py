@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import qdsl
 from qdsl.analyze import launches
 from qdsl.cli import app
 from tests.support import compiling
@@ -143,5 +144,5 @@ def test_a_spec_of_ones_own_is_examined_by_its_path(tmp_path: Any, monkeypatch: 
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "mine.yaml"
     path.write_text((ROOT / "specs" / "q4_0.yaml").read_text().replace("format: q4_0", "format: mine"))
-    packed = launches.weight(launches.module(str(path)), (64, 64), None, {})
+    packed = launches.weight(qdsl.load(str(path)), (64, 64), None, {})
     assert packed.format.name == "mine" and packed.nbytes == 64 * 64 * 4.5 / 8

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import qdsl
 from bench import costs as writer
 from qdsl.analyze import launches
 from qdsl.runtime import PackedWeight
@@ -52,7 +53,7 @@ SPILLING: dict[str, dict[str, tuple[int, int]]] = {
 
 
 def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] = (4096, 4096)) -> PackedWeight:
-    return launches.weight(launches.module(name), shape, storage, {})
+    return launches.weight(qdsl.load(name), shape, storage, {})
 
 
 def test_the_terms_of_a_launch() -> None:
@@ -262,7 +263,7 @@ def test_configurations_that_the_table_lacks_follow_from_near_ones(monkeypatch: 
 
 def test_variants_have_counts_of_their_own() -> None:
     """Other warps, partial tiles and other rows of `matvec`.  A configuration without counts is doubted."""
-    packed, gpu = launches.weight(launches.module("int_group"), (4096, 4096), "planar", {"bits": 4}), GPUS["h100"]
+    packed, gpu = launches.weight(qdsl.load("int_group"), (4096, 4096), "planar", {"bits": 4}), GPUS["h100"]
     entry, lanes = costs.table()["sm_90"]["int_group.planar bits=4"], {**ROW, "R": 2}
     for kind, config, key in (("skinny", {**lanes, "WK": 8}, "skinny R=2 W=8"), ("gemv", {**lanes, "WK": 1}, "gemv R=2 W=1"),
                               ("skinny", {**lanes, "WK": 1, "BM": 16}, "skinny R=2 16 W=1"),

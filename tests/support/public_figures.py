@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import qdsl
 from qdsl.analyze import launches
 from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
@@ -39,7 +40,7 @@ def seconds(figure: dict[str, Any], gpu: Gpu) -> float:
     if figure["ours"] is None:
         return costs.matmul_seconds(m, n, k, 2, gpu)
     name, _, storage = figure["ours"].partition(".")
-    packed = launches.weight(launches.module(name), (n, k), storage, figure["params"])
+    packed = launches.weight(qdsl.load(name), (n, k), storage, figure["params"])
     lanes = packed.layout.kernels.matrix_unit
     kind = "gemv" if m == 1 and lanes is not None and lanes.gemv is not None else "skinny"
     with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import qdsl
-from qdsl.analyze import launches
 from qdsl.analyze.check.cases import Case, cases
 from qdsl.analyze.check.compare import difference
 from qdsl.analyze.check.formats import Check, check
@@ -143,7 +142,7 @@ def main(name: str) -> None:
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # type: ignore[attr-defined]
     codebook.permute, lanes.scaled = codebook.plain_permute, lanes.plain_scaled
     with torch.no_grad():
-        for outcome in interpreted(spec, launches.module(name).FORMAT):
+        for outcome in interpreted(spec, qdsl.load(name).FORMAT):
             print(json.dumps(asdict(outcome)), flush=True)
 
 

@@ -37,6 +37,9 @@ class Group:
     problems: tuple[str, ...] = ()
     unnamed: str = ""
 
+    def __repr__(self) -> str:
+        return f"Group({self.name}: {len(self.parts)} weights of {self.numbers} numbers in {self.format})"
+
     @property
     def numbers(self) -> int:
         """How many weights the group has."""

@@ -45,6 +45,11 @@ class Layer:
     transposed: bool = False
     act_order: bool = False
 
+    def __repr__(self) -> str:
+        what = "".join([f"{self.format}.{self.storage} {[*([self.experts] if self.experts else []), *self.shape]}",
+                        *(f" {key}={value}" for key, value in self.params.items())])
+        return f"Layer({self.name}: {self.why or what})"
+
     @property
     def is_unknown(self) -> bool:
         """Whether it is quantized but fits no format."""

@@ -277,6 +277,9 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: split.tensors.count is {total}, but the {count} files have {len(self.tensors)}")
         self.metadata = Metadata({key: value for key, value in self.metadata.stored().items() if key not in SPLIT})
 
+    def __repr__(self) -> str:
+        return f"GgufFile({self.path}: tensors {len(self.tensors)}, keys of metadata {len(self.metadata)})"
+
     def __enter__(self) -> GgufFile:
         return self
 

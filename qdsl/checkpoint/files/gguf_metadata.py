@@ -38,6 +38,12 @@ class Value:
     count: int
     data: Buffer
 
+    def __repr__(self) -> str:
+        content = self.decoded(8)
+        more = ", ..." if self.count > 8 else ""
+        shown_text = f"[{', '.join(map(repr, content))}{more}]" if isinstance(content, list) else repr(content)
+        return f"GgufValue({self.type}, {shown_text if len(shown_text) <= 120 else shown_text[:116] + ' ...'})"
+
     @classmethod
     def of(cls, type: str, content: Any) -> Value:
         """Encodes a value of a metadata type; content is a list for an array.  Raises CheckpointError where the type cannot hold

@@ -8,7 +8,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class NewTensor:
     name: str
     type: GgmlType
     shape: tuple[int, ...]
-    chunks: Iterable[Buffer]
+    chunks: Iterable[Buffer] = field(repr=False)
 
 
 def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: Sequence[NewTensor],

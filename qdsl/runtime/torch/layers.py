@@ -16,7 +16,7 @@ from qdsl.runtime.torch.ops import autocast, is_plain
 from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.products import Product, bare, product_of
 from qdsl.runtime.weight import eight
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -37,6 +37,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
                  quantize_x: bool = False, input_scale: Tensor | None = None) -> None:
+        check_weight(packed, self.format)
         nn.Module.__init__(self)                                 # nn.Linear.__init__ would allocate a dense weight
         if input_scale is not None and (why := _wrong_scale(input_scale)):
             raise FormatError(f"input_scale {why}")
@@ -160,6 +161,7 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
     def __init__(self, packed: PackedWeight, padding_idx: int | None = None, dtype: torch.dtype | None = None,
                  max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
                  ) -> None:
+        check_weight(packed, self.format)
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = packed.shape
         if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from qdsl.core.text import counted
+from qdsl.core.text import Displayed, byte_text, counted
 from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
 from qdsl.runtime.torch.products import product_of
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 
-@dataclass(slots=True)
-class Report:
+@dataclass(slots=True, repr=False)
+class Report(Displayed):
     """The replaced and skipped linear layers of a model, by name; `done` is a summary.
 
     quantized: bytes of the weight before and after.  skipped: why a layer was not replaced.  notes: advice on a layer.
@@ -31,6 +31,13 @@ class Report:
     quantized: dict[str, tuple[int, int]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+
+    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
+        """The replaced layers with their sizes, then the others with the reasons."""
+        rows: list[tuple[object, ...]] = [(name, byte_text(before), byte_text(after), self.notes.get(name, ""))
+                                          for name, (before, after) in self.quantized.items()]
+        rows += [(name, "", "", why) for name, why in self.skipped.items()]
+        return str(self).splitlines()[0], ("layer", "before", "after", "note"), rows
 
     def __str__(self) -> str:
         before, after = (sum(sizes[i] for sizes in self.quantized.values()) for i in (0, 1))

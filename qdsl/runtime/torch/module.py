@@ -57,9 +57,7 @@ class PackedModule(SpecializedModule):
     _has_branch: bool = False
 
     def _hold(self, packed: PackedWeight) -> None:
-        """Make the weight's tensors parameters.  Raises FormatError for a weight of another format."""
-        if packed.format is not self.format:
-            raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
+        """Make the weight's tensors parameters."""
         self._packed, self._has_branch = packed.derive({}), packed.has_branch
         names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
         self._dtypes = {name: tensor.dtype for name, tensor in packed.tensors.items()}

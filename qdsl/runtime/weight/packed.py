@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import lcm
@@ -14,6 +15,7 @@ from qdsl.core.borders import UNITS
 from qdsl.core.numbers import number
 from qdsl.core.shapes import Axis, compiled_step, granule
 from qdsl.core.stored import PLANAR, Stored
+from qdsl.core.text import byte_text, html_table, shortened
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import algebra, branches, order, streams
@@ -23,7 +25,8 @@ from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableVa
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.finite import are_codes_finite
 from qdsl.runtime.weight.match import stored_dtype
-from qdsl.runtime.weight.pickling import picklable, unpickled
+from qdsl.runtime.weight.pickling import MODULES, picklable, unpickled, wrapped
+from qdsl.runtime.weight.picture import picture_of
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -72,13 +75,78 @@ class PackedWeight:
         self.stored_plan: Plan | None = None                     # of the weight that as_stored() returns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The constructor's arguments; the format implies all other attributes."""
+        """The arguments of `pickling.wrapped`; of a part of a module, or a decoded weight, those of the constructor."""
+        module = self.format.__module__
+        if self.tensors and not self.is_decoded and MODULES.fullmatch(module):
+            return wrapped, (module, self.storage, picklable(self.tensors), self.shape, self.params, self.notes, self.names)
         return _rebuilt, (self.format, self.storage, picklable(self.tensors), self.shape, self.params, self.in_order,
                           self.known_finite, self.notes, self.names, self.is_decoded, self.stream_info)
 
+    def __copy__(self) -> PackedWeight:
+        return self.derive(self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        return self.derive(copy.deepcopy(self.tensors, memo))
+
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
-        return f"PackedWeight({self.format.name}.{self.storage} {list(self.shape)}, {self.params}: {shown})"
+        rows = self._tensor_rows
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        params = [f"  {self.params_text}"] if self.params else []
+        return "\n".join([f"PackedWeight({self._title})", *params, *shortened(lines)])
+
+    def _repr_html_(self) -> str:
+        """A table of its tensors, and where their bits lie if the spec is here, as notebooks show it."""
+        title = " ".join(["PackedWeight", self._title, *([f"({self.params_text})"] if self.params else [])])
+        return html_table(title, ("tensor", "dtype", "shape"), self._tensor_rows) + picture_of(self)
+
+    @property
+    def _title(self) -> str:
+        """Format, shape and size in a line."""
+        bits = 8 * self.nbytes / max(1, self.numel())
+        where = [f"{byte_text(self.nbytes)} on {self.device}"] if self.tensors else []
+        return ", ".join([f"{self.format.name}.{self.storage} {list(self.shape)}", 
+                          *([f"{bits:.4g} bits per weight"] if self.numel() else []), *where])
+
+    @property
+    def _tensor_rows(self) -> list[tuple[str, str, str]]:
+        return [(name, str(tensor.dtype)[6:], str(list(tensor.shape))) for name, tensor in self.tensors.items()]
+
+    # -- as a tensor -------------------------------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `dequantize()`, bfloat16; those of the stored tensors are in `dtypes`."""
+        return torch.bfloat16
+
+    @property
+    def ndim(self) -> int:
+        """2, the number of axes."""
+        return 2
+
+    def dim(self) -> int:
+        """2, the number of axes."""
+        return 2
+
+    def numel(self) -> int:
+        """The number of weights, N * K."""
+        return self.shape[0] * self.shape[1]
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """(N, K), or the length of one axis."""
+        return torch.Size(self.shape) if dim is None else self.shape[dim]
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes."""
+        return self.format.dequantize(self, dtype)
+
+    def cpu(self) -> PackedWeight:
+        """The weight in the CPU's memory."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | int | str | None = None, non_blocking: bool = False) -> PackedWeight:
+        """The weight on a GPU, by default the current one."""
+        return self.apply(lambda tensor: tensor.cuda(device, non_blocking=non_blocking))
 
     @property
     def device(self) -> torch.device:
@@ -354,6 +422,19 @@ class PackedWeight:
         return first, axis.elements(stop, self.sizes) - first
 
 
+def check_weight(packed: object, format: Format | None = None) -> None:
+    """Raises FormatError unless it is a packed weight, and one of the format if that is given; the message says what to do."""
+    if not isinstance(packed, PackedWeight):
+        shown = f"{str(packed.dtype)[6:]} {list(packed.shape)}" if isinstance(packed, Tensor) else type(packed).__name__
+        raise FormatError(f"expected a PackedWeight, not {shown}: `quantize` makes one of floats [N, K], `wrap` of a "
+                          "checkpoint's tensors")
+    if format is None or packed.format is format:
+        return
+    name = packed.format.name
+    which = f"another spec called {name}" if name == format.name else name
+    raise FormatError(f"this is a weight of {which}, not of {format.name}; `packed.format` has the functions for it")
+
+
 def shape_tensor(shape: tuple[int, int], device: torch.device) -> Tensor:
     """The int64 [2] tensor that stores the shape (N, K) of a weight."""
     return torch.tensor(shape, dtype=torch.int64, device=device)
@@ -368,5 +449,6 @@ def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape:
 
 def _moved(before: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
     if after.dtype != dtype_on(after.device, dtype):
-        raise FormatError(f"a packed weight keeps its stored dtypes: {before.dtype} cannot become {after.dtype}")
+        raise FormatError(f"a packed weight keeps its stored dtypes: {before.dtype} cannot become {after.dtype}; "
+                          f"`dequantize({after.dtype})` decodes it")
     return after

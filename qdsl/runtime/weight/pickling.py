@@ -1,15 +1,27 @@
-"""Pickles 8-bit floats and unsigned words, which torch's own pickle does not support, as integers of the same size."""
+"""Pickles packed weights, also for torch.load(weights_only=True), and tensors that torch's own pickle does not support.
+
+8-bit floats and unsigned words are pickled as integers of the same size.  A weight is pickled as the arguments of `wrap` of its
+format's module, which validates them: a file can neither state what its tensors are not, nor name any other function.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from qdsl.runtime.weight.errors import FormatError
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.packed import PackedWeight
+
 Tensors = Mapping[str, Any]
+MODULES = re.compile(r"qdsl\.generated\.\w+|qdsl_loaded_\w+")  # of formats that ship, and of specs that qdsl.load has built
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}      # by bytes per element
 
 
@@ -46,3 +58,21 @@ def _is_odd(tensor: Tensor) -> bool:
 def unpickled(tensors: Tensors) -> dict[str, Any]:
     """The inverse of `picklable`."""
     return {name: value.tensor if isinstance(value, StoredBits) else value for name, value in tensors.items()}
+
+
+def wrapped(module: str, storage: str, tensors: Tensors, shape: tuple[int, int], params: Mapping[str, int | str],
+            notes: Sequence[str], names: Mapping[str, str]) -> PackedWeight:
+    """The weight that a pickle describes, validated.  Raises FormatError for tensors that do not fit, and unknown modules."""
+    if not MODULES.fullmatch(module):
+        raise FormatError(f"{module!r} is no module of a format")
+    try:
+        format = import_module(module).FORMAT
+    except ModuleNotFoundError:
+        name = module.rpartition("_" if module.startswith("qdsl_loaded_") else ".")[2]
+        raise FormatError(f"the weight's format {name!r} is not here: load its spec with qdsl.load first") from None
+    packed: PackedWeight = format.wrap(unpickled(tensors), tuple(shape), storage, **params)
+    packed.notes, packed.names = tuple(map(str, notes)), {str(name): str(other) for name, other in names.items()}
+    return packed
+
+
+torch.serialization.add_safe_globals([wrapped, _stored_bits])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qdsl.core.text import Displayed
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import PackedWeight
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Displayed):
     """Errors of a requantized weight.
 
     largest, rms: in units of the weight.  weight: the root mean square of the old weight.
@@ -39,6 +41,11 @@ class Report:
         if self.rms == 0 or self.weight == 0:
             return math.inf if self.rms == 0 else -math.inf
         return 20 * math.log10(self.weight / self.rms)
+
+    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
+        """The errors."""
+        return "errors of a requantized weight", ("largest", "root mean square", "signal to noise"), [
+            (f"{self.largest:.4g}", f"{self.rms:.4g}", f"{self.decibels:.2f} dB")]
 
     def __str__(self) -> str:
         if self.exact:

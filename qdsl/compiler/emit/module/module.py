@@ -173,14 +173,15 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
         lines += indent(wrapped("sizes={", shown, "},", level=1))
     if spec.detect:
         lines.append(f"    detect={data(dict(spec.detect))},")
-    lines.append(f'    digest="{_digest(spec)}",')
+    lines.append(f'    digest="{digest_of(spec)}",')
     offered = (f"{', '.join(names)} = {', '.join(f'FORMAT.{name.lower() if name.isupper() else name}' for name in names)}"
                for names in SURFACE)
     lines += [")", *offered]
     return [*lines, *(["for_device = FORMAT.for_device"] if any(storage.transient for storage in spec.storages) else [])]
 
 
-def _digest(spec: Spec) -> str:
+def digest_of(spec: Spec) -> str:
+    """The first 16 digits of the SHA-256 of a spec's text; they tell formats of one name apart."""
     return hashlib.sha256(spec.source.text.encode()).hexdigest()[:16]
 
 
@@ -192,7 +193,7 @@ def _title(spec: Spec, at: str = "") -> str:
 
 
 def _origin(spec: Spec) -> list[str]:
-    return [f"Built from the spec {spec.name} (sha256 {_digest(spec)}) by qdsl {qdsl.__version__}.",
+    return [f"Built from the spec {spec.name} (sha256 {digest_of(spec)}) by qdsl {qdsl.__version__}.",
             "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
 
 
