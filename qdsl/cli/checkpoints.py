@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, read_size, reported
 from qdsl.cli.compress import layer_shapes
+from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
 
@@ -97,7 +97,6 @@ def verify(a: Annotated[Path, input_argument("A, a folder of safetensors files, 
     """
     from qdsl.checkpoint.report import verify as verifying
     from qdsl.host.processes import affordable, needed
-    from qdsl.host.progress import progress
 
     if b is None:
         if decoded or tolerance:
@@ -115,7 +114,7 @@ def verify(a: Annotated[Path, input_argument("A, a folder of safetensors files, 
     with reported():
         total = verifying.size(a)
         jobs = jobs or min(affordable(needed(verifying.PIECE)), 1 + total // verifying.WORTH)
-        with progress(total, "B") as tell:
+        with progress({"compare": total}) as tell:
             if decoded:
                 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 
@@ -130,9 +129,8 @@ def verify(a: Annotated[Path, input_argument("A, a folder of safetensors files, 
 def _verify_checksums(path: Path, as_json: bool) -> None:
     """Print the damaged tensors of a checkpoint.  Raises typer.Exit where there are any."""
     from qdsl.checkpoint.files import checksums
-    from qdsl.host.progress import progress
 
-    with reported(), progress(checksums.size(path), "B") as tell:
+    with reported(), progress({"check": checksums.size(path)}) as tell:
         problems = checksums.damaged(path, tell)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
@@ -145,7 +143,6 @@ def _verify_checksums(path: Path, as_json: bool) -> None:
 
 def _gguf_differences(file: Path, other: Path) -> list[Any]:
     """Differences between a GGUF file and the model that it was quantized from: another GGUF file, or a folder."""
-    from qdsl.host.progress import progress
     from qdsl.jobs.gguf.compare import differences
     from qdsl.jobs.gguf.source import Gguf, Weights, open_source
 
@@ -156,7 +153,7 @@ def _gguf_differences(file: Path, other: Path) -> list[Any]:
             quantized, source = _diffusers_pair(file, other)
         else:
             quantized, source = Gguf(file), language_folder(other, None) or open_source(other)
-        with progress(sum(math.prod(tensor.shape) for tensor in quantized.tensors.values()), " weights") as tell:
+        with progress({"compare": sum(tensor.nbytes for tensor in quantized.tensors.values())}) as tell:
             return differences(quantized, source, tell)
 
 

@@ -22,6 +22,7 @@ from qdsl.cli.app import (
     read_part,
     reported,
 )
+from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
 Like = Annotated[str | None, typer.Option("--like", help="A checkpoint with the same tensors, whose headers state "
@@ -71,10 +72,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
 
     Compressed checkpoints, such as DF11, change their format.  Run the same command again to resume.
     """
-    from functools import partial
-
     from qdsl.codecs.huffman_windows.reference import THREADS
-    from qdsl.host.progress import progress
     from qdsl.jobs.compress import patterns as reading
     from qdsl.jobs.compress import run
     from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim
@@ -95,7 +93,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
         aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
                   tuple(component or ()), plain_config)
         report = run.compress(folder, aim, out, like=like, shapes=model_shapes, jobs=jobs, part=part, check=check,
-                              force=force, tell=partial(progress, unit="B"))
+                              force=force, tell=progress)
     print_compressed(report, as_json, "" if part is None else f"part {shard} of ")
 
 
@@ -125,15 +123,12 @@ def decompress(folder: Annotated[Path, input_argument("A folder written by `comp
 
     Run the same command again to resume.
     """
-    from functools import partial
-
-    from qdsl.host.progress import progress
     from qdsl.jobs.compress import restore
 
     part = None if shard is None else read_part(shard)
     with reported(), exit_on_sigterm():
         report = restore.decompress(folder, out, like=like, shapes=model_shapes, jobs=jobs, part=part, force=force,
-                                    tell=partial(progress, unit="B"))
+                                    tell=progress)
     print_restored(report, as_json, "" if part is None else f"part {shard} of ")
 
 

@@ -28,6 +28,7 @@ from qdsl.cli.app import (
     reported,
 )
 from qdsl.cli.compress import layer_shapes, model_shapes, print_compressed, print_restored
+from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
 
@@ -50,11 +51,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
     Run the same command again to resume.
     """
-    from functools import partial
-
     from qdsl.checkpoint.detect.shaped import shaped_layers
     from qdsl.checkpoint.files.folder import Folder
-    from qdsl.host.progress import progress
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
     from qdsl.jobs.engine.others import check_folder
@@ -70,7 +68,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
         check_folder(out, folder)                                # before layers are detected, which may take long
     with reported(), exit_on_sigterm(), Folder(folder) as source:
         detected = shaped_layers(source, layer_shapes)
-        report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=partial(progress, unit="B"))
+        report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=progress)
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
 
 
@@ -79,9 +77,6 @@ def merge_index(out: Annotated[Path, typer.Argument(metavar="FOLDER", show_defau
                                                      help="The folder that all parts were written to.")],
                 as_json: Json = False) -> None:
     """Complete a folder whose parts were written with --shard: the index, the config, and all other files."""
-    from functools import partial
-
-    from qdsl.host.progress import progress
     from qdsl.jobs.engine import stage
 
     with reported(), exit_on_sigterm():
@@ -92,7 +87,7 @@ def merge_index(out: Annotated[Path, typer.Argument(metavar="FOLDER", show_defau
         if command == "compress":
             from qdsl.jobs.compress import run as compressing
 
-            print_compressed(compressing.merge(out, shapes=model_shapes, jobs=None, tell=partial(progress, unit="B")), as_json)
+            print_compressed(compressing.merge(out, shapes=model_shapes, jobs=None, tell=progress), as_json)
         elif command == "decompress":
             from qdsl.jobs.compress import restore
 

@@ -29,6 +29,7 @@ from qdsl.cli.app import (
 )
 from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
+from qdsl.cli.progress import progress
 
 if TYPE_CHECKING:
     from qdsl.jobs.gguf.mixes import Options
@@ -133,7 +134,6 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
                       as_json: bool) -> None:
     """Write a GGUF file, or with `dry_run` print its types and sizes."""
     from qdsl.host.files import check_output, write_text
-    from qdsl.host.progress import progress
     from qdsl.jobs.gguf import plan, quality
     from qdsl.jobs.gguf.imatrix import read
     from qdsl.jobs.gguf.source import open_source
@@ -155,7 +155,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
         if out is not None and not dry_run:
             from qdsl.jobs.gguf import run
 
-            with progress(planned.weights, " weights") as tell, exit_on_sigterm():
+            with progress(planned.amounts) as tell, exit_on_sigterm():
                 costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
                                           power=power, force=force, tell=tell)
         report = plan.data(planned, file, costs)
@@ -177,10 +177,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
                      skip: list[str] | None, component: list[str] | None, jobs: int | None, shard: str | None, force: bool,
                      svg: Path | None, as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers quantized."""
-    from functools import partial
-
     from qdsl.host.files import check_output, write_text
-    from qdsl.host.progress import progress
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
     from qdsl.jobs.gguf import quality
@@ -195,7 +192,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
-        report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=partial(progress, unit="B"))
+        report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=progress)
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]
             write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))

@@ -16,7 +16,7 @@ from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import Any, TypeVar
 
-from qdsl.host import system
+from qdsl.host import progress, system
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -81,7 +81,7 @@ def call(module: str, function: str, arguments: tuple[Any, ...]) -> Any:
 @contextmanager
 def _pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with the block, at once where it fails.  Raises ChildProcessError where one ended by itself."""
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, arguments))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, arguments, progress.shared(jobs)))
     try:
         yield pool
     except BaseException as error:                               # after an interrupt, do not wait for unread results
@@ -108,9 +108,10 @@ def _result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
     return future.result()
 
 
-def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...], counters: progress.Counters | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the parent handles it, and ends this process
     Thread(target=_end_with_parent, daemon=True).start()
+    progress.join(counters)
     if start is not None:
         start(*arguments)
 

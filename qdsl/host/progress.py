@@ -1,30 +1,165 @@
-"""Shows a line of progress, speed and remaining time on a terminal."""
+"""Counts the work of a command by kind, in all of its processes, and estimates how long the work that is left will take.
+
+A kind is work that takes about as long for every byte, such as copies, or weights that get one type.  Kinds are measured one by
+one, so that fast copies at the beginning do not promise a fast end.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import get_context
 from time import monotonic
+from typing import Any, NamedTuple
 
-CLEAR = "\r\x1b[K"
+COPY = "copy"
+COPY_PACE = 1e-9                                                 # seconds for a byte, before one is copied
+COLUMNS = 6
+
+
+class Row(NamedTuple):
+    """What is done of a kind.  before: bytes that an interrupted command wrote.  first, first_seconds: of the first step of each
+    process, which also imports and compiles what others find there.  steps: how many ended.
+    """
+
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    before: float = 0.0
+    first: float = 0.0
+    first_seconds: float = 0.0
+    steps: float = 0.0
+
+    @property
+    def done(self) -> float:
+        """All bytes that are there."""
+        return self.nbytes + self.before + self.first
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds for a byte; None while there is none."""
+        if self.nbytes:
+            return self.seconds / self.nbytes
+        return self.first_seconds / self.first if self.first else None
+
+
+class Counters:
+    """What processes have done, by kind, in memory that they share.
+
+    amounts: the bytes that are to be written, by kind.  jobs: how many processes work.
+    """
+
+    def __init__(self, amounts: Mapping[str, int]) -> None:
+        self.amounts = {kind: nbytes for kind, nbytes in amounts.items() if nbytes > 0}
+        self.jobs = 1
+        self._values: Any = get_context("spawn").Array("d", COLUMNS * max(1, len(self.amounts)))
+
+    def add(self, kind: str, row: Row) -> None:
+        """Counts what was done of a kind."""
+        if kind in self.amounts:
+            first = COLUMNS * list(self.amounts).index(kind)
+            with self._values.get_lock():
+                for column, value in enumerate(row):
+                    self._values[first + column] += value
+
+    def rows(self) -> dict[str, Row]:
+        """What is done, by kind."""
+        values = self._values[:]
+        return {kind: Row(*values[COLUMNS * place:COLUMNS * (place + 1)]) for place, kind in enumerate(self.amounts)}
+
+    @property
+    def done(self) -> float:
+        """Bytes that are written, those from before too."""
+        return sum(row.done for row in self.rows().values())
+
+    def seconds_left(self, span: float) -> float | None:
+        """Seconds until all bytes are written; None while no pace is measured.  span: seconds since the first byte."""
+        rows = self.rows()
+        busy = sum(row.seconds + row.first_seconds for row in rows.values())
+        paces = {kind: row.pace for kind, row in rows.items()}
+        usual = [(row.nbytes or row.first, pace) for kind, row in rows.items() if kind != COPY and (pace := paces[kind])]
+        if not busy:
+            return None
+        if COPY in paces and paces[COPY] is None:
+            paces[COPY] = COPY_PACE
+        left = 0.0
+        for kind, row in rows.items():
+            missing, pace = max(0.0, self.amounts[kind] - row.done), paces[kind]
+            if missing and pace is None and not usual:
+                return None
+            if pace is None and usual:
+                pace = sum(weight * other for weight, other in usual) / sum(weight for weight, _ in usual)
+            left += missing * (pace or 0.0)
+        measured = busy / max(span, 1e-3) if sum(row.steps for row in rows.values()) > 2 * self.jobs else self.jobs
+        return left / min(max(measured, 1e-3), self.jobs)
+
+
+counters: list[Counters] = []                                    # of the work under way, the last counts
+_steps: list[_Step] = []
+_begun: set[str] = set()                                         # kinds of which this process has ended a step
+
+
+class _Step:
+    """A step under way in this process, which may count its bytes in parts."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.counted, self.since = kind, 0, monotonic()
+
+    def count(self, nbytes: int, steps: int = 0) -> None:
+        """Counts bytes that are done, and the time since the bytes before."""
+        now = monotonic()
+        seconds = now - self.since
+        counters[-1].add(self.kind, Row(nbytes, seconds, steps=steps) if self.kind in _begun else
+                         Row(first=nbytes, first_seconds=seconds, steps=steps))
+        self.counted, self.since = self.counted + nbytes, now
 
 
 @contextmanager
-def progress(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """A callback for the number of completed units and their description; writes to stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, name: None
+def step(kind: str, nbytes: int) -> Iterator[None]:
+    """Counts a step of so many bytes when the block ends; `advance` counts parts of it before."""
+    if not counters:
+        yield
         return
-    begun = monotonic()
-
-    def tell(done: int, name: str) -> None:
-        rate = done / max(1e-3, monotonic() - begun)
-        left = "?:??" if not rate else "{}:{:02d}".format(*divmod(round((total - done) / rate), 60))
-        print(f"{CLEAR}{100 * done // max(1, total):3d}%  {rate / 1e6:.1f} M{unit}/s  {left} left  {name[:60]!r}",
-              end="", file=sys.stderr, flush=True)
-
+    _steps.append(_Step(kind))
     try:
-        yield tell
+        yield
+        _steps[-1].count(nbytes - _steps[-1].counted, 1)
+        _begun.add(kind)
     finally:
-        print(CLEAR, end="", file=sys.stderr, flush=True)
+        _steps.pop()
+
+
+def advance(nbytes: int) -> None:
+    """Counts bytes of the step under way, if one is."""
+    if _steps:
+        _steps[-1].count(nbytes)
+
+
+def skip(kind: str, nbytes: int) -> None:
+    """Counts bytes that an interrupted command has written."""
+    if counters:
+        counters[-1].add(kind, Row(before=nbytes))
+
+
+@contextmanager
+def counting(amounts: Mapping[str, int]) -> Iterator[Counters]:
+    """Counts work in this block, by kind."""
+    counters.append(Counters(amounts))
+    _begun.clear()
+    try:
+        yield counters[-1]
+    finally:
+        counters.pop()
+
+
+def shared(jobs: int) -> Counters | None:
+    """The counters for processes that work; None where nobody counts."""
+    if not counters:
+        return None
+    counters[-1].jobs = jobs
+    return counters[-1]
+
+
+def join(other: Counters | None) -> None:
+    """Counts in the counters of the process that started this one."""
+    if other is not None:
+        counters.append(other)

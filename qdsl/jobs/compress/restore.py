@@ -25,7 +25,7 @@ from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import missing
 from qdsl.jobs.engine.others import check_folder
-from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order, share
+from qdsl.jobs.engine.shards import Copy, Shard, Step, amounts, in_order, share
 from qdsl.jobs.engine.work import Telling, quiet, write
 
 
@@ -35,6 +35,11 @@ class Decode:
 
     coded: Coded
     to: tuple[int | None, ...]
+
+    @property
+    def kind(self) -> str:
+        """All matrices are decoded alike."""
+        return "decode"
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +84,7 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
         sizes = [step.coded.nbytes for shard in plan.shards for step in shard.steps if isinstance(step, Decode)]
         jobs = jobs or affordable(needed(max(sizes)), sum(sizes))
         todo = missing(mine, out, jobs)
-        with tell(sum(shard.nbytes for shard in todo)) as report:
+        with tell(amounts(todo)) as report:
             write(todo, place, jobs, report)
         return _report(out, plan, mine, [] if part else _complete(path, plan, out))
 

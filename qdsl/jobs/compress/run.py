@@ -25,7 +25,7 @@ from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import keep_intact, missing
 from qdsl.jobs.engine.others import check_folder
-from qdsl.jobs.engine.shards import Copy, Shard, share
+from qdsl.jobs.engine.shards import Copy, Shard, amounts, share
 from qdsl.jobs.engine.work import Tell, Telling, quiet, write
 
 
@@ -133,7 +133,8 @@ def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
         return
     todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
     before = after = 0
-    with tell(sum(one.size for one in todo)) as report, closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
+    with tell({"encode": sum(one.size for one in todo)}) as report, \
+            closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
         for piece, size in zip(todo, sizes, strict=True):
             before += piece.size
             after += size
@@ -144,11 +145,11 @@ def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check:
     """Write the files from complete pieces, check them if asked to, and complete the folder."""
     shards = plan.shards(work.models, work.aim, complete_pieces, work.sources)
     todo = missing(shards, out, jobs)
-    with tell(sum(shard.nbytes for shard in todo)) as report:
+    with tell(amounts(todo)) as report:
         write(todo, out / stage.STAGE, jobs, report)
     if check:
         checks = list(_checks(shards, complete_pieces, out))
-        with tell(sum(one.piece.size for one in checks)) as report:
+        with tell({"check": sum(one.piece.size for one in checks)}) as report:
             _check(checks, jobs, report)
     read = {file for model in work.models.values()
             for file in (*model.folder.shards, model.folder.root / model.folder.index_name)}

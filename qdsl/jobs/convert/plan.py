@@ -27,6 +27,7 @@ from qdsl.checkpoint.files.safetensors import Entry, TensorFile, laid_out, shown
 from qdsl.core.shapes import granule, shared_blocks
 from qdsl.core.stored import Description
 from qdsl.host.files import digest, identity
+from qdsl.host.progress import COPY
 from qdsl.jobs.convert import encoded, header
 from qdsl.jobs.convert.aim import Aim, become, description, params_in, shares_scale, target
 from qdsl.jobs.convert.fused import fused_layers
@@ -73,6 +74,11 @@ class Change:
     def label(self) -> str:
         """The layer's name relative to the folder of all models."""
         return within(self.model, self.layer.name)
+
+    @property
+    def kind(self) -> str:
+        """Layers that are converted, but those whose entropy codes are complete and copied."""
+        return "convert" if self.encoded is None else COPY
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,7 @@ from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import keep_intact, missing
 from qdsl.jobs.engine.others import check_folder
-from qdsl.jobs.engine.shards import Shard, index, share
+from qdsl.jobs.engine.shards import Shard, amounts, index, share
 from qdsl.jobs.engine.work import Telling, quiet, write
 from qdsl.jobs.gguf.quality import Sums
 
@@ -60,7 +60,7 @@ def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int 
     force: replace a checkpoint in `out`.
     A repeated call resumes, if files and version are the same; the written bytes do not depend on jobs, parts or interruptions.
     jobs: processes; None: as many as processors and memory allow.
-    tell: progress in bytes of tensors.
+    tell: progress in bytes of tensors, by kind of work.
     Memory: per process twice the largest tensor, and torch; to requantize also some float32 copies of the largest weight.
     Raises RewriteError, CheckpointError and OSError.
     """
@@ -153,7 +153,7 @@ def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: 
     todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
     count, paths = 0, tuple(model.folder.path for model in models)
     try:
-        with tell(sum(piece.size for piece in todo)) as done, \
+        with tell({"encode": sum(piece.size for piece in todo)}) as done, \
                 closing(results(encoded.encode, todo, min(jobs, len(todo)), worker.start, paths)) as sizes:
             for piece, size in zip(todo, sizes, strict=True):
                 count += size
@@ -176,7 +176,7 @@ def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
 def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: Telling) -> int:
     """Write the files that are missing or out of date; returns their number."""
     todo = missing(shards, place.parent, jobs)
-    with tell(sum(shard.nbytes for shard in todo)) as done:
+    with tell(amounts(todo)) as done:
         try:
             write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))
         finally:

@@ -14,6 +14,7 @@ from qdsl.checkpoint.detect.rules import numbers, says_extents
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
 from qdsl.checkpoint.report import worker
+from qdsl.host.progress import advance
 from qdsl.jobs.convert.aim import become, description, values
 from qdsl.jobs.convert.plan import Change, small_tensors
 from qdsl.jobs.engine import RewriteError
@@ -40,6 +41,7 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
             _put(out, step.to[name].start, data)
         if before is not None:
             cost += error_of(before, packed)
+        advance(sum(data.nbytes for data in own.values()))
     return None if step.aim.exact(layer) else cost
 
 

@@ -12,6 +12,7 @@ from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry
 from qdsl.host.files import read_chunks
+from qdsl.host.progress import COPY, advance
 
 
 class Sized(Protocol):
@@ -27,6 +28,10 @@ SizedT = TypeVar("SizedT", bound=Sized)
 
 class Step(Protocol):
     """A unit of work of one process, as plain data that can be sent to it."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of its work, as of qdsl/host/progress.py."""
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +60,11 @@ class Copy:
     to: int
 
     @property
+    def kind(self) -> str:
+        """All copies are of one kind."""
+        return COPY
+
+    @property
     def extents(self) -> Sequence[tuple[int, int]]:
         """The offset and the size of the tensor in the new file."""
         return [(self.to, self.nbytes)]
@@ -67,7 +77,9 @@ class Copy:
     def write(self, out: BinaryIO) -> None:
         """Copy the bytes.  Raises OSError for a file that has become shorter."""
         out.seek(self.to)
-        out.writelines(read_chunks(self.path, self.start, self.nbytes))
+        for data in read_chunks(self.path, self.start, self.nbytes):
+            out.write(data)
+            advance(len(data))
 
 
 def copy(folder: Folder, name: str, to: Entry) -> Copy:
@@ -94,6 +106,15 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return self.size - len(self.start)
+
+
+def amounts(shards: Iterable[Shard]) -> dict[str, int]:
+    """Bytes that the steps of files write, by kind."""
+    sums: dict[str, int] = {}
+    for shard in shards:
+        for step in shard.steps:
+            sums[step.kind] = sums.get(step.kind, 0) + step.nbytes
+    return sums
 
 
 def in_order(steps: Iterable[Step]) -> tuple[Step, ...]:

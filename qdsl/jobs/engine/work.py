@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from qdsl.checkpoint.files.crc import checksum, ranges_checksum
-from qdsl.host import system
+from qdsl.host import progress, system
 from qdsl.host.files import naming, replacing
 from qdsl.host.processes import results
 from qdsl.jobs.engine import stage
@@ -17,11 +17,11 @@ from qdsl.jobs.engine.shards import Shard, Step
 
 Some = TypeVar("Some", bound=Step)
 Tell = Callable[[int, str], None]
-Telling = Callable[[int], AbstractContextManager[Tell]]         # called with the total amount of work
+Telling = Callable[[Mapping[str, int]], AbstractContextManager[Tell]]   # called with the bytes to write, by kind of work
 
 
 @contextmanager
-def quiet(total: int) -> Iterator[Tell]:
+def quiet(amounts: Mapping[str, int]) -> Iterator[Tell]:
     """A progress callback that does nothing."""
     yield lambda done, name: None
 
@@ -55,9 +55,10 @@ def done(task: Task) -> Done:
     reports, reads = {}, {}
     with naming(task.path), open(task.path, "r+b") as out:
         for number, step in enumerate(task.steps, task.first):
-            reads[str(number)] = ranges_checksum(step.reads)     # before the step reads: a change meanwhile is noticed
-            if (report := step.write(out)) is not None:
-                reports[report[0]] = report[1]
+            with progress.step(step.kind, step.nbytes):
+                reads[str(number)] = ranges_checksum(step.reads)     # before the step reads: a change meanwhile is noticed
+                if (report := step.write(out)) is not None:
+                    reports[report[0]] = report[1]
         crc = {str(start): checksum(out, start, nbytes) for step in task.steps for start, nbytes in step.extents if nbytes}
     return Done(task, reports, crc, reads)
 

@@ -36,7 +36,7 @@ def differences(quantized: Weights, source: Weights, tell: Callable[[int, str], 
         elif (noise := _noise(quantized, source, name)) is not None:
             problems.append(Difference(name, "decoded", ours.type, theirs.type, noise))
         if ours is not None:
-            done += math.prod(ours.shape)
+            done += ours.nbytes
             tell(done, name)
     return problems
 

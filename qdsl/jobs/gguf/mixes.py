@@ -113,6 +113,11 @@ class Tensor:
         return math.prod(self.shape[:-1])
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in its type."""
+        return self.rows * BY_NAME[self.type].row_bytes(self.columns)
+
+    @property
     def experts(self) -> int:
         """Number of matrices."""
         return math.prod(self.shape[:-2])

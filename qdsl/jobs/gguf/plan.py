@@ -12,6 +12,7 @@ from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report.contents import escaped
+from qdsl.host.progress import COPY
 from qdsl.jobs.gguf import QuantizeError
 from qdsl.jobs.gguf.imatrix import Imatrix
 from qdsl.jobs.gguf.mixes import ALIASES, EMBEDDINGS, MIXES, OUTPUT, Options, Tensor, place_of, requires_imatrix
@@ -37,6 +38,11 @@ class Step:
         return self.type == self.tensor.type
 
     @property
+    def kind(self) -> str:
+        """The kind of its work: weights of one type take about as long."""
+        return COPY if self.copied else self.type
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensor in its new type."""
         return self.tensor.rows * BY_NAME[self.type].row_bytes(self.tensor.columns)
@@ -59,6 +65,14 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of all tensors, without the header and padding."""
         return sum(step.nbytes for step in self.steps)
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        """Bytes of all tensors, by the kind of their work."""
+        sums = Counter[str]()
+        for step in self.steps:
+            sums[step.kind] += step.nbytes
+        return dict(sums)
 
     @property
     def weights(self) -> int:

@@ -19,6 +19,7 @@ from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.checkpoint.files.resume import Resume
 from qdsl.checkpoint.files.safetensors import Buffer, bytes_of, shown
+from qdsl.host import progress
 from qdsl.host.files import check_output, digest, identity
 from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.gguf import QuantizeError
@@ -54,7 +55,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
 
     force: whether an existing file is replaced.
     power: the exponent of importances when scales are chosen, 0 to 1; None for that of the type (IMATRIX_POWERS, else 1).
-    tell: progress in weights, after each tensor.  Memory: some chunks for each process.
+    tell: progress in bytes, after each tensor.  Memory: some chunks for each process.
     Re-run to resume with the first tensor that is not complete.
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
@@ -70,7 +71,10 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     def chunks(number: int) -> Iterator[Buffer]:
         """The bytes of a tensor; the first call starts the work for all tensors from `number` on."""
         nonlocal encoded
-        encoded = encoded or _results([task for some in tasks[number:] for task in some], source, jobs, resume.read)
+        if encoded is None:
+            for step in plan.steps[:number]:                     # complete in an unfinished file
+                progress.skip(step.kind, step.nbytes)
+            encoded = _results([task for some in tasks[number:] for task in some], source, jobs, resume.read)
         step, cost = plan.steps[number], None
         if step.copied:
             yield from _copied(source, step)
@@ -79,7 +83,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
             cost = (cost or Sums()) + sums
             yield data
         resume.notes[step.tensor.name] = cost and astuple(cost)
-        tell(sum(done.weights for done in plan.steps[:number + 1]), step.tensor.name)
+        tell(sum(done.nbytes for done in plan.steps[:number + 1]), step.tensor.name)
 
     try:
         write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape, chunks(number))
@@ -127,7 +131,7 @@ def _results(tasks: list[Task], source: Source, jobs: int, before: Callable[[str
     begun = ((before(task.name), task)[1] for task in tasks)
     if jobs <= 1:
         with _one_thread():
-            yield from (encode(source, task) for task in begun)
+            yield from (_counted_encode(source, task) for task in begun)
     else:
         yield from results(_encode_in_worker, begun, jobs, _start, (source,))
 
@@ -141,8 +145,15 @@ def _start(source: Source) -> None:
 
 
 def _encode_in_worker(task: Task) -> tuple[bytes, Sums]:
-    data, sums = encode(_sources[0], task)
+    data, sums = _counted_encode(_sources[0], task)
     return bytes(data), sums
+
+
+def _counted_encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
+    """`encode`, counted as progress."""
+    rows = (task.stop - task.start) * BY_NAME[task.type].row_bytes(source.tensors[task.name].columns)
+    with progress.step(task.type, rows):
+        return encode(source, task)
 
 
 @contextmanager
@@ -185,9 +196,11 @@ def _copied(source: Source, step: Step) -> Iterator[Buffer]:
     tensor = step.tensor
     size = max(1, CHUNK // max(1, tensor.columns))
     for start in range(0, tensor.rows if step.weights else 0, size):
-        rows = source.stored(tensor.name, start, min(start + size, tensor.rows))
-        if tensor.type in ("F32", "F16", "BF16", "F64"):
-            _check_finite(rows, source, tensor.name, start)
+        stop = min(start + size, tensor.rows)
+        with progress.step(progress.COPY, (stop - start) * BY_NAME[tensor.type].row_bytes(tensor.columns)):
+            rows = source.stored(tensor.name, start, stop)
+            if tensor.type in ("F32", "F16", "BF16", "F64"):
+                _check_finite(rows, source, tensor.name, start)
         yield bytes_of(rows)
 
 
