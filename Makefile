@@ -18,7 +18,7 @@ TRITONS ?= $(OLDEST)
 ARCHS ?= sm_90
 WHICH ?= few
 BIN := .venv/bin
-# what `pip install 'qdsl-formats[docs]'` installs besides qdsl
+# what `pip install '.[docs]'` installs besides qdsl
 DOCS := 'mkdocs-material>=9.6'
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'

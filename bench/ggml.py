@@ -1,6 +1,6 @@
 """Compares this project's CPU loops with ggml's on one thread: x @ w.T of GGUF weights, and quantizing to their types.
 
-ggml is the library that llama-cpp-python builds (`pip install 'qdsl-formats[ggml]'`); QDSL_GGML=FOLDER is another folder of its
+ggml is the library that llama-cpp-python builds (`pip install '.[ggml]'`); QDSL_GGML=FOLDER is another folder of its
 libraries.  ggml rounds x to 8 bits; `exact` keeps x, `int8` rounds it too.  The faster of ggml's layouts counts, stored or
 interleaved for SIMD.
 """

@@ -171,6 +171,8 @@ def _running() -> Iterator[None]:
         with reported():
             yield
     except ImportError as error:
-        fail(f"{error}; to run models, `pip install 'qdsl-formats[models,diffusers]'`", 2)
+        from qdsl.core.places import install_command
+
+        fail(f"{error}; to run models, {install_command('models,diffusers')}", 2)
     except ValueError as error:                                  # LoadError and FormatError, too
         fail(f"{error}")

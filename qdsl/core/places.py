@@ -30,6 +30,17 @@ def generated() -> Path:
     return outside if outside.is_dir() and not (PACKAGE / "specs").is_dir() else PACKAGE / "generated"
 
 
+def text() -> Path:
+    """A short English text that ships with qdsl, to measure language models with: the beginning of Alice in Wonderland."""
+    inside = PACKAGE / "alice.txt"
+    return inside if inside.is_file() else CHECKOUT / "tests" / "data" / "text" / "alice.txt"
+
+
+def install_command(extras: str) -> str:
+    """What to type to install qdsl with optional dependencies: the distribution is on no package index."""
+    return f"`pip install '.[{extras}]'` in a clone of qdsl"
+
+
 def shipped() -> list[Path]:
     """The specs that ship with qdsl, in the order of their names."""
     return sorted(specs().glob("*.yaml"))

@@ -209,7 +209,7 @@ def answers(say: Say) -> list[dict[str, Any]]:
     The model is SmolLM2 where its package is installed, else a tiny one of random weights.
     """
     if find_spec("transformers") is None or find_spec("gguf") is None:
-        say("left out  answers of a language model: `pip install 'qdsl-formats[models]' gguf`")
+        say(f"left out  answers of a language model: {places.install_command('models')}")
         return []
     from qdsl.models.dense import make_dense
 

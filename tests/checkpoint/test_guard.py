@@ -79,7 +79,7 @@ def command(*arguments: str | Path) -> Result:
 def test_the_sentence_is_no_name_of_a_file() -> None:
     """transformers takes names with these ends for files, and looks for them."""
     assert not SENTENCE.endswith((".safetensors", ".safetensors.index.json", ".bin"))
-    assert "`pip install qdsl-formats`" in SENTENCE and "`import qdsl.models.transformers`" in SENTENCE
+    assert "`pip install .` in a clone" in SENTENCE and "`import qdsl.models.transformers`" in SENTENCE
     assert "`qdsl.load_weights_(model, folder)`" in SENTENCE
 
 

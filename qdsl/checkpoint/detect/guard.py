@@ -16,7 +16,7 @@ from qdsl.core.producer import CONFIG_FILE
 FIELD = "transformers_weights"
 REPLACED = "replaced_transformers_weights"                       # keeps the value that the sentence replaced
 READER = "Only the package qdsl-formats reads these weights"      # the start of the sentence, in every version
-SENTENCE = (f"{READER}: `pip install qdsl-formats`, then `import qdsl.models.transformers` before `from_pretrained`, "
+SENTENCE = (f"{READER}: `pip install .` in a clone of it, then `import qdsl.models.transformers` before `from_pretrained`, "
             "or fill a model with `qdsl.load_weights_(model, folder)`.")
 
 CLASS = "_class_name"                                            # a key of diffusers' configs
