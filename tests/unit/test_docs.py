@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from qdsl.jobs import demo
 from qdsl.jobs.compress.run import compress
 from qdsl.jobs.compress.units import Aim
 from qdsl.jobs.gguf.mixes import Model
-from tests.support import compiling, folders, gguf_models, language_models, producer_folders
+from tests.support import compiling, example, folders, gguf_models, language_models, producer_folders
 from tests.support.ggufs import framed, info
 from tests.support.models import ToyModel, written
 from tests.support.paths import ROOT
@@ -283,12 +284,16 @@ def test_python_of_the_page_on_predictions_runs(capsys: pytest.CaptureFixture[st
     assert times.keys() == {"gemv", "decode"} and 0 < float(times["gemv"]) < float(times["decode"]) < 1e-4
 
 
-def test_the_distribution_has_one_name() -> None:
-    """On the package index `qdsl` is another project: nothing here may tell a user to install that."""
+def test_install_lines_work_from_a_checkout() -> None:
+    """The distribution is on no package index, where `qdsl` is another project: nothing may tell to install either."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     paths = [ROOT / name for name in tracked if name.endswith((".md", ".py", ".toml", ".yaml", "Makefile"))]
-    wrong = [path.name for path in paths if re.search(r"pip install [^`\n]*\bqdsl(?!-formats)\b", path.read_text())]
-    assert paths and wrong == [] and 'name = "qdsl-formats"' in (ROOT / "pyproject.toml").read_text()
+    texts = [path.read_text() for path in paths if path != Path(__file__)]
+    commands = [command for text in texts for command in re.findall(r"pip install ([^`\n]*)", text)]
+    assert len(commands) > 20 and [command for command in commands if "qdsl" in command] == []
+    extras = {name for command in commands for names in re.findall(r"\.\[([\w,]+)\]", command) for name in names.split(",")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(extras) > 4 and extras <= project["optional-dependencies"].keys()
 
 
 def write_demo(folder: Path) -> None:
@@ -322,13 +327,6 @@ def write_qwen3(folder: Path) -> None:
     producer_folders.write_folder(folder / "Qwen3-8B-GPTQ", "gptq v2", "qwen3")
 
 
-def write_smollm2(folder: Path) -> None:
-    """The folders and the file of the first page, tiny ones."""
-    write_language_models(folder)
-    model = language_models.write_plain(folder / "SmolLM2", "qwen3")
-    language_models.add_byte_tokenizer(model, ["The capital of France is Paris."])
-
-
 def write_pipeline(folder: Path) -> None:
     pytest.importorskip("diffusers")
     write_diffusion_models()
@@ -341,8 +339,9 @@ def write_packing(folder: Path) -> None:
 
 
 PAGES: dict[str, Callable[[Path], None]] = {
-    "README.md": write_smollm2, "docs/python.md": write_demo, "docs/checkpoints.md": write_folders,
+    "README.md": lambda folder: None, "docs/python.md": write_demo, "docs/checkpoints.md": write_folders,
     "docs/lossless.md": write_folders, "docs/gguf.md": write_gguf_files,
+    "docs/which_format.md": lambda folder: None,
     "docs/kernels.md": lambda folder: None, "docs/tutorial.md": lambda folder: None, "docs/infer.md": write_packing,
     "docs/kv_cache.md": lambda folder: None,
     "docs/tasks/qwen3-fp8-int8.md": write_qwen3, "docs/tasks/gptq-to-int4pack.md": write_qwen3,
@@ -350,9 +349,16 @@ PAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file that `qdsl example` takes in place of SmolLM2's."""
+    return example.tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", PAGES)
-def test_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_page_run(name: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example.use(tiny_llama, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("qdsl.models.gguf_vocabulary.pre_tokenizer", lambda tokenizer, folder: "tiny")
@@ -361,9 +367,9 @@ def test_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_format_has_a_family() -> None:
-    """The README's table of families has every format once."""
-    text = (ROOT / "README.md").read_text()
-    families = re.findall(r"`(\w+)`", text[text.index("## Formats"):text.index("## Guarantees")])
+    """The table of families has every format once."""
+    text = (ROOT / "docs" / "formats.md").read_text()
+    families = re.findall(r"`(\w+)`", text[text.index("## Families"):text.index("## All")])
     assert sorted(families) == sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 
 
