@@ -22,7 +22,7 @@ class Meter:
     def __init__(self, counters: Counters) -> None:
         self.counters, self.total = counters, sum(counters.amounts.values())
         self.name, self._reported = "", 0
-        self._begun = self._first = monotonic()
+        self._begun = monotonic()
 
     def tell(self, done: int, name: str) -> None:
         """Notes the bytes that are done, and what they are of."""
@@ -42,13 +42,9 @@ class Meter:
     @property
     def seconds_left(self) -> float | None:
         """Seconds until all is done; None where nothing tells yet."""
-        now = monotonic()
-        if not self.counters.done:                               # processes start
-            self._first = now
-        left = self.counters.seconds_left(now - self._first)
-        if left is None and self.rate:
-            left = (self.total - self.done) / self.rate
-        return left
+        if not self.counters.done and self.rate:                 # work that only reports its bytes
+            return (self.total - self.done) / self.rate
+        return self.counters.seconds_left
 
     def line(self) -> str:
         """The state in a line: '41 %, 1.2 of 3.0 GB, 25.1 MB/s, 1:12:04 left'."""

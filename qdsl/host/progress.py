@@ -6,6 +6,7 @@ one, so that fast copies at the beginning do not promise a fast end.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -14,12 +15,13 @@ from typing import Any, NamedTuple
 
 COPY = "copy"
 COPY_PACE = 1e-9                                                 # seconds for a byte, before one is copied
-COLUMNS = 6
+COLUMNS = 5
+SLOTS = 256                                                      # of memory: a process counts in its own, so that none waits
 
 
 class Row(NamedTuple):
     """What is done of a kind.  before: bytes that an interrupted command wrote.  first, first_seconds: of the first step of each
-    process, which also imports and compiles what others find there.  steps: how many ended.
+    process, which also imports and compiles what others find there.
     """
 
     nbytes: float = 0.0
@@ -27,19 +29,11 @@ class Row(NamedTuple):
     before: float = 0.0
     first: float = 0.0
     first_seconds: float = 0.0
-    steps: float = 0.0
 
     @property
     def done(self) -> float:
         """All bytes that are there."""
         return self.nbytes + self.before + self.first
-
-    @property
-    def pace(self) -> float | None:
-        """Seconds for a byte; None while there is none."""
-        if self.nbytes:
-            return self.seconds / self.nbytes
-        return self.first_seconds / self.first if self.first else None
 
 
 class Counters:
@@ -51,46 +45,48 @@ class Counters:
     def __init__(self, amounts: Mapping[str, int]) -> None:
         self.amounts = {kind: nbytes for kind, nbytes in amounts.items() if nbytes > 0}
         self.jobs = 1
-        self._values: Any = get_context("spawn").Array("d", COLUMNS * max(1, len(self.amounts)))
+        self._width = COLUMNS * max(1, len(self.amounts))
+        self._values: Any = get_context("spawn").RawArray("d", SLOTS * self._width)
 
     def add(self, kind: str, row: Row) -> None:
-        """Counts what was done of a kind."""
+        """Counts what this process did of a kind."""
         if kind in self.amounts:
-            first = COLUMNS * list(self.amounts).index(kind)
-            with self._values.get_lock():
-                for column, value in enumerate(row):
-                    self._values[first + column] += value
+            first = os.getpid() % SLOTS * self._width + COLUMNS * list(self.amounts).index(kind)
+            for column, value in enumerate(row, first):
+                self._values[column] += value
 
     def rows(self) -> dict[str, Row]:
         """What is done, by kind."""
         values = self._values[:]
-        return {kind: Row(*values[COLUMNS * place:COLUMNS * (place + 1)]) for place, kind in enumerate(self.amounts)}
+        return {kind: Row(*(sum(values[column::self._width]) for column in range(COLUMNS * place, COLUMNS * (place + 1))))
+                for place, kind in enumerate(self.amounts)}
 
     @property
     def done(self) -> float:
         """Bytes that are written, those from before too."""
         return sum(row.done for row in self.rows().values())
 
-    def seconds_left(self, span: float) -> float | None:
-        """Seconds until all bytes are written; None while no pace is measured.  span: seconds since the first byte."""
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until all bytes are written; None while no pace is measured."""
         rows = self.rows()
-        busy = sum(row.seconds + row.first_seconds for row in rows.values())
-        paces = {kind: row.pace for kind, row in rows.items()}
-        usual = [(row.nbytes or row.first, pace) for kind, row in rows.items() if kind != COPY and (pace := paces[kind])]
-        if not busy:
-            return None
-        if COPY in paces and paces[COPY] is None:
-            paces[COPY] = COPY_PACE
+        others = [row for kind, row in rows.items() if kind != COPY]
+        usual = _pace(sum(row.seconds for row in others), sum(row.nbytes for row in others))
+        first = _pace(sum(row.first_seconds for row in others), sum(row.first for row in others))
         left = 0.0
         for kind, row in rows.items():
-            missing, pace = max(0.0, self.amounts[kind] - row.done), paces[kind]
-            if missing and pace is None and not usual:
-                return None
-            if pace is None and usual:
-                pace = sum(weight * other for weight, other in usual) / sum(weight for weight, _ in usual)
-            left += missing * (pace or 0.0)
-        measured = busy / max(span, 1e-3) if sum(row.steps for row in rows.values()) > 2 * self.jobs else self.jobs
-        return left / min(max(measured, 1e-3), self.jobs)
+            if missing := max(0.0, self.amounts[kind] - row.done):
+                own = _pace(row.seconds, row.nbytes)
+                pace = own or COPY_PACE if kind == COPY else own or usual or first
+                if pace is None:
+                    return None
+                left += missing * pace
+        return left / self.jobs
+
+
+def _pace(seconds: float, nbytes: float) -> float | None:
+    """Seconds for a byte; None without bytes."""
+    return seconds / nbytes if nbytes else None
 
 
 counters: list[Counters] = []                                    # of the work under way, the last counts
@@ -104,12 +100,12 @@ class _Step:
     def __init__(self, kind: str) -> None:
         self.kind, self.counted, self.since = kind, 0, monotonic()
 
-    def count(self, nbytes: int, steps: int = 0) -> None:
+    def count(self, nbytes: int) -> None:
         """Counts bytes that are done, and the time since the bytes before."""
         now = monotonic()
         seconds = now - self.since
-        counters[-1].add(self.kind, Row(nbytes, seconds, steps=steps) if self.kind in _begun else
-                         Row(first=nbytes, first_seconds=seconds, steps=steps))
+        counters[-1].add(self.kind, Row(nbytes, seconds) if self.kind in _begun else
+                         Row(first=nbytes, first_seconds=seconds))
         self.counted, self.since = self.counted + nbytes, now
 
 
@@ -122,7 +118,7 @@ def step(kind: str, nbytes: int) -> Iterator[None]:
     _steps.append(_Step(kind))
     try:
         yield
-        _steps[-1].count(nbytes - _steps[-1].counted, 1)
+        _steps[-1].count(nbytes - _steps[-1].counted)
         _begun.add(kind)
     finally:
         _steps.pop()

@@ -22,7 +22,7 @@ GB = 10**9
 Steps = Sequence[tuple[str, int, float]]                         # kind, bytes, seconds
 
 
-def simulated(steps: Steps, jobs: int, before: float = 0.0) -> Iterator[tuple[float, float, float]]:
+def simulated(steps: Steps, jobs: int, before: float) -> Iterator[tuple[float, float, float]]:
     """(time, seconds left as estimated, as they are) at the end of each step, which `jobs` processes take in order.
 
     before: seconds until the processes have started.
@@ -40,8 +40,8 @@ def simulated(steps: Steps, jobs: int, before: float = 0.0) -> Iterator[tuple[fl
         ends.append((start + seconds, kind, nbytes, seconds))
     last = max(end for end, *_ in ends)
     for end, kind, nbytes, seconds in sorted(ends):
-        counters.add(kind, Row(nbytes, seconds, steps=1))
-        left = counters.seconds_left(end - before)
+        counters.add(kind, Row(nbytes, seconds))
+        left = counters.seconds_left
         yield end, -1.0 if left is None else left, last - end
 
 
@@ -76,26 +76,26 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_5_seconds(work: typ
 
 def test_nothing_is_promised_before_work_is_measured_and_copies_do_not_promise_the_rest() -> None:
     counters = Counters({COPY: GB, "convert": GB})
-    assert counters.seconds_left(3.0) is None
-    counters.add(COPY, Row(GB, 1.0, steps=1))
-    assert counters.seconds_left(1.0) is None
+    assert counters.seconds_left is None
+    counters.add(COPY, Row(GB, 1.0))
+    assert counters.seconds_left is None
     counters.add("convert", Row(GB // 100, 1.0))
-    assert counters.seconds_left(2.0) == pytest.approx(99, rel=0.02)
+    assert counters.seconds_left == pytest.approx(99, rel=0.02)
 
 
 def test_what_an_interrupted_command_wrote_has_no_speed() -> None:
     counters = Counters({"Q4_K": 10 * GB})
     counters.add("Q4_K", Row(before=9 * GB))
     counters.add("Q4_K", Row(GB // 10, 10.0))
-    assert counters.done == pytest.approx(9.1 * GB) and counters.seconds_left(10.0) == pytest.approx(90)
+    assert counters.done == pytest.approx(9.1 * GB) and counters.seconds_left == pytest.approx(90)
 
 
 def test_the_first_step_of_a_process_is_slow_and_does_not_count_where_others_are_measured() -> None:
     counters = Counters({"Q4_K": 1000})
-    counters.add("Q4_K", Row(first=100, first_seconds=10.0, steps=1))
-    assert counters.seconds_left(10.0) == pytest.approx(90)
-    counters.add("Q4_K", Row(100, 1.0, steps=1))
-    assert counters.seconds_left(11.0) == pytest.approx(8)
+    counters.add("Q4_K", Row(first=100, first_seconds=10.0))
+    assert counters.seconds_left == pytest.approx(90)
+    counters.add("Q4_K", Row(100, 1.0))
+    assert counters.seconds_left == pytest.approx(8)
 
 
 def work(nbytes: int) -> int:
@@ -110,7 +110,7 @@ def work(nbytes: int) -> int:
 def test_all_processes_count_inside_of_steps(jobs: int) -> None:
     with counted.counting({"convert": 40, COPY: 5}) as counters:
         assert list(results(work, [10, 20, 10], jobs)) == [10, 20, 10]
-        assert counters.done == 40 and counters.jobs == jobs and counters.rows()["convert"].steps == 3
+        assert counters.done == 40 and counters.jobs == jobs
     assert not counted.counters
     with counted.step("convert", 3):                             # a step outside of such a block only runs
         counted.advance(1)
