@@ -24,9 +24,10 @@ from pathlib import Path
 from qdsl.host.private import private_bytes, private_folder, write_private
 from qdsl.host.system import processor_flags
 
-# A fused multiply-add would skip a rounding of the formula.
-OPTIONS = ("-std=gnu11", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fPIC", "-shared",
-           "-w")
+# A fused multiply-add would skip a rounding of the formula.  A shared library of -ffast-math, which $CC may ask for, would switch
+# off subnormal numbers in the whole process.
+OPTIONS = ("-std=gnu11", "-O2", "-fno-fast-math", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing",
+           "-fPIC", "-shared", "-w")
 SETTING, CHOICES = "QDSL_CPU_COMPILE", ("auto", "always", "never")
 SECONDS = 120                                                    # time limit of the compiler
 _compiling = threading.Lock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.generated import bf16, fp8_block, int_group, q4_0, q4_k, q8_0, vptq
+from qdsl.generated import bf16, fp8_block, int_group, q4_0, q8_0, vptq
 from qdsl.host import library
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.cpu import loops
 from qdsl.runtime.cpu.source import DECODE, VECTORS
+from qdsl.runtime.cpu.threads import functions as product_functions
 from qdsl.runtime.cpu.trace import Unsupported
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
+from qdsl.runtime.weight.plan import Candidate, forget
 from tests.support.covering import ALL, covering
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 
@@ -77,6 +78,15 @@ def are_compiled() -> bool:
     return bool(ways) and all(any(own) for own in ways.values())
 
 
+def by_loop(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor | None:
+    """The product in float32 by a loop for few rows of x; None where the weight has none."""
+    together = loops.TOGETHER if len(x) > 2 else 1
+    for way in (loops.ROUNDED,) if rounds_x else (loops.FACTORED, loops.PLAIN):
+        if loops.find(packed, together, way) is not None:
+            return cpu.run(Candidate(way, {"ROWS": together}), x.float(), packed)
+    return None
+
+
 def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
     """A random weight without an order of its columns."""
     fields = case.module.FORMAT.variant(case.choice).fields
@@ -96,6 +106,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
     """Products are compiled in these tests, of small weights too."""
     monkeypatch.setenv("QDSL_CACHE", str(folder))
     monkeypatch.setattr(loops, "_loops", {})
+    product_functions()
     cpu.compile_products()
     yield
     cpu.compile_products(False)
@@ -237,10 +248,10 @@ def test_products_of_integers_across_rows_are_those_of_whole_numbers(name: str, 
     for rows, threads in ((6 if len(counts) > 1 else 2, 1), (1, 3)):
         monkeypatch.setattr(loops, "SHARE", 1 << 18 if threads == 1 else 1 << 8)
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        product = loops.product(x[:rows], packed, True)
+        product = by_loop(x[:rows], packed, True)
         assert product is not None and torch.equal(product.double(), x[:rows].double() @ weight.double().t())
     x = sample(1, 256)
-    rounded = loops.product(x, packed, True)
+    rounded = by_loop(x, packed, True)
     assert rounded is not None
     check(rounded, in_8_bits(x), weight, terms=4)
 
@@ -252,7 +263,7 @@ def test_without_a_loop_for_8_bits_products_are_exact(monkeypatch: pytest.Monkey
     permuted = int_group.pack(fields | {"g": torch.arange(256, dtype=torch.int32) % 4}, "gptq_v2", bits=4, group=64)
     for packed in (permuted, int_group.quantize(sample(64, 96), "gptq_v2", bits=3, group=32),
                    int_group.quantize(sample(64, 144), "gptq_v2", bits=4, group=-1)):
-        assert loops.product(sample(1, packed.shape[1]), packed, True) is None
+        assert by_loop(sample(1, packed.shape[1]), packed, True) is None
     x = sample(1, 256)
     check(int_group.linear(x, permuted), x, plain(permuted))
 
@@ -263,12 +274,12 @@ def test_scales_after_sums_of_codes_leave_weights_exact(name: str) -> None:
     """With one number in x no sum has a second term: the product is the weight, bit for bit."""
     case = next(case for case in CASES if str(case) == name)
     packed = in_order(case, (16, 1024))
-    products = loops.product(torch.eye(1024)[:512:37], packed)
+    products = by_loop(torch.eye(1024)[:512:37], packed)
     loop = next(loop for (*_, way, _), loop in loops._loops.items() if way == loops.FACTORED)
     assert loop is not None and products is not None
     assert torch.equal(products.T, plain(packed)[:, :512:37])
     x = sample(4, 1024)
-    product = loops.product(x, packed)
+    product = by_loop(x, packed)
     assert product is not None
     check(product, x, plain(packed))
 
@@ -287,10 +298,10 @@ def test_rows_of_tables_are_exact(name: str, capability: str, tmp_path: Path, mo
     monkeypatch.setattr(library, "load", lambda text, options: functions[text])
     weight, x = plain(packed), sample(1, 512)
     for start in range(0, 512, 38):
-        product = loops.product(torch.eye(512)[start:start + 2], packed)
+        product = by_loop(torch.eye(512)[start:start + 2], packed)
         assert product is not None and torch.equal(product.T, weight[:, start:start + 2])
     if loops.ROUNDED in ways:
-        rounded = loops.product(x, packed, True)
+        rounded = by_loop(x, packed, True)
         assert rounded is not None
         check(rounded, in_8_bits(x), weight, terms=4)
 
@@ -316,7 +327,7 @@ def test_loops_for_other_machines_give_the_same(lanes: int, monkeypatch: pytest.
     check(q4_0.linear(x, packed), x, weight)
     large = WEIGHTS["q8_0"]()                                    # codes of 8 bits: sums of two products have 17
     for integers in (packed, large):
-        rounded = loops.product(x, integers, True)
+        rounded = by_loop(x, integers, True)
         assert rounded is not None
         check(rounded, in_8_bits(x), plain(integers), terms=4)
     x = sample(9, 256)
@@ -382,7 +393,7 @@ def test_one_library_serves_all_shapes() -> None:
 def test_a_group_of_a_whole_row_is_a_number_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "_new_loop", lambda *_: None)
     for k in (64, 128):
-        assert loops.product(sample(1, k), int_group.quantize(sample(32, k), bits=4, group=-1)) is None
+        assert by_loop(sample(1, k), int_group.quantize(sample(32, k), bits=4, group=-1)) is None
     assert len({key[:-3] for key in loops._loops}) == 2
 
 
@@ -390,30 +401,6 @@ def test_rows_of_x_do_not_depend_on_their_neighbours() -> None:
     packed, x = WEIGHTS["q8_0"](), sample(8, 256)
     assert same_bits(q8_0.linear(x[:2], packed)[1:], q8_0.linear(x[1:2], packed))
     assert same_bits(q8_0.linear(x, packed)[4:7], q8_0.linear(x[4:7], packed))
-
-
-def test_threads_divide_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row is summed by one thread: the bits are those of one thread, and a forked or second caller has threads too."""
-    monkeypatch.setattr(loops, "SHARE", 1 << 8)
-    packed, x = WEIGHTS["gptq"](), sample(1, 256)
-    products = []
-    for count in (1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        products.append(int_group.linear(x, packed))
-    with ThreadPoolExecutor(4) as pool:
-        products += pool.map(lambda _: int_group.linear(x, packed), range(8))
-    assert all(same_bits(product, products[0]) for product in products)
-
-
-def test_no_thread_of_openmp_spins_beside_a_loop() -> None:
-    """torch divides even a small index among OpenMP's threads, which afterwards keep a processor for milliseconds."""
-    packed, x = q4_k.quantize(sample(48, 512)), sample(1, 512)
-    first = loops.product(x, packed)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        product = loops.product(x, packed)
-    operators = {event.key for event in profile.key_averages()}
-    assert first is not None and product is not None and torch.equal(first, product)
-    assert "aten::empty" in operators and not operators & {"aten::index", "aten::index_put_", "aten::copy_"}, operators
 
 
 def test_nan_codes_stay_nan() -> None:
@@ -460,13 +447,16 @@ def test_the_setting_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("QDSL_CPU_COMPILE", setting)
         for packed, count in zip((small, large), counts, strict=True):
             loops._loops.clear()
+            forget()
             q4_0.linear(sample(1, 256), packed)
             assert len(loops._loops) == count, (setting, packed.shape)
     monkeypatch.delenv("QDSL_CPU_COMPILE")
     loops._loops.clear()
+    forget()
     q4_0.linear(sample(1, 256), large)
     assert loops._loops                                          # the default is auto
     monkeypatch.setenv("QDSL_CPU_COMPILE", "1")
+    forget()
     with pytest.raises(FormatError, match="QDSL_CPU_COMPILE is auto, always or never, not '1'"):
         q4_0.linear(sample(1, 256), large)
 

@@ -1,36 +1,48 @@
-"""x @ w.T and decoded weights on a CPU: compiled loops where this machine has a C compiler, else torch, tile by tile.
+"""x @ w.T and decoded weights on a CPU: the target of plans (runtime/weight/plan.py) that lists ways, chooses one and runs it.
 
-QDSL_CPU_COMPILE says which weights have compiled loops: 'auto', the default, those of 2^16 numbers and more; 'always' all;
-'never' none.  A format's loop is compiled at its first product, which waits for that; the cache folder keeps it for all shapes
-and all processes.  The compiled decode makes the bits of the plain one.  Up to 8 rows of x meet exact float32 weights in a loop
-that decodes, multiplies and sums at once; tiles hold weights rounded to x's dtype.  Without a compiler, torch's own kernel
-multiplies x in bfloat16 with int8 codes that have a scale per row, also exactly, if the weight would be compiled.  The choice
-depends on the weight, on shapes and on that setting, never on how often a product was asked for.
+| way      | for                              | what computes it                                                                |
+| stored   | stored numbers that are weights  | torch's matmul                                                                  |
+| rounded  | up to 8 rows, QDSL_CPU_INT8=1    | a compiled loop: x in 8 bits with a scale for every 32 columns, integer codes    |
+| factored | up to 8 rows of x                | a compiled loop: sums of codes, then scales; exact float32 weights               |
+| plain    | up to 8 rows of x                | a compiled loop: weight by weight; exact float32 weights                         |
+| decode   | any number of rows               | a compiled loop decodes tiles, rounded to x's dtype, that torch multiplies       |
+| int8     | up to 64 rows, no compiler       | torch's kernel for int8 codes with a scale per row, x in bfloat16                |
+| tiles    | everything                       | torch decodes tiles, rounded to x's dtype, and multiplies them                   |
 
-QDSL_CPU_INT8=1 rounds up to 8 rows of x to 8 bits, with a scale for every 32 columns, where weights are codes with scales.
+The first way of the table that a weight has is chosen.  QDSL_CPU_COMPILE says which weights have compiled loops: 'auto', the
+default, those of 2^16 numbers and more; 'always' all; 'never' none.  A format's loop is compiled at its first product, which
+waits for that; the cache folder keeps it for all shapes and all processes.  The compiled decode makes the bits of the plain one.
+The choice depends on the weight, on shapes and on settings, never on how often a product was asked for.  A layer reads settings
+when it multiplies x of a shape and dtype for the first time; `compile_products` has it read them again.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from qdsl.host import library
 from qdsl.runtime.cpu import loops
+from qdsl.runtime.cpu.prepared import PreparedProduct, prepare
+from qdsl.runtime.cpu.source import DECODE
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.plan import Candidate, forget, keep, plan_of
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 ROUNDING = "QDSL_CPU_INT8"
 TILE = 1 << 20                                                   # weights decoded at a time: more leave caches, less need calls
+LOOPS = (loops.ROUNDED, loops.FACTORED, loops.PLAIN)             # ways for few rows of x
 INT8_ROWS = 64                                                   # of x, for which torch's int8 kernel is faster than tiles
 
 
 def compile_products(on: bool = True) -> None:
     """Compile products on a CPU, of small weights too, or none; until it is called, QDSL_CPU_COMPILE decides."""
     library.choose("always" if on else "never")
+    forget()
 
 
 def has_torch_kernels() -> bool:
@@ -38,23 +50,67 @@ def has_torch_kernels() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
-def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [M, K] @ w.T + bias: [M, N] in x's dtype.  Raises FormatError for an unknown QDSL_CPU_COMPILE."""
-    if _is_plain(packed, x.dtype) or not _is_compiled(x, packed):
+def candidates(packed: PackedWeight, rows: int, dtype: torch.dtype) -> list[Candidate]:
+    """All ways to multiply x [rows, K] of a dtype on this machine, the chosen one first.  Compiles the loops among them."""
+    return list(_ways(packed, rows, dtype))
+
+
+def lower(candidate: Candidate, packed: PackedWeight) -> str:
+    """The C source of a candidate's loop; '' if torch alone computes it."""
+    if candidate.kind == "decode":
+        return loops.source_for(packed, DECODE).text
+    return loops.source_for(packed, candidate.config["ROWS"], candidate.kind).text if candidate.kind in LOOPS else ""
+
+
+def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] @ w.T + bias by a candidate for M rows and x's dtype: [M, N]."""
+    if candidate.kind in LOOPS:
+        ready = _prepared(candidate, x, packed, bias)
+        names = [name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order]
+        out = None if ready is None else ready.run(x, [packed.tensors[name] for name in names], bias)
+        return _tiled(x, packed, bias) if out is None else out
+    return {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _tiled, "stored": _tiled}[candidate.kind](x, packed, bias)
+
+
+def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | None = None) -> Tensor:
+    """x [M, K] @ w.T + bias by the chosen candidate: [M, N].  Raises FormatError for an unknown QDSL_CPU_COMPILE.
+
+    mode: keep the product, if a loop computes it, for `quick` in this mode; None: do not.
+    """
+    if not x.numel() or x.device.type != "cpu" or torch.compiler.is_compiling():
         return _tiled(x, packed, bias)
-    if x.shape[0] <= loops.FEW:
-        out = loops.product(x.detach(), packed, True) if os.environ.get(ROUNDING, "0") not in ("", "0") else None
-        out = loops.product(x.detach(), packed) if out is None else out
-        if out is not None:
-            return (out if bias is None else out + bias.float()).to(x.dtype)
-    out = _compiled_tiles(x, packed, bias)
-    return _tiled(x, packed, bias) if out is None else out
+    candidate = next(_ways(packed, x.shape[0], x.dtype))
+    if mode is not None and candidate.kind in LOOPS:
+        plan = plan_of(packed)
+        ready = _prepared(candidate, x, packed, bias, plan.is_permuted)
+        if ready is not None:
+            keep(plan, x, bias, mode, ready)
+    return run(candidate, x, packed, bias)
 
 
-def _is_compiled(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether the product is to be compiled, as the setting and the shapes say."""
-    return loops.are_compiled(packed) and x.numel() > 0 and x.dtype != torch.float64 and x.device.type == "cpu" \
-        and not torch.compiler.is_compiling()
+def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candidate]:
+    """Candidates, the best first."""
+    if _is_plain(packed, dtype):
+        yield Candidate("stored")
+        return
+    if loops.are_compiled(packed) and dtype != torch.float64:
+        if rows <= loops.FEW:
+            together = loops.TOGETHER if rows > 2 else 1
+            rounds_x = os.environ.get(ROUNDING, "0") not in ("", "0")
+            for way in LOOPS if rounds_x else LOOPS[1:]:
+                if loops.find(packed, together, way) is not None:
+                    yield Candidate(way, {"ROWS": together})
+        if loops.find(packed, DECODE) is not None:
+            yield Candidate("decode")
+    if _is_for_int8(packed, rows, dtype):
+        yield Candidate("int8")
+    yield Candidate("tiles")
+
+
+def _prepared(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None,
+              is_permuted: bool = False) -> PreparedProduct | None:
+    kind = None if bias is None else bias.dtype
+    return prepare(packed, candidate.kind, candidate.config["ROWS"], x.shape[0], x.dtype, kind, is_permuted)
 
 
 def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
@@ -63,13 +119,10 @@ def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
     return copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == dtype
 
 
-def _compiled_tiles(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
-    """The product by tiles that a compiled loop decodes; None where the weight has none."""
-    tiles = loops.decoded_tiles(packed)
-    if tiles is None:
-        return None
+def _compiled_tiles(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The product by tiles that a compiled loop decodes."""
     out = x.new_empty(x.shape[0], packed.shape[0])
-    for start, weight in tiles:
+    for start, weight in loops.decoded_tiles(packed) or ():
         stop = start + len(weight)
         part = None if bias is None else bias[start:stop].to(x.dtype)
         out[:, start:stop] = torch.nn.functional.linear(x, weight.to(x.dtype), part)
@@ -91,17 +144,21 @@ def decode_into(packed: PackedWeight, out: Tensor) -> bool:
     return True
 
 
-def _int8_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
-    """The product by torch's kernel for int8 codes with a scale per row; None where the weight or x is not as that takes them.
+def _is_for_int8(packed: PackedWeight, rows: int, dtype: torch.dtype) -> bool:
+    """Whether torch's kernel for int8 codes with a scale per row takes the weight and x.
 
     Its vectors are for bfloat16 alone.  They read 16 columns at once, those behind the end of a row too; from an address of x
     that is no multiple of 32, or of codes no multiple of 16, that ends the process.  Places are 32-bit integers.
     """
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not 0 < x.numel() <= INT8_ROWS * x.shape[1] or x.shape[1] % 16 \
-            or not has_torch_kernels() or torch.compiler.is_compiling():
-        return None
-    if not loops.are_compiled(packed) or library.has_compiler() or (rows := _int8_rows(packed)) is None:
-        return None
+    if dtype != torch.bfloat16 or not 0 < rows <= INT8_ROWS or packed.shape[1] % 16 or not has_torch_kernels():
+        return False
+    return loops.are_compiled(packed) and not library.has_compiler() and _int8_rows(packed) is not None
+
+
+def _int8_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The product by torch's kernel for int8 codes with a scale per row; see _is_for_int8."""
+    rows = _int8_rows(packed)
+    assert rows is not None, "only weights with int8 codes have this candidate"
     x, out = _aligned(x, 32), x.new_empty(x.shape[0], packed.shape[0])
     for start, stop in row_tiles(packed, weights=TILE):          # codes in a mapped file may lie at any address
         codes, scales = _aligned(rows[0][start:stop], 16), rows[1][start:stop]
@@ -129,9 +186,7 @@ def _int8_rows(packed: PackedWeight) -> tuple[Tensor, Tensor] | None:
 
 
 def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The product by torch: by its kernel for int8 codes, else by tiles that it decodes, of which one is in memory at a time."""
-    if (product := _int8_product(x, packed, bias)) is not None:
-        return product
+    """The product by torch, by tiles that it decodes, of which one is in memory at a time."""
     out = x.new_empty(x.shape[0], packed.shape[0])
     space = x.new_empty(0)                                       # for every tile the same: fresh pages cost more than decoding
     plain = packed.variant.copies if _is_plain(packed, x.dtype) else None

@@ -35,11 +35,11 @@ _fits: dict[tuple[Loop, tuple[int, int]], Fit | None] = {}       # by loop and s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """A compiled loop, and its source.  arrange: prepares a row of x, where the loop does not take it as it is."""
+    """A compiled loop, and its source.  arrange: prepares a row of x; None where the loop takes it as it is."""
 
     source: Source
-    run: Callable[..., None]
-    arrange: Callable[..., None] | None
+    run: Any
+    arrange: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class BoundLoop:
     """A loop with what it reads of a weight: the units of a row, the tensors, and their addresses."""
 
     loop: Loop
@@ -60,53 +60,31 @@ class Prepared:
     places: ctypes.Array[ctypes.c_void_p]
 
 
-def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor | None:
-    """x [M, K] @ w.T in float32, for few rows of x; None where the weight has no such loop.
-
-    rounds_x: x in 8 bits, with a scale for every 32 columns, in products of integers.
-    """
-    m = x.shape[0]
-    together = TOGETHER if m > 2 else 1
-    prepared = _prepared(packed, together, ROUNDED if rounds_x else FACTORED)
-    if prepared is None and not rounds_x:
-        prepared = _prepared(packed, together)
-    if prepared is None:
-        return None
-    x = x.float()
-    x = (torch.nn.functional.pad(x, (0, 0, 0, -m % together)) if m % together else x).contiguous()
-    arranged = _arranged(x, prepared.loop)
-    n, rows = packed.shape[0], len(x)
-    out = torch.empty(rows, n, dtype=torch.float32, device="cpu")
-    places = [(address(tensor, "float32", rows * tensor.shape[1], tensor is out), 4 * tensor.shape[1])
-              for tensor in (out, x, arranged)]
-    for row in range(0, rows, together):                         # slices of tensors take longer than sums of addresses
-        _run(prepared, packed, [start + row * step for start, step in places], 0, n)
-    return out[:m] if m < rows else out
-
-
 def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
     """A function of (out, start) that decodes the rows from `start` on into out, float32; None where the weight has no loop.
 
     start is a multiple of the rows of a step.
     """
-    prepared = _prepared(packed, DECODE)
-    if prepared is None:
+    bound = find(packed, DECODE)
+    if bound is None:
         return None
+    weight, sums, run = described(packed, bound), packed.layout.kernels.sums, threads.functions().rows
 
     def rows(out: Tensor, start: int) -> None:
         first = address(out, "float32", out.shape[0] * packed.shape[1], True) - 4 * start * packed.shape[1]
-        _run(prepared, packed, [first, 0, 0], start, start + out.shape[0])
+        stop = start + out.shape[0]
+        run(ctypes.byref(weight), bound.places, first, start // sums, stop // sums, torch.get_num_threads())
 
     return rows
 
 
 def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
     """The first row of every tile and its weights in float32, in memory that the next tile takes; None without a loop."""
-    write, prepared = decode(packed), _prepared(packed, DECODE)
-    if write is None or prepared is None:
+    write, bound = decode(packed), find(packed, DECODE)
+    if write is None or bound is None:
         return None
     n, k = packed.shape
-    step = prepared.loop.source.step * packed.layout.kernels.sums         # of which the first row is a multiple
+    step = bound.loop.source.step * packed.layout.kernels.sums         # of which the first row is a multiple
     rows = max(1, TILE // k // step) * step
 
     def tiles() -> Iterator[tuple[int, Tensor]]:
@@ -120,8 +98,8 @@ def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
 
 def has_vectors(packed: PackedWeight) -> bool:
     """Whether a loop decodes many weights at a time."""
-    prepared = _prepared(packed, DECODE)
-    return prepared is not None and prepared.loop.source.has_vectors
+    bound = find(packed, DECODE)
+    return bound is not None and bound.loop.source.has_vectors
 
 
 def are_compiled(packed: PackedWeight) -> bool:
@@ -132,20 +110,8 @@ def are_compiled(packed: PackedWeight) -> bool:
     return setting == "always" or (setting == "auto" and packed.shape[0] * packed.shape[1] >= SMALL)
 
 
-def _arranged(x: Tensor, loop: Loop) -> Tensor:
-    """x in the order of use, which may have sums, or 8-bit integers with scales and sums; not by torch, whose threads spin."""
-    if loop.arrange is None:
-        return x
-    rows, k = x.shape
-    arranged = torch.empty(rows, loop.source.arranged * k, dtype=torch.float32, device="cpu")
-    source, into = address(x, "float32", rows * k), address(arranged, "float32", arranged.numel(), True)
-    for row in range(rows):
-        loop.arrange(source + 4 * row * k, into + 4 * row * arranged.shape[1], k)
-    return arranged
-
-
-def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | None:
-    """The loop that takes this weight; None where there is none.  Looked up in few steps: the weight evicts Python's data.
+def find(packed: PackedWeight, rows: int, way: str = PLAIN) -> BoundLoop | None:
+    """The loop of a way that takes this weight, for so many rows of x at once; None where there is none.
 
     Raises UnfitArray for tensors that are shorter than the weight's shape says, or on another device.
     """
@@ -166,7 +132,7 @@ def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | N
         return None
     places = (ctypes.c_void_p * len(tensors))(*(0 if tensor is None else address(tensor, *stored)
                                                 for tensor, stored in zip(tensors, fit.stored, strict=True)))
-    return Prepared(loop, fit.units, tensors, places)
+    return BoundLoop(loop, fit.units, tensors, places)
 
 
 def _fit(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None]) -> Fit | None:
@@ -208,6 +174,7 @@ def _new_loop(packed: PackedWeight, rows: int, way: str) -> Loop | None:
     """A compiled loop; None for a decode function that has no form in C, and, with a warning, where the compiler fails."""
     try:
         source = source_for(packed, rows, way)
+        threads.functions()                                      # which call all loops
         functions = library.load(source.text, library.machine_options(_capability()))
     except Unsupported:
         return None
@@ -215,21 +182,13 @@ def _new_loop(packed: PackedWeight, rows: int, way: str) -> Loop | None:
         if way != FACTORED:                                      # the plain way comes next, and says it
             warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
         return None
-    run, arrange = functions.run, functions.arrange if source.arranged else None
-    run.restype, run.argtypes = None, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
-    if arrange is not None:
-        arrange.restype, arrange.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    return Loop(source, run, arrange)
+    return Loop(source, functions.run, functions.arrange if source.arranged else None)
 
 
-def _run(prepared: Prepared, packed: PackedWeight, addresses: Sequence[int], start: int, stop: int) -> None:
-    """Run a loop over rows [start, stop), on as many threads as have enough to do.  addresses: of out, x and arranged x."""
-    out, x, ordered = addresses
-    loop, places = prepared.loop, prepared.places
-    sums = packed.layout.kernels.sums
-    count = max(1, min(torch.get_num_threads(), (stop - start) * packed.shape[1] // SHARE))
-    if count == 1:
-        loop.run(places, x, ordered, out, *packed.shape, start // sums, stop // sums, prepared.units)
-    else:
-        threads.run_divided(loop.run, (places, x, ordered, out, *packed.shape), (start // sums, stop // sums), prepared.units,
-                            loop.source.step, count, loop.source.parts)
+def described(packed: PackedWeight, bound: BoundLoop, together: int = 1) -> threads.Product:
+    """The loop and the sizes of a weight as product.c takes them, but for types and tables.  together: rows of x at once."""
+    loop, (n, k) = bound.loop, packed.shape
+    run, arrange = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop.run, loop.arrange))
+    return threads.Product(run=run, arrange=arrange, n=n, k=k, tiles=n // packed.layout.kernels.sums, units=bound.units,
+                           step=loop.source.step, parts=loop.source.parts, share=SHARE, together=together,
+                           arranged=k * (loop.source.arranged or 1), tensors=len(packed.layout.coded))

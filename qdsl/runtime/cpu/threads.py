@@ -1,8 +1,7 @@
-"""Divides the rows of a loop into small parts that threads of this process take one by one.
+"""The compiled functions that run loops on several threads (product.c), and the threads that they use.
 
-A thread that wakes late or shares its processor delays nobody: the others take its parts.  The caller does not wait for a thread
-that has taken no part.  Idle threads sleep.  OpenMP's threads spin, which costs more than it saves as soon as another program or
-pool uses a processor.
+Threads are those of the OpenMP that torch has loaded: its libgomp or another with GOMP_parallel.  Where torch has none, this
+process has a pool of its own.  A forked child runs loops on one thread, because OpenMP's threads are those of its parent.
 """
 
 from __future__ import annotations
@@ -10,42 +9,67 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from qdsl.host import library
+from qdsl.runtime.torch.private_apis import openmp_parallel
 
-SOURCE = Path(__file__).with_name("threads.c")
+SOURCE = Path(__file__).with_name("product.c")
+MOST_TENSORS, MOST_TABLES = 8, 4                                 # of a weight; of a format
+PROCESS = os.getpid()                                            # in which torch may have started OpenMP's threads
+
+Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+Parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
-def run_divided(run: Any, arguments: tuple[Any, ...], rows: tuple[int, int], units: int, step: int, count: int,
-                parts: int) -> None:
-    """Call run(*arguments, begin, end, units) for parts of `rows`, multiples of `step`, on `count` threads.
+class Product(ctypes.Structure):
+    """What product.c needs of a loop and of weights of one description; it has the meaning of the fields."""
 
-    arguments: addresses of tensors, x, arranged x and out; N and K.  parts: per thread, on average.
-    """
-    first, last = rows
-    part = max(1, -(-(last - first) // (count * parts * step))) * step
-    *places, n, k = arguments
-    addresses = [ctypes.cast(place, ctypes.c_void_p).value or 0 for place in (run, *places)]
-    work = (ctypes.c_int64 * 11)(first, last, part, *addresses, n, k, units)
-    take = _take()
-    others = [_pool(count - 1).submit(take, work) for _ in range(count - 1)]
-    take(work)
-    for other in others:
-        if not other.cancel():
-            other.result()
+    _fields_ = [("run", ctypes.c_void_p), ("arrange", ctypes.c_void_p),
+                *((name, ctypes.c_int64) for name in ("n", "k", "tiles", "units", "step", "parts", "share", "together",
+                                                      "arranged", "type", "bias_type", "tensors")),
+                ("tables", ctypes.c_void_p * MOST_TABLES)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Functions:
+    """The functions of product.c.  parallel: what they call to run on several threads; alive as long as they are."""
+
+    product: Any
+    rows: Any
+    parallel: Any
 
 
 @cache
-def _take() -> Any:
-    """The compiled function that takes parts until none are left.  Raises as `library.load` does."""
-    take = library.load(SOURCE.read_text(encoding="utf-8")).take
-    take.restype, take.argtypes = None, [ctypes.c_void_p]
-    return take
+def functions() -> Functions:
+    """The functions of product.c, compiled for any machine of this kind.  Raises as `library.load` does."""
+    loaded = library.load(SOURCE.read_text(encoding="utf-8"), ("-O3",))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    product, rows, attach = loaded.product, loaded.rows, loaded.attach
+    product.restype, product.argtypes = number, [pointer] * 4 + [number] * 2 + [pointer] * MOST_TENSORS
+    rows.restype, rows.argtypes = None, [pointer] * 3 + [number] * 3
+    attach.restype, attach.argtypes = None, [pointer, number]
+    openmp = openmp_parallel()
+    parallel = Parallel(_in_own_pool) if openmp is None else openmp
+    attach(ctypes.cast(parallel, pointer), 0 if openmp is None else PROCESS)
+    return Functions(product, rows, parallel)
+
+
+def _in_own_pool(body: int, work: int, count: int, flags: int) -> None:
+    """GOMP_parallel by this process's own threads: call body(work) in each.  The caller does not wait for one that is late."""
+    take, others = Body(body), []
+    try:
+        others = [_pool(count - 1).submit(take, work) for _ in range(count - 1)]
+    finally:                                                     # also when the interpreter ends and starts no more threads
+        take(work)
+        for other in others:
+            if not other.cancel():
+                other.result()
 
 
 def _pool(count: int) -> ThreadPoolExecutor:

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +26,7 @@ import torch
 from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.plan import Candidate as Candidate
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
@@ -50,21 +51,6 @@ TRIP, LONG_TRIP = 470, 955                                       # cycles per 12
 RESIDENT, MOST_SPLIT = 3, 8                                      # its programs per SM at a time; the most that share K
 LANES = 128                                                      # thread instructions that an SM issues per cycle
 TABLE = Path(__file__).with_name("costs.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One candidate for computing x @ w.T: a kernel and its launch configuration.
-
-    kind: a kernel ('matvec', 'gemm', 'gemv', 'skinny', 'tile_gemm'), or 'decode': dequantize and the vendor's matmul.  config:
-    the constants of the launch by name.  'gemv' and 'skinny' have R, WN, WK and EVEN, 'skinny' BM too where it is 16.
-    'tile_gemm' has R, W, BM, UNROLL and SPLIT.  'matvec' has BN, BK and EVEN, 'gemm' BM and SPLIT too.  Entropy codes: R, W,
-    BLOCKS.  grid: of the launch.  'decode' has neither config nor grid.
-    """
-
-    kind: str
-    config: Mapping[str, int] = field(default_factory=dict)
-    grid: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

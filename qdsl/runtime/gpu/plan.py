@@ -4,29 +4,24 @@ All dispatch on GPUs happens here.  A Candidate is a fused kernel in a launch co
 calls the vendor's matmul.  runtime/gpu/costs.py models their seconds.  A candidate that `qdsl.tune` timed as the fastest on this
 device takes precedence.
 
-A Plan caches choices and prepared launches for all weights of one description.  It holds neither tensors nor addresses: weights
-may move, be replaced or be offloaded.  It is not pickled.
+runtime/weight/plan.py keeps choices and prepared launches for all weights of one description.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
 from qdsl.runtime.gpu import configure, costs
-from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.devices import Gpu
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.plan import Candidate, plan_of
+from qdsl.runtime.weight.plan import forget as forget_plans
 
 if TYPE_CHECKING:
-    from qdsl.runtime.gpu.prepared import Prepared
     from qdsl.runtime.weight.packed import PackedWeight
 
 HALVES = (torch.float16, torch.bfloat16)                         # dtypes of x that these kernels multiply on matrix units
@@ -55,57 +50,10 @@ class Choice:
     is_tuned: bool = False
 
 
-class Plan:
-    """The choices and prepared launches for all weights of one description.
-
-    note: advice on the storage, set when a product has run; '' if the storage is the fastest and is read in place.
-
-    names: the tensors that products read, in storage order, then, if is_permuted, the act-order permutation of columns, which is
-    applied to x first.  tensors_of: picks them from a weight's tensors.  shape: (N, K).  choices: by rows, dtype of x, GPU and
-    alignment.  ready: prepared products by shape and dtype of x, dtype of the bias, mode and GPU index.
-    """
-
-    __slots__ = ("__weakref__", "choices", "is_permuted", "names", "note", "ready", "shape", "tensors_of")
-
-    def __init__(self, names: tuple[str, ...], shape: tuple[int, int], is_permuted: bool = False) -> None:
-        self.names = names
-        self.shape = shape
-        self.is_permuted = is_permuted
-        self.tensors_of: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] = \
-            itemgetter(*names) if len(names) > 1 else lambda tensors: [tensors[name] for name in names]
-        self.note: str | None = None
-        self.choices: dict[tuple[Any, ...], Choice] = {}
-        self.ready: dict[tuple[Any, ...], Prepared] = {}
-
-
-_plans: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
-
-
-def plan_of(packed: PackedWeight) -> Plan:
-    """The plan of a weight, cached on it; weights with the same description share one."""
-    if packed.plan is None:
-        is_permuted = packed.order is not None
-        names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
-        names += (packed.layout.order,) if is_permuted else ()
-        shapes = tuple((tensor.shape, None if tensor.is_contiguous() else tensor.stride())
-                       for tensor in (packed.tensors[name] for name in names))
-        if packed.layout.streams and not packed.stream_info and packed.device.type != "meta":
-            packed.stream_info = streams.stream_info(packed.format.name, packed.layout, packed.tensors, packed.shape)
-        described = (packed.format.key, packed.storage, packed.params_text, packed.is_decoded, packed.shape, names, shapes,
-                     packed.finite, packed.stream_info)
-        plan = _plans.get(described)
-        if plan is None:
-            plan = _plans.setdefault(described, Plan(names, packed.shape, is_permuted))
-        packed.plan = plan
-    return packed.plan
-
-
 def forget() -> None:
     """Forget all choices and prepared launches, so that the next product reads the files of tuned candidates again."""
     configure.forget()
-    for plan in list(_plans.values()):
-        plan.choices.clear()
-        plan.ready.clear()
+    forget_plans()
 
 
 def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:

@@ -1,60 +1,26 @@
 """x @ w.T + bias on a GPU by the kernels that the weight's plan chose, without gradients.
 
-`product` chooses, launches through Triton and prepares the launches for the next call.  `quick` is that next call: it only looks
-up and runs a prepared product.  An act-order weight shares its plan with the same weight in stored order; `product` prepares the
-launches of the latter.
+`product` chooses, launches through Triton and prepares the launches for the next call, `quick` of runtime/weight/plan.py.  An
+act-order weight shares its plan with the same weight in stored order; `product` prepares the launches of the latter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from torch import Size, Tensor
+from torch import Tensor
 from torch.nn.functional import linear
 
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.costs import DECODED, Candidate
+from qdsl.runtime.gpu.costs import DECODED
 from qdsl.runtime.gpu.placement import note
-from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
-from qdsl.runtime.gpu.prepared import Prepared, prepare
+from qdsl.runtime.gpu.plan import best, invariant
+from qdsl.runtime.gpu.prepared import prepare
 from qdsl.runtime.gpu.strides import readable
 from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.plan import Candidate, keep, plan_of
 from qdsl.runtime.weight.tiles import row_tiles
-
-MOST = 4096                                                      # the most prepared products per plan
-
-
-def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None, mode: str) -> Tensor | None:
-    """The product of x [..., K] by prepared launches; None if there are none for these tensors.
-
-    tensors: those of plan.names, on the device of x.  Only `product` and `quantized` may fill plan.ready, for the same mode.  An
-    entry exists only for shapes and devices that were checked.
-    """
-    kind = x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()
-    ready = plan.ready.get(kind)
-    if ready is None and (ready := _reshaped(plan, *kind)) is None:
-        return None
-    return ready.run(x, tensors, bias)
-
-
-def _reshaped(plan: Plan, shape: Size, *kind: Any) -> Prepared | None:
-    """The prepared launches for the number of rows of x [..., K], cached for this shape too; None if there are none."""
-    n, k = plan.shape
-    if len(shape) == 2 or not shape or shape[-1] != k:
-        return None
-    ready = plan.ready.get((Size((shape.numel() // max(1, k), k)), *kind))
-    if ready is not None:
-        ready = ready.reshaped((*shape[:-1], n))
-        _keep(plan, (shape, *kind), ready)
-    return ready
-
-
-def _keep(plan: Plan, key: tuple[Any, ...], ready: Prepared) -> None:
-    if len(plan.ready) >= MOST:
-        plan.ready.clear()
-    plan.ready[key] = ready
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_invariant: bool) -> Tensor:
@@ -116,4 +82,4 @@ def _run(calls: Sequence[Call], packed: PackedWeight, x: Tensor, bias: Tensor | 
     tables = [table.on(packed.device) for table in packed.layout.kernels.every_table]
     ready = prepare(compiled, tensors, out, tables, is_decoded, plan.is_permuted)
     if ready is not None:
-        _keep(plan, (x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()), ready)
+        keep(plan, x, bias, mode, ready)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
@@ -17,6 +16,7 @@ from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.products import Product, bare, product_of
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
+from qdsl.runtime.weight.plan import quick
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format

@@ -1,7 +1,8 @@
 """x @ w.T + bias for a packed weight, differentiable in x and bias; a CPU never holds the whole dense weight.
 
-On a GPU runtime/gpu/plan.py chooses a fused kernel, or dequantized tiles and the vendor's matmul.  On a CPU, and on devices
-without Triton, torch dequantizes tiles and multiplies them; Triton's interpreter is never used.
+On a GPU runtime/gpu/plan.py chooses a fused kernel, or dequantized tiles and the vendor's matmul; on a CPU runtime/cpu/linear.py
+a compiled loop or tiles.  On devices without Triton torch dequantizes tiles and multiplies them; Triton's interpreter is never
+used.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from qdsl.runtime.cpu import int4
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.costs import DECODED
-from qdsl.runtime.gpu.plan import plan_of
 from qdsl.runtime.gpu.product import product, quantized
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.plan import plan_of
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles
 
 QUANTIZE_X, INVARIANT, MATCH_DENSE = "quantize_x", "batch_invariant", "match_dense"        # modes of a product
@@ -81,12 +82,12 @@ def _static_scale(mode: str) -> float | None:
 def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
     """x [..., K] permuted to stored column order, and the weight in stored order; their product is the same.
 
-    On a GPU that weight shares this weight's plan, where the next product finds prepared launches.
+    That weight shares this weight's plan, where the next product finds prepared ones.
     """
     if packed.order is None:
         return x, packed
     stored = packed.as_stored()
-    if packed.runs_kernels:
+    if packed.runs_kernels or (packed.device.type == "cpu" and packed.layout.is_order_plain):
         own = plan_of(packed) if packed.layout.is_order_plain else packed.stored_plan or plan_of(stored)
         stored.plan = packed.stored_plan = own
     return x.index_select(-1, packed.order), stored
@@ -100,8 +101,10 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: st
         return out
     if packed.runs_kernels:
         return product(x, packed, bias, mode, mode == INVARIANT)
-    packed = packed.decode_streams()
-    return _invariant_product(x, packed, bias) if mode == INVARIANT else cpu.product(x, packed, bias)
+    plain = packed.decode_streams()
+    if mode == INVARIANT:
+        return _invariant_product(x, plain, bias)
+    return cpu.product(x, plain, bias, mode if plain is packed else None)
 
 
 def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
 from qdsl.runtime.torch.branches import add_branches
 from qdsl.runtime.torch.decode import decode_into
@@ -43,10 +42,10 @@ from qdsl.runtime.weight import eight, order
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.finite import has_special_codes
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.plan import Plan, quick
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
-    from qdsl.runtime.gpu.plan import Plan
 
 
 class WeightKey(NamedTuple):
@@ -320,13 +319,14 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-# Plans of weights that operations are called with, by the text of the key.
-_plans: dict[str, Plan] = {}
+# Plans of weights that operations are called with, by the text of the key and the index of the GPU, -1 for a CPU.
+_plans: dict[tuple[str, int], Plan] = {}
 MOST = 4096                                                      # the most plans to keep
 
 
 def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
-    plan = _plans.get(weight)
+    described = weight, x.get_device()
+    plan = _plans.get(described)
     if plan is not None and len(plan.names) == len(tensors):     # without branches
         out = quick(x, plan, tensors, bias, mode)
         if out is not None:
@@ -337,7 +337,7 @@ def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, 
     if packed.plan is not None and (packed.has_branch or " ".join(packed.plan.names) == read_key(weight).names):
         if len(_plans) >= MOST:
             _plans.clear()
-        _plans[weight] = packed.plan
+        _plans[described] = packed.plan
     return out
 
 

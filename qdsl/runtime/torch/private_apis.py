@@ -5,6 +5,7 @@ tests/unit/test_private_apis.py checks each of them on the installed torch and T
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -119,6 +120,21 @@ def ddp_ignored(model: nn.Module) -> set[str]:
 def ignore_in_ddp_(model: nn.Module, names: Sequence[str]) -> None:
     """Have DistributedDataParallel ignore exactly these parameters and buffers."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def openmp_parallel() -> Any:
+    """GOMP_parallel of the OpenMP library that torch uses, as a function of ctypes; None if torch uses another kind of threads.
+
+    Compilers call it for `omp parallel`: libgomp has it, and so have libomp and libiomp5 on Linux.  It is looked up among the
+    libraries that torch's own depends on, because a process may have loaded a second OpenMP.
+    """
+    try:
+        return ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from qdsl.runtime.weight.picture import picture_of
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
-    from qdsl.runtime.gpu.plan import Plan
     from qdsl.runtime.gpu.strides import Dense
     from qdsl.runtime.weight.layout import Storage, Variant
+    from qdsl.runtime.weight.plan import Plan
 
 
 class PackedWeight:

@@ -1,0 +1,198 @@
+/* x @ w.T + bias by a loop over rows of w, for x and out in float32 or bfloat16, on several threads.
+
+   product()  x [m, K] -> float32, padded to whole groups of rows -> arranged -> run() over parts of w's rows -> + bias -> out
+   rows()     run() over parts of w's rows alone, for decoded weights
+
+   A thread takes parts one by one: one that wakes late, or shares its processor, delays the others by a part at most.
+
+   Threads are those of the OpenMP that torch uses: attach() gets its GOMP_parallel, which compilers call for `omp parallel`.  A
+   library of its own would start further threads beside torch's.  Three rules:
+
+   - Another process than the one that attached runs on one thread.  After a fork the threads of the parent are gone, but OpenMP
+     waits for them for ever.
+   - The number of threads is an argument.  A new thread of Python has OpenMP's default, not torch's number.
+   - A region ends when its last thread has come.  If that takes LATE longer than the caller's own parts, another program uses
+     the processor, and one thread is faster.  Then regions have one thread for a pause, which doubles each time. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef void Run(const void *const *tensors, const float *x, const float *arranged, float *out, int64_t N, int64_t K,
+                 int64_t begin, int64_t end, int64_t units);
+typedef void Arrange(const float *x, float *arranged, int64_t K);
+typedef void Body(void *);
+typedef void Parallel(Body *, void *, unsigned threads, unsigned flags);
+
+enum { NONE, FLOAT32, BFLOAT16 };
+enum { SLOTS = 12, MOST_TENSORS = 8 };
+enum { LATE = 500000, PAUSE = 10000000, LONGEST = 1000000000, GOOD = 100 };                      /* nanoseconds, and regions */
+
+/* What a product needs of a loop and of weights of one description: runtime/cpu/prepared.py has the same fields. */
+typedef struct {
+    Run *run;
+    Arrange *arrange;
+    int64_t n, k, tiles, units;             /* of the weight, as run() takes them */
+    int64_t step, parts, share;             /* parts are multiples of `step` tiles; of them per thread; weights worth a thread */
+    int64_t together, arranged;             /* rows of x that run() takes; numbers that arrange() makes of one */
+    int64_t type, bias_type;                /* of x and out; of the bias */
+    int64_t tensors;                        /* addresses that are arguments; tables follow */
+    const void *tables[SLOTS - MOST_TENSORS];
+} Product;
+
+typedef struct {
+    const Product *product;
+    const void *const *tensors;
+    const float *x, *arranged;
+    float *out;
+    int64_t first, last, groups;            /* tiles; groups of rows of x */
+    int64_t part, parts, next;              /* tiles of a part; parts of a group; the next one to take */
+    const char *caller;                     /* tells the calling thread from others */
+    int64_t done;                           /* when it had no part left */
+} Work;
+
+static Parallel *parallel;
+static pid_t process;
+static int64_t resume, pause_length = PAUSE, good;
+static __thread char own;
+
+void attach(Parallel *function, int64_t pid) {
+    parallel = function;
+    process = (pid_t)pid;
+    resume = 0;
+    pause_length = PAUSE;
+}
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
+static void take(void *argument) {
+    Work *w = argument;
+    const Product *p = w->product;
+    for (int64_t i; (i = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < w->parts * w->groups;) {
+        int64_t group = i / w->parts, begin = w->first + i % w->parts * w->part, end = begin + w->part;
+        p->run(w->tensors, w->x + group * p->together * p->k, w->arranged + group * p->together * p->arranged,
+               w->out + group * p->together * p->n, p->n, p->k, begin, end < w->last ? end : w->last, p->units);
+    }
+    if (w->caller == &own)
+        w->done = now();
+}
+
+/* After a region: pause if its end was late. */
+static void judge(int64_t begin, int64_t done, int64_t end) {
+    if (end - done > LATE + done - begin) {
+        int64_t length = __atomic_load_n(&pause_length, __ATOMIC_RELAXED);
+        __atomic_store_n(&resume, end + length, __ATOMIC_RELAXED);
+        __atomic_store_n(&pause_length, length < LONGEST / 2 ? 2 * length : LONGEST, __ATOMIC_RELAXED);
+        __atomic_store_n(&good, 0, __ATOMIC_RELAXED);
+    } else if (__atomic_add_fetch(&good, 1, __ATOMIC_RELAXED) == GOOD)
+        __atomic_store_n(&pause_length, PAUSE, __ATOMIC_RELAXED);
+}
+
+static void divide(Work *w, int64_t threads) {
+    const Product *p = w->product;
+    int64_t tiles = w->last - w->first, most = tiles * (p->n / (p->tiles ? p->tiles : 1)) * p->k * w->groups / p->share;
+    int64_t begin = 0;
+    threads = threads < most ? threads : most;
+    if (threads > 1 && (!parallel || (process && process != getpid()) ||
+                        (begin = now()) < __atomic_load_n(&resume, __ATOMIC_RELAXED)))
+        threads = 1;
+    int64_t count = threads > 1 ? threads * p->parts : 1, steps = (tiles + p->step - 1) / p->step;
+    w->part = (steps + count - 1) / count * p->step;
+    w->parts = w->part ? (tiles + w->part - 1) / w->part : 0;
+    w->next = 0;
+    if (threads > 1) {
+        w->caller = &own;
+        w->done = begin;
+        parallel(take, w, (unsigned)threads, 0);
+        judge(begin, w->done, now());
+    } else {
+        w->caller = 0;
+        take(w);
+    }
+}
+
+void rows(const Product *p, const void *const *tensors, float *out, int64_t first, int64_t last, int64_t threads) {
+    Work w = {.product = p, .tensors = tensors, .out = out, .first = first, .last = last, .groups = 1};
+    divide(&w, threads);
+}
+
+static void to_floats(const void *source, int64_t type, float *into, int64_t count) {
+    if (type == FLOAT32) {
+        memcpy(into, source, count * sizeof(float));
+        return;
+    }
+    const uint16_t *halves = source;
+    uint32_t *words = (uint32_t *)into;
+    for (int64_t i = 0; i < count; i++)
+        words[i] = (uint32_t)halves[i] << 16;
+}
+
+static void from_floats(const float *source, int64_t type, void *into, int64_t count) {
+    if (type == FLOAT32) {
+        memcpy(into, source, count * sizeof(float));
+        return;
+    }
+    const uint32_t *words = (const uint32_t *)source;
+    uint16_t *halves = into;
+    for (int64_t i = 0; i < count; i++) {                                     /* to nearest even; NaN as torch writes it */
+        uint32_t word = words[i], rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
+        halves[i] = (word & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+    }
+}
+
+static void add(float *out, const void *bias, int64_t type, int64_t n) {
+    const uint16_t *halves = bias;
+    const float *floats = bias;
+    if (type == FLOAT32)
+        for (int64_t i = 0; i < n; i++)
+            out[i] += floats[i];
+    else
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t word = (uint32_t)halves[i] << 16;
+            float value;
+            memcpy(&value, &word, sizeof value);
+            out[i] += value;
+        }
+}
+
+/* 0, or 1 if there is no memory. */
+int64_t product(const Product *p, const void *x, const void *bias, void *out, int64_t m, int64_t threads, const void *a,
+                const void *b, const void *c, const void *d, const void *e, const void *f, const void *g, const void *h) {
+    const void *given[MOST_TENSORS] = {a, b, c, d, e, f, g, h}, *tensors[SLOTS];
+    memcpy(tensors, given, p->tensors * sizeof *given);
+    memcpy(tensors + p->tensors, p->tables, sizeof p->tables);
+    int64_t count = (m + p->together - 1) / p->together * p->together, is_whole = count == m && p->type == FLOAT32;
+    int64_t of_x = is_whole ? 0 : count * p->k, of_out = is_whole ? 0 : count * p->n;
+    int64_t of_arranged = p->arrange ? count * p->arranged : 0;
+    float *memory = 0, *start;
+    if (of_x + of_out + of_arranged && !(memory = malloc((of_x + of_out + of_arranged + 3 * 16) * sizeof(float))))
+        return 1;
+    start = (float *)(((uintptr_t)memory + 63) / 64 * 64);                    /* each at a multiple of 64 bytes */
+    const float *floats = x;
+    float *sums = out, *arranged = 0;
+    if (!is_whole) {
+        floats = start;
+        sums = start + (of_x + 15) / 16 * 16;
+        to_floats(x, p->type, start, m * p->k);
+        memset(start + m * p->k, 0, (count - m) * p->k * sizeof(float));
+    }
+    if (p->arrange) {
+        arranged = start + (of_x + 15) / 16 * 16 + (of_out + 15) / 16 * 16;
+        for (int64_t row = 0; row < count; row++)
+            p->arrange(floats + row * p->k, arranged + row * p->arranged, p->k);
+    }
+    Work w = {.product = p, .tensors = tensors, .x = floats, .arranged = arranged ? arranged : floats, .out = sums,
+              .last = p->tiles, .groups = count / p->together};
+    divide(&w, threads);
+    for (int64_t row = 0; bias && row < m; row++)
+        add(sums + row * p->n, bias, p->bias_type, p->n);
+    if (!is_whole)
+        from_floats(sums, p->type, out, m * p->n);
+    free(memory);
+    return 0;
+}
