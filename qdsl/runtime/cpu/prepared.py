@@ -1,7 +1,7 @@
 """A product by a compiled loop, prepared once for all weights of one description and x of one shape and dtype.
 
 `run` checks what may have changed since (memory, dtype, size and device of every tensor), allocates the output and calls C
-once.  It takes about 3 us, for one row as for several.
+once.  A layer takes 4 to 5 us above its loop.
 """
 
 from __future__ import annotations
