@@ -13,6 +13,7 @@ from types import FrameType
 
 from qdsl.host import system, unfinished
 
+SHOW_CURSOR = b"\x1b[?25h"
 GRACE = 0.7                                                      # seconds for a command to tidy up after a signal
 
 
@@ -62,6 +63,8 @@ def _exit_after_signals(is_reported: threading.Event) -> None:
             number = os.read(reader, 1)[0]
         time.sleep(GRACE)
         with suppress(OSError):
+            if os.isatty(2):
+                os.write(2, SHOW_CURSOR)                         # which a bar of progress hides
             if number == signal.SIGINT and not is_reported.is_set():
                 os.write(2, f"\n{unfinished.message()}\n".encode(errors="replace"))
         os._exit(128 + number)

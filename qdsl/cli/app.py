@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from unicodedata import category
@@ -166,6 +167,15 @@ def reported(code: int = 1) -> Iterator[None]:
 def os_message(error: OSError) -> str:
     """The message of an error of files, without its number: 'model.gguf: No such file or directory'."""
     return f"{error}" if error.filename is None or error.strerror is None else f"{error.filename}: {error.strerror}"
+
+
+def needs(what: str, extras: str, *packages: str) -> None:
+    """Exit with code 2 where packages are not installed, before anything that takes long to import.  extras: that have them."""
+    from qdsl.core.places import install_command
+
+    if missing := [name for name in packages if find_spec(name) is None]:
+        fail(f"{what} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+             f"{install_command(extras)}", 2)
 
 
 def refuse_options(context: typer.Context, heading: str, reason: str) -> None:

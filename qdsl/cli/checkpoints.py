@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, read_size, reported
+from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, needs, read_size, reported
 from qdsl.cli.compress import layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
@@ -161,12 +161,13 @@ def language_folder(path: Path, architecture: str | None) -> Any:
     """A folder of a language model as the source of a GGUF file; None for other folders."""
     if architecture is not None or '"model_type"' not in _config_text(path):
         return None
+    needs(f"{path}: writing a language model as a GGUF file", "models", "transformers", "gguf")
     try:
         from qdsl.models.gguf_folder import LanguageFolder
 
         return LanguageFolder(path)
     except ImportError as error:
-        fail(f"{path}: writing a language model as a GGUF file needs the packages transformers and gguf ({error})", 2)
+        fail(f"{path}: writing a language model as a GGUF file: {error}", 2)
 
 
 def _config_text(folder: Path) -> str:
@@ -183,11 +184,12 @@ def _config_text(folder: Path) -> str:
 
 def _diffusers_pair(file: Path, folder: Path) -> Any:
     """A GGUF file and a folder of diffusers, with the same tensor names."""
+    needs(f"{folder}: comparing it with a GGUF file", "diffusers", "diffusers")
     try:
         from qdsl.models.diffusers.compare import decoded_pair
         from qdsl.models.plan import LoadError
     except ImportError as error:
-        fail(f"{folder}: comparing it with a GGUF file needs the package diffusers ({error})", 2)
+        fail(f"{folder}: comparing it with a GGUF file: {error}", 2)
     try:
         return decoded_pair(file, folder)
     except LoadError as error:

@@ -289,3 +289,16 @@ def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CheckpointError, match="no file or folder 'toy/plain'; `pip install huggingface_hub` to download"):
             read("toy/plain")
     assert references.parsed("https://huggingface.co/a/b") == Repository("a/b")
+
+
+def test_what_is_not_there_gets_similar_names_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the hub cannot be reached, whose client would try for half a minute."""
+    monkeypatch.chdir(tmp_path)
+    Path("models/qwen").mkdir(parents=True)
+    monkeypatch.setattr(references, "getproxies", dict)
+    monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
+    with pytest.raises(FileNotFoundError, match=r"did you mean models/\.\./models/qwen\?") as caught:
+        local_path("models/../models/qwenn")
+    assert str(caught.value.filename) == "models/../models/qwenn"
+    with pytest.raises(CheckpointError, match="no file or folder 'models/qwn'; did you mean models/qwen.*cannot be reached"):
+        local_path("models/qwn")

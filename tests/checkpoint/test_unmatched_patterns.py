@@ -55,6 +55,8 @@ def test_quantize_notes_patterns_that_name_nothing(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     path = folder(tmp_path / "plain", {DOWN: {"weight": torch.ones(128, 128)}, UP: {"weight": torch.ones(128, 128)}}, {})
     result = CliRunner().invoke(app, ["quantize", str(path), "--format", "fp8_block", "--skip", "up_proj", "--skip", "gaet",
+                                      "--skip", "down_porj",
                                       "--out", str(tmp_path / "out"), "--json"])
     notes = json.loads(result.stdout)["notes"]
+    assert "the pattern 'down_porj' names no layer; did you mean 'down_proj'?" in notes
     assert "the pattern 'gaet' names no layer" in notes and not any("up_proj" in note for note in notes)

@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from math import comb
 from time import thread_time
@@ -170,12 +171,15 @@ def is_skipped(name: str, patterns: Sequence[str]) -> bool:
 
 def unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
     """Notes on patterns, as `is_skipped` reads them, that match none of the modules."""
-    left = dict.fromkeys(patterns)
+    left, parts = dict.fromkeys(patterns), set[str]()
     for name in names:
+        parts |= {name, *name.split(".")}
         left = {pattern: None for pattern in left if not is_skipped(name, [pattern])}
         if not left:
             break
-    return [f"the pattern {shown(pattern)} names no layer" for pattern in left]
+    near = {pattern: get_close_matches(pattern, parts, n=1) for pattern in left}
+    return [f"the pattern {shown(pattern)} names no layer" + "".join(f"; did you mean {shown(name)}?" for name in near[pattern])
+            for pattern in left]
 
 
 @cache

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from errno import ENOENT
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.request import getproxies
 
 from qdsl.checkpoint.files.download import download, write_header
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
@@ -26,6 +30,7 @@ FILES = (".gguf", ".safetensors", ".json")
 SKIPPED = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.mlmodel", "*.png", "*.jpg", "original/*")
 VOCABULARIES = ("*tokenizer*.json", "*vocab*.json")              # files that no reader of headers wants
 LISTED = 8                                                       # names in a message
+CONNECT = 5.0                                                    # seconds to wait for the hub
 _REPOSITORY = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w.-]+))?"
                          r"(?:/(?P<file>[^:]+)|:(?P<quant>[\w.-]+))?")
 _HUB_PATH = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/(?:resolve|blob|raw|tree)/(?P<revision>[^/]+)(?:/(?P<file>.+?))?)?/?")
@@ -77,14 +82,25 @@ def local_path(ref: str | os.PathLike[str]) -> Path:
 def _readable(path: Path) -> Path:
     """The path of a file or folder.  Raises CheckpointError for a pipe, a device or a socket, also two levels into the folder.
 
-    Libraries that read the folder, too, could wait for ever.
+    Libraries that read the folder, too, could wait for ever.  Raises FileNotFoundError with similar names where nothing is there.
     """
+    if not path.exists():
+        raise FileNotFoundError(ENOENT, f"No such file or directory{_similar(path)}", str(path))
     for entry in (path, *path.glob("[!.]*"), *path.glob("[!.]*/*")):
         with suppress(FileNotFoundError):                        # or a link to nothing
             mode = entry.stat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise CheckpointError(f"{entry}: not a regular file")
     return path
+
+
+def _similar(path: Path) -> str:
+    """`; did you mean ...?` with names that resemble a path's, next to where it would be; '' for none."""
+    with suppress(OSError):
+        names = [other.name for other in path.absolute().parent.iterdir() if not other.name.startswith(".")]
+        if near := get_close_matches(path.name, names, n=2) or [name for name in names if Path(name).stem == path.stem][:2]:
+            return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    return ""
 
 
 @contextmanager
@@ -129,6 +145,7 @@ def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
         match = _HUB_PATH.fullmatch(unquote(place.path)) if f"{place.scheme}://{place.netloc}" == _endpoint() else None
         return Url(text) if match is None else Repository(match["repo"], match["revision"], match["file"])
     is_path = text.startswith((".", "/", "~")) or (text.count("/") == 1 and text.endswith(FILES))
+    is_path = is_path or (text.count("/") > 1 and Path(text).parent.is_dir())
     match = None if is_path else _REPOSITORY.fullmatch(text)
     return Path(text) if match is None else Repository(match["repo"], match["revision"], match["file"], match["quant"])
 
@@ -183,7 +200,8 @@ def _hub(ref: str) -> Any:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        raise CheckpointError(f"no file or folder {shown(ref)}; `pip install huggingface_hub` to download repositories") from None
+        raise CheckpointError(f"no file or folder {shown(ref)}{_similar(Path(ref))}; `pip install huggingface_hub` to download "
+                              "repositories") from None
     return huggingface_hub
 
 
@@ -251,10 +269,24 @@ def _names(hub: Any, repository: Repository) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
+def _check_reachable(ref: str) -> None:
+    """Raises CheckpointError where the hub cannot be reached, for which its client would wait half a minute."""
+    place = urlsplit(_endpoint())
+    if getproxies():
+        return
+    try:
+        socket.create_connection((place.hostname or "", place.port or (80 if place.scheme == "http" else 443)), CONNECT).close()
+    except OSError as error:
+        raise CheckpointError(f"no file or folder {shown(ref)}{_similar(Path(ref))}, and {place.hostname}, where it might be a "
+                              f"repository, cannot be reached: {error.strerror or error}") from None
+
+
 @contextmanager
 def _hub_errors(ref: str) -> Iterator[None]:
     """Re-raises errors of huggingface_hub as a CheckpointError with the first line of their message."""
     errors = _hub(ref).errors
+    if not _is_offline():
+        _check_reachable(ref)
     try:
         yield
     except Exception as error:
@@ -262,5 +294,5 @@ def _hub_errors(ref: str) -> Iterator[None]:
                           errors.OfflineModeIsEnabled | ConnectionError) and not type(error).__module__.startswith("httpx"):
             raise                                                # the hub's client is httpx, of which several versions exist
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
-        raise CheckpointError(f"no file or folder {shown(ref)}, and the hub says: {next(iter(lines), type(error).__name__)}"
-                              ) from error
+        raise CheckpointError(f"no file or folder {shown(ref)}{_similar(Path(ref))}, and the hub says: "
+                              f"{next(iter(lines), type(error).__name__)}") from error
