@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from errno import ENOENT
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,8 +166,13 @@ def reported(code: int = 1) -> Iterator[None]:
 
 
 def os_message(error: OSError) -> str:
-    """The message of an error of files, without its number: 'model.gguf: No such file or directory'."""
-    return f"{error}" if error.filename is None or error.strerror is None else f"{error.filename}: {error.strerror}"
+    """The message of an error of files, without its number, and with similar names: 'model.gguf: No such file or directory'."""
+    from qdsl.checkpoint.files.references import similar
+
+    if error.filename is None or error.strerror is None:
+        return f"{error}"
+    near = similar(Path(os.fsdecode(error.filename))) if error.errno == ENOENT else ""
+    return f"{error.filename}: {error.strerror}{near}"
 
 
 def needs(what: str, extras: str, *packages: str) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from errno import ENOENT
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -82,10 +81,8 @@ def local_path(ref: str | os.PathLike[str]) -> Path:
 def _readable(path: Path) -> Path:
     """The path of a file or folder.  Raises CheckpointError for a pipe, a device or a socket, also two levels into the folder.
 
-    Libraries that read the folder, too, could wait for ever.  Raises FileNotFoundError with similar names where nothing is there.
+    Libraries that read the folder, too, could wait for ever.
     """
-    if not path.exists():
-        raise FileNotFoundError(ENOENT, f"No such file or directory{_similar(path)}", str(path))
     for entry in (path, *path.glob("[!.]*"), *path.glob("[!.]*/*")):
         with suppress(FileNotFoundError):                        # or a link to nothing
             mode = entry.stat().st_mode
@@ -94,7 +91,7 @@ def _readable(path: Path) -> Path:
     return path
 
 
-def _similar(path: Path) -> str:
+def similar(path: Path) -> str:
     """`; did you mean ...?` with names that resemble a path's, next to where it would be; '' for none."""
     with suppress(OSError):
         names = [other.name for other in path.absolute().parent.iterdir() if not other.name.startswith(".")]
@@ -200,7 +197,7 @@ def _hub(ref: str) -> Any:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        raise CheckpointError(f"no file or folder {shown(ref)}{_similar(Path(ref))}; `pip install huggingface_hub` to download "
+        raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref))}; `pip install huggingface_hub` to download "
                               "repositories") from None
     return huggingface_hub
 
@@ -277,7 +274,7 @@ def _check_reachable(ref: str) -> None:
     try:
         socket.create_connection((place.hostname or "", place.port or (80 if place.scheme == "http" else 443)), CONNECT).close()
     except OSError as error:
-        raise CheckpointError(f"no file or folder {shown(ref)}{_similar(Path(ref))}, and {place.hostname}, where it might be a "
+        raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref))}, and {place.hostname}, where it might be a "
                               f"repository, cannot be reached: {error.strerror or error}") from None
 
 
@@ -294,5 +291,5 @@ def _hub_errors(ref: str) -> Iterator[None]:
                           errors.OfflineModeIsEnabled | ConnectionError) and not type(error).__module__.startswith("httpx"):
             raise                                                # the hub's client is httpx, of which several versions exist
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
-        raise CheckpointError(f"no file or folder {shown(ref)}{_similar(Path(ref))}, and the hub says: "
+        raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref))}, and the hub says: "
                               f"{next(iter(lines), type(error).__name__)}") from error
