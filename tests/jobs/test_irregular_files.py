@@ -74,7 +74,7 @@ INPUTS = ("inspect x.gguf", "inspect x.safetensors", "check x.yaml", "show x.yam
           "infer x.safetensors --packed a", "infer model/model.safetensors --packed a.weight --values-in x.npz",
           "dequantize x.gguf -o y.safetensors",
           "verify x.gguf model", "verify x.safetensors", "verify model x.safetensors", "quantize x.gguf -t Q8_0 -o y.gguf",
-          "quantize real.gguf -t Q8_0 --imatrix x.dat -o y.gguf", "convert x.safetensors --to fp8_block -o y",
+          "quantize real.gguf -t Q8_0 --imatrix x.dat -o y.gguf", "convert x.safetensors --to awq -o y",
           "quantize x.safetensors -f fp8_block -o y", "compress x.safetensors -f hlane -o y", "evaluate model --text x.txt",
           "plan x.safetensors --vram 20GB")
 INSIDE = ("model.safetensors.index.json", "config.json", "tokenizer_config.json", "chat_template.jinja", "README.md",
@@ -127,7 +127,7 @@ def test_a_pipe_that_takes_the_place_of_a_file(folder: Path, monkeypatch: pytest
         open_input(folder / "x")
 
 
-OUTPUTS = ("dequantize real.gguf -o {}.safetensors", "quantize model -f fp8_block -o {}", "convert model --to fp8_block -o {}",
+OUTPUTS = ("dequantize real.gguf -o {}.safetensors", "quantize model -f fp8_block -o {}", "convert model --to awq -o {}",
            "quantize model -t Q8_0 --arch flux -o {}.gguf", "compress model -f hlane -o {}", "show q4_0 --svg {}.svg",
            "build q4_0 -o {}")
 
