@@ -21,6 +21,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import qdsl
+from bench import plots
 from qdsl.checkpoint.files import gguf_write, safetensors
 from qdsl.checkpoint.files.ggml_types import BY_NAME
 from qdsl.checkpoint.files.gguf_metadata import Value
@@ -60,6 +61,14 @@ def test_tables_are_what_the_code_says(path: Path, bless: bool) -> None:
 def test_every_table_is_shown() -> None:
     shown = [match[1] for path in DOCUMENTS for match in TABLE.findall(path.read_text())]
     assert sorted(shown) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("name", plots.FIGURES)
+def test_figures_are_those_of_the_results(name: str, bless: bool) -> None:
+    path, drawn = plots.OUT / f"{name}.svg", plots.FIGURES[name]()
+    if bless:
+        path.write_text(drawn)
+    assert path.read_text() == drawn, "run `python -m bench.plots`"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
