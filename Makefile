@@ -19,7 +19,7 @@ ARCHS ?= sm_90
 WHICH ?= few
 BIN := .venv/bin
 # what `pip install '.[docs]'` installs besides qdsl
-DOCS := 'mkdocs-material>=9.6'
+DOCS := 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0'
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'
 # llama.cpp's library, built for CPUs, and a package with the declarations of its functions

@@ -1,4 +1,6 @@
-"""Write build/docs, what mkdocs makes the site of: the pages, the files that they link to, and a picture page for each format."""
+"""Write build/docs, what mkdocs makes the site of: the pages, the files that they link to, a page for each format, and the
+reference of Python's names.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
-from qdsl.compiler.emit.show import page, picture
-from qdsl.compiler.passes import compile_spec
-from qdsl.compiler.spec.schema import load
+from docs import format_pages
 from qdsl.core.places import shipped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,40 +36,59 @@ def write_page(source: Path) -> None:
 
     def moved(match: re.Match[str]) -> str:
         linked = (source.parent / match[1]).resolve()
+        if linked.parent == ROOT / "specs" and source.name == "formats.md" and linked.suffix == ".yaml":
+            write_copy(linked)
+            return f"formats/{linked.stem}.md"
         if linked.is_dir() or not linked.exists():
-            return os.path.relpath(OUT / "pictures.md", target.parent)                       # the folder of specs
+            return os.path.relpath(OUT / "formats.md", target.parent)                       # the folder of specs
         copy = OUT / place(linked)
         if linked.suffix != ".md" or place(linked).parts[0] == "files":
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(linked, copy)
+            write_copy(linked)
         return os.path.relpath(copy, target.parent)
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(LINK.sub(moved, source.read_text()))
+    target.write_text(LINK.sub(moved, PLOT.sub(_inline, source.read_text())))
 
 
-def write_pictures() -> None:
-    """The bit layouts of every format, a picture for each storage, inline so that they follow the theme of the site."""
-    (OUT / "pictures").mkdir(parents=True)
-    about = "Where every bit of a format lies, at the default parameters, as `qdsl show FORMAT --svg FILE` draws it."
-    lines = ["# Pictures", "", about, ""]
-    for path in shipped():
-        programs = page.distinct(compile_spec(load(path)))
-        storages = dict.fromkeys(program.storage for program in programs)
-        text = [f"# {path.stem}", "", programs[0].spec.title, ""]
-        for storage in storages:
-            drawing = picture.svg([program for program in programs if program.storage == storage][:1])
-            text += [f"## {storage}", "", f"<div>{drawing.strip()}</div>", ""]
-        (OUT / "pictures" / f"{path.stem}.md").write_text("\n".join(text))
-        lines.append(f"- [{path.stem}](pictures/{path.stem}.md): {programs[0].spec.title}")
-    (OUT / "pictures.md").write_text("\n".join(lines) + "\n")
+def _inline(match: re.Match[str]) -> str:
+    """A figure itself in place of an image, so that it follows the theme of the site."""
+    return f"<div>{(ROOT / 'docs' / 'plots' / f'{match[2]}.svg').read_text().strip()}</div>"
+
+
+def write_copy(path: Path) -> None:
+    """Copy a file that is no page, as text."""
+    copy = OUT / place(path)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, copy)
+
+
+PLOT = re.compile(r"!\[([^\]]*)\]\(plots/(\w+)\.svg\)")
+# Public modules, whose pages mkdocstrings writes from docstrings, without importing them.
+MODULES = ("qdsl", "qdsl.models.transformers", "qdsl.models.diffusers", "qdsl.models.peft", "qdsl.kv_cache", "qdsl.analyze")
+# Classes that `qdsl` has by another name than the module that they lie in.
+CLASSES = ("qdsl.runtime.Format", "qdsl.models.experts.Experts", "qdsl.checkpoint.files.gguf.GgufFile",
+           "qdsl.checkpoint.files.gguf_write.NewTensor", "qdsl.models.load_report.LoadReport", "qdsl.models.save.SaveReport")
+
+
+def write_reference() -> None:
+    """A page for each public module, and one for classes."""
+    (OUT / "api").mkdir(parents=True)
+    for module in MODULES:
+        options = "" if module == "qdsl" else "    options: {members: true}\n"
+        (OUT / "api" / f"{module}.md").write_text(f"# {module}\n\n::: {module}\n{options}")
+    text = "\n\n".join(f"::: {name}\n    options: {{show_root_heading: true}}" for name in CLASSES)
+    (OUT / "api" / "classes.md").write_text(f"# Classes\n\n{text}\n")
 
 
 def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     for source in {*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md")}:
         write_page(source)
-    write_pictures()
+    (OUT / "formats").mkdir()
+    for path in shipped():
+        format_pages.write(path, OUT / "formats")
+    write_reference()
+    shutil.copyfile(ROOT / "docs" / "extra.css", OUT / "extra.css")
 
 
 if __name__ == "__main__":

@@ -119,10 +119,8 @@ def formats() -> list[str]:
     for path in places.shipped():
         programs = compile_spec(load(path))
         about = summary(programs)
-        encode = programs[0].encode
-        lines.append([f"[{about['name']}](../specs/{path.name})", about["title"], f"`{about['formula']}`", about["bits"],
-                      ", ".join(about["storages"]), encode.scheme if encode else "not yet"])
-    return rows(["format", "what it is", "weight", "bits per weight", "storages", "quantize"], lines)
+        lines.append([f"[{about['name']}](../specs/{path.name})", about["bits"], about["title"]])
+    return rows(["format", "bits per weight", "what it is"], lines)
 
 
 def figures() -> list[str]:

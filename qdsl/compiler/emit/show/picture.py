@@ -180,6 +180,9 @@ def _draw_record(program: Program, tensor: Tensor, colours: dict[str, str], body
     is_of_words = tensor.element.bits > 8 and len(every) > MOST_ROWS      # codes in the order of a warp's lanes
     if is_of_words or sum(len(fold.rows) for fold in folds) > MOST_ROWS:
         return _draw_grid(tensor, colours, body, y)
+    body += [_text(96, y + 10, "byte, bit", 10, "end")]
+    body += [_text(152 + 96 * place, y + 10, f"{7 - place}", 10, "middle") for place in range(8)]
+    y += 14
     for fold in folds:
         for row in fold.rows:
             body += _draw_row(program, row, colours, y)
