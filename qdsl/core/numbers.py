@@ -12,6 +12,7 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fractions import Fraction
 
 
@@ -166,6 +167,27 @@ def number(name: str) -> Number | None:
     if match[1] == "u":
         return Number(name, bits, "unsigned", signed=False) if bits in (*range(17), 32) else None
     return Number(name, bits, "signed") if 2 <= bits <= 32 else None
+
+
+# What people call the types in other places: torch, numpy, C and papers.
+_ALIASES = {"float": "f32", "single": "f32", "double": "f32", "half": "f16", "bool": "u1", "byte": "u8", "char": "i8",
+            "ubyte": "u8", "nibble": "u4", "bfloat": "bf16", "float64": "f32", "f64": "f32", "e4m3fn": "e4m3", "e8m0fnu": "e8m0"}
+_BY_BITS = {"4": "e2m1", "6": "e3m2", "8": "e4m3", "16": "f16", "32": "f32"}
+KNOWN_TYPES = f"types are u1 to u16, i2 to i32, {', '.join(FLOATS)}"
+
+
+def near_type(word: str) -> str:
+    """The type that a word of another language stands for, or '': int8 is i8, uint3 u3, float16 f16, fp8_e4m3fn e4m3."""
+    plain = word.lower().replace("_t", "").replace("-", "_")
+    of_torch = {number.torch: name for name, number in FLOATS.items() if number.torch}
+    integer = re.fullmatch(r"(s|u|i|si|ui|uint|int|sint)_?([0-9]+)", plain)
+    if integer and number(name := f"{'u' if integer[1].startswith('u') else 'i'}{integer[2]}"):
+        return name
+    float_type = re.fullmatch(r"b?f(?:loat|p)?_?([0-9]+)(?:_?(e[0-9]m[0-9])(?:fn)?)?", plain)
+    candidates = [plain, of_torch.get(plain), _ALIASES.get(plain), float_type and (float_type[2] or {
+        **_BY_BITS, "16": "bf16" if plain[0] == "b" else "f16"}.get(float_type[1])), 
+        *get_close_matches(plain, [*FLOATS, "u4", "u8", "i4", "i8"], 1, 0.7)]
+    return next((name for name in candidates if name and number(name) and name != word), "")
 
 
 def round_to_f32(value: float) -> float:

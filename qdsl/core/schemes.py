@@ -47,6 +47,7 @@ class Scheme:
     may also choose.  which: the argument with the index of the matching expression in `inverts`.  of_integers: options that
     integer codes also need.  across: a block that shares a scale may span rows of the weight.  of_rows: its super-scale may be of
     whole rows.  kernel: the function of its name in runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
+    signs: roles, and tables of `inverts`, whose numbers must have both signs, or weights of one sign have no code.
     """
 
     roles: Mapping[str, str]
@@ -62,6 +63,7 @@ class Scheme:
     across: bool = True
     of_rows: bool = False
     kernel: bool = False
+    signs: tuple[str, ...] = ()
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -103,11 +105,11 @@ SCHEMES = {
                      {"divisor": None, "by": _BY, "ties": (*_TIES, "zero"), "lost": ("least", "zero"), "least": None,
                       "power": _POWERS, "zeros": ("signed", "negative", "positive")},
                      "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
-                     overridable=("divisor", "least"), of_integers=("divisor",), kernel=True),
+                     overridable=("divisor", "least"), of_integers=("divisor",), kernel=True, signs=("code",)),
     "signmax": Scheme({"code": "code", "scale": "scale", "sums": "sums"}, ("code", "scale", "divisor"),
                       {"divisor": None, "by": (*_BY, "ratio"), "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
-                      importance=True, kernel=True),
+                      importance=True, kernel=True, signs=("code",)),
     "nested_absmax": Scheme({"code": "code", "scale": "nested", "super_scale": "whole"},
                             ("code", "scale", "super_scale", "divisor", "empty"),
                             {"divisor": None, "empty": None, "least": None, "amax": None, "by": ("stored", "inverse"),
@@ -116,10 +118,10 @@ SCHEMES = {
                             "super-scale from the largest magnitude of the weight; scale = largest of the block / divisor, in "
                             "its units",
                             ("super_scale * scale * code", "scale / super_scale * code"), own=("precision",),
-                            overridable=("empty", "least", "amax"), which="divided"),
+                            overridable=("empty", "least", "amax"), which="divided", signs=("code",)),
     "absmax_level": Scheme({"code": "count", "scale": "small"}, ("code", "scale"), {},
                            "scale = largest magnitude of the block / largest level; of levels the nearest, of two the first",
-                           "scale * factor * level[code]", kernel=True),
+                           "scale * factor * level[code]", kernel=True, signs=("level",)),
     "minmax": Scheme({"code": "code", "zero": "zero", "scale": "scale"}, ("code", "zero", "scale"),
                      {"by": ("stored", "exact"), "symmetric": ("true", "false"), "rounds": ("quotient", "sum", "code"),
                       "span": ("found", "full", "tight", "signed")},
@@ -153,14 +155,15 @@ SCHEMES = {
                              {"by": ("trials", "exchange"), "spread": None},
                              "scale by search for the least error; in steps of the super-block's largest, sign and all",
                              "super_scale * (scale - scale_offset) * (code - offset)", importance=True, own=("by",),
-                             across=False),
+                             across=False, signs=("code", "scale")),
     "block_levels": Scheme({"code": "count", "scale": "scale"}, ("code", "scale"), {},
                            "scale by search for the least error; codes of the nearest levels",
-                           "scale * levels[code]", importance=True, across=False),
+                           "scale * levels[code]", importance=True, across=False, signs=("levels",)),
     "kquant_levels": Scheme({"code": "count", "scale": "integer", "super_scale": "scale"}, ("code", "scale", "super_scale"), {},
                             "scale by search for the least error, in steps of the super-block's largest, sign and all; codes of "
                             "the nearest levels",
-                            "super_scale * (scale - scale_offset) * levels[code]", importance=True, across=False),
+                            "super_scale * (scale - scale_offset) * levels[code]", importance=True, across=False,
+                            signs=("scale", "levels")),
     "grid_signs": Scheme({"code": "row", "sign": "row", "scale": "count", "super_scale": "scale"},
                          ("code", "sign", "scale", "super_scale"), {},
                          "rows, signs and scales by search for the least error; super-scale by a fit to them",
@@ -169,16 +172,18 @@ SCHEMES = {
     "grid_shifts": Scheme({"code": "row", "shift": "bit", "scale": "count", "super_scale": "scale"},
                           ("code", "shift", "scale", "super_scale"), {},
                           "rows, shifts and scales by search for the least error; super-scale by a fit to them",
-                          "super_scale * steps(scale) * (grid[code, k] + shifts(shift))", importance=True, across=False),
+                          "super_scale * steps(scale) * (grid[code, k] + shifts(shift))", importance=True, across=False,
+                          signs=("grid",)),
     "unit_absmax": Scheme({"code": "integer", "scale": "scale"}, ("code", "scale"), {},
-                          "scale = largest magnitude of the block; codes are w * (divisor / scale)", "scale * code / divisor"),
+                          "scale = largest magnitude of the block; codes are w * (divisor / scale)", "scale * code / divisor",
+                          signs=("code",)),
     "unit_level": Scheme({"code": "count", "scale": "scale"}, ("code", "scale"), {},
                          "scale = largest magnitude of the block; codes of the levels nearest to w * (1 / scale)",
-                         "scale * level[code]"),
+                         "scale * level[code]", signs=("level",)),
     "unit_level_nested": Scheme({"code": "count", "scale": "count", "super_scale": "scale", "offset": "minimum"},
                                 ("code", "scale", "super_scale", "offset"), {},
                                 "codes as unit_level's; offset = the mean of its scales, which are coded so less the offset",
-                                "level[code] * (entry[scale] * super_scale + offset)"),
+                                "level[code] * (entry[scale] * super_scale + offset)", signs=("level", "entry")),
     "float_zero": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
                          "scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both, unrounded",
                          "(code - zero) * scale"),
@@ -194,7 +199,7 @@ SCHEMES = {
     "least_squares": Scheme({"code": "code", "sign": "bit", "choice": "count", "scale": "power"}, ("code", "scale"), {},
                             "scale by search for the least squared error; codes of the nearest values, of any table or formula",
                             ("scale * values(code)", "scale * values(sign, code)", "scale * values(choice, code)",
-                             "scale * values(choice, sign, code)"), importance=True),
+                             "scale * values(choice, sign, code)"), importance=True, signs=("values",)),
     "least_squares_nested": Scheme({"code": "code", "sign": "bit", "choice": "count", "scale": "integer", "super_scale": "scale"},
                                    ("code", "scale", "super_scale"), {},
                                    "as least_squares; scales are steps of a super-scale of columns or of the row",
@@ -202,6 +207,6 @@ SCHEMES = {
                                     "super_scale * steps(scale) * values(sign, code)",
                                     "super_scale * steps(scale) * values(choice, code)",
                                     "super_scale * steps(scale) * values(choice, sign, code)"),
-                                   importance=True, across=False, of_rows=True),
+                                   importance=True, across=False, of_rows=True, signs=("values",)),
     "nearest": Scheme({"code": "float"}, ("code",), {}, "each weight is rounded to nearest, ties to even", "code"),
 }

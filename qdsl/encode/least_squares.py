@@ -212,7 +212,8 @@ def _fit(x: Doubles, by: Doubles | None, values: Doubles) -> Doubles:
 def _nested(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doubles, per: int,
             rounded: Callable[[Doubles], Doubles]) -> tuple[Doubles, Places, Places, Places]:
     """(super-scales, scales, choices, codes) of blocks, `per` of which share a super-scale."""
-    alone = _search(x, by, tables, lambda exact: exact, True)[0]
+    is_signed = bool(steps.min() < 0 < steps.max())              # a block's step cannot have another sign than all steps
+    alone = _search(x, by, tables, lambda exact: exact, is_signed)[0]
     supers = alone.reshape(-1, per)
     largest = np.take_along_axis(supers, np.abs(supers).argmax(1)[:, None], 1)[:, 0]
     above = rounded(largest / np.abs(steps).max())

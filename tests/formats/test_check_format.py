@@ -149,6 +149,15 @@ def test_quantization_that_loses_all(tmp_path: Path) -> None:
     assert all(re.search(r"loses \d+% of its norm", text) for text in problems.values())
 
 
+def test_a_quantizer_that_refuses_ordinary_weights(tmp_path: Path) -> None:
+    """It fails and is not skipped; so does one that loses a sign."""
+    for operation, message in ((" * 1e30", "the quantizer refuses a random weight of "),
+                               (".clamp(min=0)", "all negative weights of a random weight of ")):
+        checks = list(check_format(*written(tmp_path, ("absmax(weight,", f"absmax(weight{operation},"))))
+        assert {check.status for check in checks if check.name == "quantize"} == {"FAILED"}
+        assert all(check.text.startswith(message) for check in checks if check.name == "quantize")
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="runs kernels on the CPU")
 def test_a_wrong_kernel(tmp_path: Path) -> None:
     (tmp_path / "wrong").mkdir()

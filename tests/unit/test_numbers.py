@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qdsl.core.numbers import FLOATS, number, round_to_f32
+from qdsl.core.numbers import FLOATS, KNOWN_TYPES, near_type, number, round_to_f32
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.weight import numbers as runtime
 from tests.support.paths import ROOT
@@ -328,3 +328,14 @@ def test_widths_of_floats() -> None:
         "f32": 32, "f16": 16, "bf16": 16, "e3m2": 6, "e2m3": 6, "e2m1": 4,
         **dict.fromkeys(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "e8m0h", "ue4m3"), 8)}
     assert all(kind.is_float for kind in FLOATS.values())
+
+
+def test_types_of_other_languages_are_told() -> None:
+    """torch's names, C's and numpy's integers, other letters; the message lists every float."""
+    assert all(near_type(kind.torch) == name for name, kind in FLOATS.items() if kind.torch)
+    for bits in (2, 3, 4, 8, 16):
+        assert {near_type(text) for text in (f"uint{bits}", f"uint{bits}_t", f"U{bits}", f"ui{bits}")} == {f"u{bits}"}
+        assert {near_type(text) for text in (f"int{bits}", f"int{bits}_t", f"I{bits}", f"s{bits}")} == {f"i{bits}"}
+    assert all(near_type(name.upper()) == name and f" {name}" in KNOWN_TYPES and number(name) for name in FLOATS)
+    assert near_type("fp16") == near_type("half") == "f16" and near_type("e4m3fn") == near_type("fp8_e4m3fn") == "e4m3"
+    assert near_type("int64") == near_type("complex") == near_type("u17") == ""

@@ -151,17 +151,23 @@ def convert(case: Case) -> tuple[str, str]:
 
 
 def quantize(case: Case) -> tuple[str, str]:
-    """Quantizing a random weight loses less than its own energy, and unpack and pack keep the result."""
+    """Quantizing a random weight keeps both signs and loses less than its own energy; unpack and pack keep the result.
+
+    A quantizer that refuses such a weight fails.
+    """
     shape = case.two_blocks
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     try:
         packed = case.format.quantize(weight, case.storage, **dict[str, Any](case.params))
     except FormatError as error:
-        raise Skipped(f"refused: {str(error).splitlines()[0]}") from error
+        return f"the quantizer refuses a random weight of {list(shape)}: {str(error).splitlines()[0]}", ""
     decoded = case.format.dequantize(packed, torch.float32)
     change = float((decoded - weight).norm() / weight.norm())
     again = case.format.pack(case.format.unpack(packed), storage=case.storage, **case.params)
     problem = difference(case.format.dequantize(again, torch.float32), decoded, packed, case.spec)
+    for sign, of_sign in (("negative", weight < 0), ("positive", weight > 0)):
+        if not problem and not decoded[of_sign].any():
+            problem = f"all {sign} weights of a random weight of {list(shape)} become 0"
     if not change < 1:
         problem = f"a random weight of {list(shape)} loses {change:.0%} of its norm; zeros would lose 100 %"
     return problem, f"a random weight of {list(shape)} changes by {change:.2%} of its norm"

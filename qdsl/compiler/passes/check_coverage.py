@@ -7,16 +7,18 @@ Does not: look for strides (infer_layouts).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from qdsl.compiler.ir.index import Index
+from qdsl.compiler.ir.index import Index, ceil, exact, text
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.compiler.passes.samples import SampleSizes, distinct, sample_sizes, samples_of
-from qdsl.compiler.spec.source import Problems, did_you_mean
+from qdsl.compiler.spec.source import Problems, Span, did_you_mean
 from qdsl.core.layout import Clash, Line, coverage, walk
+from qdsl.core.text import counted
 
 
 def check_coverage(program: Program, problems: Problems) -> Program:
@@ -80,7 +82,9 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: 
     stored.setdefault(field.name, set()).update(bits)
     clash = _clash(tensor.lines, field.name, placement.extents, frozenset(bits))
     if clash is not None:
-        problems.add(tensor.record_span, _describe(field, placement, clash), *_first_broken_weight(field, placement, clash))
+        remedies = _spacing(tensor, placement, field.name)
+        problems.add(_line_span(program, tensor, clash), _describe(field, placement, clash), *remedies,
+                     *_first_broken_weight(field, placement, clash))
 
 
 @lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
@@ -97,6 +101,27 @@ def _describe(field: Field, placement: Placement, clash: Clash) -> str:
         return f"no item of the record stores bit {clash.bit} of {element}"
     places = " and ".join(str(piece.at + clash.bit - piece.lo) for piece in clash.pieces[:3])
     return f"bit {clash.bit} of {element} is stored {len(clash.pieces)} times, at record bits {places}"
+
+
+def _spacing(tensor: Tensor, placement: Placement, field: str) -> list[str]:
+    """A note for records that store more elements than they are apart: `32*g` where `64*g` is meant."""
+    stored = [piece.index for piece in walk(tensor.lines) if piece.field == field]
+    notes = []
+    for place, (digits, tile) in enumerate(zip(placement.digits, placement.extents, strict=True)):
+        count, variable = 1 + max(index[place] for index in stored), next((name for name in digits if name), "")
+        if variable and count > tile:
+            spaced = f"{tile}*{variable}" if tile > 1 else variable
+            notes.append(f"it stores {count} along '{variable}', and the next record begins {tile} further, at {spaced}: write "
+                         f"{count}*{variable}")
+    return notes
+
+
+def _line_span(program: Program, tensor: Tensor, clash: Clash) -> Span:
+    """The line of the record with the first piece of a clash; the record's first line if there is none."""
+    items = (item for storage in program.spec.storages if storage.name.value == program.storage for item in storage.tensors)
+    records = [item.record for item in items if item.name.value == tensor.name]
+    line = clash.pieces[0].line if clash.pieces else 0
+    return records[0][line].span if records and len(records[0]) == len(tensor.lines) and clash.pieces else tensor.record_span
 
 
 def _first_broken_weight(field: Field, placement: Placement, clash: Clash) -> list[str]:
@@ -121,15 +146,11 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
     inexact: set[str] = set()
     spare: set[str] = set()
     for placement in tensor.placements:
-        for digits, tile, fit in _fits(program, tensor, placement):
+        for digits, tile, extent, fit in _fits(program, tensor, placement):
             inexact.update(digits if not fit.is_exact else ())
             spare.update(digits if fit.is_spare else ())
             if fit.mismatch is not None:
-                records, elements, sample = fit.mismatch
-                sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
-                problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{placement.field}' along "
-                                          f"'{' '.join(digits) or 'its only record'}', but there are {elements} to store",
-                             f"at {sizes}")
+                _add_mismatch(program, tensor, placement, digits, tile, extent, fit.mismatch, problems)
                 return tensor
             if not fit.is_tried:
                 problems.add(tensor.span, f"there are no N and K at which the extents of '{program.storage}' divide")
@@ -138,8 +159,37 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
                                       for var in tensor.vars))
 
 
-def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tuple[list[str], int, Fit]]:
-    """(variables, tile, fit) for each coordinate that has more than one element per record."""
+def _add_mismatch(program: Program, tensor: Tensor, placement: Placement, digits: list[str], tile: int, extent: Index,
+                  mismatch: tuple[int, int, Mapping[str, int]], problems: Problems) -> None:
+    """Adds a problem for records that are too few or too many for a field, with what to write, at the axis that counts them."""
+    records, elements, sample = mismatch
+    sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
+    per_record = f"{tile} '{placement.field}'" if tile > 1 else f"one '{placement.field}'"
+    along = " ".join(digits) or "its only record"
+    counts = f"{counted(records, 'record')} of {per_record} along '{along}'"
+    problem = f"'{tensor.name}' has {counts}, but there are {elements} to store"
+    remedies = []
+    if len(digits) == 1:
+        needed = exact(extent, tile) if elements % tile == 0 else ceil(extent, tile)
+        remedies = [f"'{placement.field}' has {_as_written(extent)} along it: write {digits[0]}<{_as_written(needed)}"]
+    problems.add(_axis_span(program, tensor, digits), problem, *remedies, f"at {sizes}")
+
+
+def _as_written(index: Index) -> str:
+    """An extent as specs have it: K/32, ceil(K/group)."""
+    return re.sub(r"cdiv\((.+), (.+)\)", r"ceil(\1/\2)", text(index)).replace(" // ", "/")
+
+
+def _axis_span(program: Program, tensor: Tensor, digits: list[str]) -> Span:
+    """Where the tensor's shape counts with these variables; the tensor itself if nowhere."""
+    items = (item for storage in program.spec.storages if storage.name.value == program.storage for item in storage.tensors)
+    shapes = [item.shape for item in items if item.name.value == tensor.name and item.shape is not None]
+    loops = (loop for shape in shapes for axis in shape.axes for loop in axis.digits if loop is not None)
+    return next((loop.span for loop in loops if loop.name in digits), tensor.span)
+
+
+def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tuple[list[str], int, Index, Fit]]:
+    """(variables, tile, extent, fit) for each coordinate that has more than one element per record."""
     wanted = list(program.field(placement.field).extents)
     if placement.flat:
         wanted = [wanted[0] * wanted[1]]
@@ -148,7 +198,7 @@ def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tu
         names = [name for name in digits if name]
         counts = tuple(tensor.var(name).extent for name in names)
         if tile != 1 or counts != (extent,):
-            yield names, tile, _fit(sample_sizes(program), defined, counts, tile, extent)
+            yield names, tile, extent, _fit(sample_sizes(program), defined, counts, tile, extent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """Checks that the encode scheme exists, gets the fields that it chooses, and is the inverse of decode.
 
 Does: checks roles and options, and that fields of one level share a subscript; matches decode with the formula that the scheme
-inverts, and reads its constants.  Does not: judge whether a scheme suits a format.
+inverts, and reads its constants; proves that fields hold what the scheme chooses (encode_ranges.py).  Does not: judge how good
+the numbers are.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, permutations, product
@@ -14,6 +16,7 @@ from math import isfinite, prod
 
 from qdsl.compiler.ir.index import Index, flat_of
 from qdsl.compiler.ir.program import Constant, Encode, Program, Value
+from qdsl.compiler.passes.encode_ranges import EncodeCall, check_ranges
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.source import Problems, Source, Span, Text, did_you_mean
 from qdsl.compiler.spec.tables import is_number
@@ -25,6 +28,7 @@ Options = dict[str, str | int | float]
 _OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
                                                "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
+MOST_FIELDS = 5                                                  # of decode, to look for the scheme that inverts it
 ALIKE = (("scale", "choice"), ("code", "sign"))                  # of schemes that need no particular values
 
 
@@ -44,7 +48,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
         return program
     constants = _constants(program, scheme, roles)
     if constants is None:
-        problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
+        _add_difference(program, call, scheme, roles, problems)
         return program
     _check_blocks(program, call, scheme, roles, constants, problems)
     chosen = {*roles.values(), *program.unstored, *program.appended, *(f.name for f in program.fields if f.number is None)}
@@ -55,6 +59,8 @@ def check_encode(program: Program, problems: Problems) -> Program:
     assert code is not None
     _check_options(call, scheme, options, constants, code, problems)
     _check_storage_options(program, call, scheme, code, problems)
+    if not problems:
+        check_ranges(EncodeCall(program, call, roles, options, constants), scheme, problems)
     return replace(program, encode=Encode(call.name, roles, options, constants, scheme.open(code), scheme.takes_importance(code)))
 
 
@@ -89,6 +95,41 @@ def _constants(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Co
         if constants is not None:
             return {**constants, scheme.which: i} if scheme.which else constants
     return None
+
+
+def _add_difference(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], problems: Problems) -> None:
+    """Adds a problem for a decode that the scheme does not invert, with what decode should be, or the scheme that inverts it."""
+    def as_spec(pattern: str) -> str:
+        return re.sub("[a-z_]+", lambda word: roles.get(word[0], word[0]), pattern)
+
+    unread = [name for name in roles.values() if name not in _read(program, program.values[-1])]
+    wanted = " or ".join(as_spec(pattern) for pattern in scheme.patterns if all(
+        re.search(rf"\b{role}\b", pattern) for role in roles if role != "sums")) or " or ".join(map(as_spec, scheme.patterns))
+    others = list(_inverting(program, roles))
+    remedies = [f"'{others[0]}' inverts this decode"] if others else []
+    decode = program.spec.decode.span
+    if unread:
+        problems.add(decode, f"'{call.name}' chooses '{unread[0]}', which decode does not read; it inverts {wanted}", *remedies)
+    else:
+        problems.add(decode, f"'{call.name}' inverts {wanted}, and decode is something else", *remedies)
+
+
+def _inverting(program: Program, roles: Mapping[str, str]) -> Iterator[str]:
+    """Calls of schemes that invert decode with fields of the format, those with the roles' fields first."""
+    read = _read(program, program.values[-1])
+    fields = sorted((field.name for field in program.fields if field.number is not None and field.name in read),
+                    key=lambda name: name not in roles.values())
+    for name, scheme in SCHEMES.items():
+        needed = [role for role in scheme.required if role in scheme.roles]
+        for order in permutations(fields, len(needed)) if len(needed) == len(fields) <= MOST_FIELDS else ():
+            chosen = dict(zip(needed, order, strict=True))
+            numbers = {role: program.field(field).number for role, field in chosen.items()}
+            fits = all(number is not None and KINDS[scheme.roles[role]][1](number) for role, number in numbers.items())
+            if fits and _constants(program, scheme, chosen) is not None:
+                code = numbers["code"]
+                of_integers = () if code is None or code.is_float else scheme.of_integers
+                further = [f"{option}=..." for option in (*scheme.required, *of_integers) if option not in scheme.roles]
+                yield f"{name}({', '.join([*(f'{role}={field}' for role, field in chosen.items()), *further])})"
 
 
 def _without_columns(program: Program) -> Value:

@@ -7,6 +7,7 @@ they meet a float.  Does not: reorder or merge anything, because the order of ro
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -243,7 +244,8 @@ class _Builder:
             low, high = b.range or (-1, -1)
             if a.op == "const" and a.const == 2 and b.op != "const" and 0 <= low <= high <= 30:
                 return self.add("**", (left, right), expr.span, range=(2 ** low, 2 ** high), index=b.index)
-            self.problems.add(expr.span, "'**' is 2 ** a, with a constant a from -126 to 30 or an integer that is always 0 to 30")
+            self.problems.add(expr.span, "'**' is 2 ** a, with a constant a from -126 to 30 or an integer that is always 0 to 30",
+                              _power_remedy(expr, a, b))
             return None
         if a.is_int and b.is_int and expr.op != "/":
             return self.integer(expr, left, right)
@@ -374,3 +376,26 @@ def _finest(both: set[Index], axis: str) -> Index:
     by = {i: i.terms[0][0].args[1].const if i.terms[0][0].op == "div" and i.terms[0][0].args[1].is_const else 0 for i in both}
     small, large = sorted(both, key=lambda i: by[i])
     return small if by[small] and by[large] % by[small] == 0 else ix.name(axis)
+
+
+def _power_remedy(expr: g.Binary, a: Value, b: Value) -> str:
+    """What to write instead of a power that is not computed."""
+    base, power = (_text_of(side) for side in (expr.left, expr.right))
+    if a.op == b.op == "const":
+        value = a.const ** b.const if abs(b.const) < 128 and a.const else 0
+        return f"write the number, {value:.9g}" if value and abs(value) < 1e38 else "no weight in float32 is that large"
+    if b.op == "const" and b.const in (2, 3, 4):
+        return f"write {' * '.join([base] * int(b.const))}"
+    if a.op == "const" and a.const == 2 and b.is_int:
+        low, high = b.range or (0, 0)
+        return f"{power} is {low} to {high}: store it in fewer bits, or the power itself as e8m0, which is 2 ** (code - 127)"
+    if a.op == "const" and a.const == 2:
+        return f"{power} is a float: store an integer of at most 4 bits, or the power itself as e8m0, which is 2 ** (code - 127)"
+    return "powers of other numbers than 2 are tables: tables: {power: [1, 3, 9, 27]}, and power[code] in decode"
+
+
+def _text_of(expr: g.Expr) -> str:
+    """An expression as the spec has it, in parentheses unless it is one word."""
+    span = expr.span
+    written = span.source.text.split("\n")[span.line - 1][span.column - 1:span.column - 1 + span.length]
+    return written if re.fullmatch(r"[\w.]+", written) else f"({written})"

@@ -16,7 +16,7 @@ from qdsl.compiler.passes.scope import Scope
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Field as SpecField
 from qdsl.compiler.spec.source import Problems, did_you_mean
-from qdsl.core.numbers import FLOATS, Number, number
+from qdsl.core.numbers import KNOWN_TYPES, Number, near_type, number
 from qdsl.core.shapes import compiled_step, listed
 from qdsl.core.stored import PLANAR
 
@@ -96,8 +96,9 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
     number_type = number(word)
     if number_type is None or kind.extent is not None or (number_type.name == "u32" and not stored):
         lists = [param.name.value for param in program.spec.params if isinstance(param.values[0], str)]
-        problems.add(kind.span, f"unknown type '{word}'{did_you_mean(word, [*FLOATS, 'u4', 'u8', 'i8', *lists])}",
-                     "integers are u1 to u16 and i2 to i32")
+        near = near_type(word)
+        hint = f"; did you mean '{near}'?" if near else did_you_mean(word, lists)
+        problems.add(kind.span, f"unknown type '{word}'{hint}", KNOWN_TYPES)
         return None
     return number_type
 

@@ -6,6 +6,7 @@ keys, several documents, folded or escaped scalars and YAML 1.1's booleans are r
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,12 +14,16 @@ from typing import Any
 import yaml
 
 from qdsl.compiler.spec.source import Problems, Source, Span, Text
+from qdsl.core.text import counted
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 32
 MAX_NODES = 10_000
 _YAML_1_1_BOOLEANS = frozenset(
     f(word) for word in ("yes", "no", "on", "off", "true", "false") for f in (str.lower, str.upper, str.capitalize))
+
+
+_KEY = re.compile(r" *[\w-]+:( |$)")                              # a line that begins with a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +73,35 @@ def read(source: Source, problems: Problems) -> Node | None:
         mark = error.problem_mark or error.context_mark
         place = Span(source, mark.line + 1, mark.column + 1) if mark else start
         problem = str(error.problem or error.context)
-        problems.add(place, f"not YAML: {problem}", *_remedy(problem))
+        if problem.startswith("expected <block end>") and (message := _indentation(source, place)):
+            problems.add(place, message)
+        else:
+            problems.add(place, f"not YAML: {problem}", *_remedy(problem))
     return None
 
 
+def _indentation(source: Source, place: Span) -> str:
+    """What is wrong with the indentation of a line that begins at a place; '' if it is that of an earlier line."""
+    lines = source.text.split("\n")[:place.line]
+    own = _indent(lines[-1])
+    before = [(number, _indent(line)) for number, line in enumerate(lines[:-1], 1) if line.strip() and line.lstrip()[0] != "#"]
+    if not before or place.column != own + 1:
+        return ""
+    number, indent = before[-1]
+    allowed = sorted({depth for _, depth in before if depth <= indent})
+    return (f"this line is indented by {counted(own, 'space')}, and line {number} before it by {indent}: indent it by "
+            f"{' or '.join(map(str, allowed))}") if own not in allowed else ""
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
 def _remedy(problem: str) -> tuple[str, ...]:
-    """A note with a correction for a common mistake in records: `record: j<16: q[j]`."""
-    return ("text with a colon and a space needs quotes, such as record: \"j<8: q[n, j]\"",) \
-        if problem.startswith("mapping values") else ()
+    """A note with a correction for a common mistake, as in records: `record: j<16: q[j]`."""
+    remedies = {"mapping values": "text with a colon and a space needs quotes, such as record: \"j<8: q[n, j]\"",
+                "found character '\\t'": "indent with spaces, not with a tab"}
+    return tuple(remedy for begin, remedy in remedies.items() if problem.startswith(begin))
 
 
 class _Reader:
@@ -152,6 +178,12 @@ class _Reader:
             starts = [self.start(first + 1 + i, line) for i, line in enumerate(event.value.split("\n"))]
             return Text(event.value, tuple(starts))
         if end.line != first:
+            following = self.lines[first + 1]
+            own, before = _indent(following), _indent(self.lines[first])
+            if own > before and not event.style and _KEY.match(following):
+                raise self.refuse(Span(self.source, first + 2, own + 1, len(following.strip())),
+                                  f"a line indented by {counted(own, 'space')}, so that it continues line {first + 1}, "
+                                  f"which is indented by {before}: indent both alike")
             raise self.refuse(span, "this text runs over several lines: use '|', or put it on one line")
         if event.style in ("'", '"'):
             raw = self.lines[first][column + 1:end.column - 1]
