@@ -12,6 +12,7 @@ from typing import Any
 
 from qdsl.core.places import regular
 from qdsl.core.stored import INPUT_SCALE, Description
+from qdsl.core.transforms import INPUT, KINDS, OUTPUT, Transform
 
 # How a list's entries name modules; see checkpoint/detect/ignored.py.
 DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix")
@@ -139,6 +140,49 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
+class TransformRule:
+    """How a producer states a transform of a layer's input (qdsl/core/transforms.py).
+
+    kind, normalized, transposed, dtype: of the transform.  tensor: its name after the layer's, which states the transform by
+    itself.  optional: the settings state it, and the tensor may be missing.  siblings: ends of the names of the layers that take
+    a tensor of their parent module.  when: settings and their values.  size: the setting with the size of blocks, or the name of
+    a tensor of one number.  eps: the setting with that of a norm.  repeats: tensors of one number that state nothing else.
+    """
+
+    kind: str
+    tensor: str = ""
+    optional: bool = False
+    siblings: tuple[str, ...] = ()
+    when: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    size: str = ""
+    normalized: bool = False
+    transposed: bool = False
+    dtype: str = "float32"
+    eps: str = ""
+    repeats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransformSchemes:
+    """Settings with schemes of transforms, each for lists of modules, as compressed-tensors has them.
+
+    key: the setting, and `groups`, the key in it.  targets, every: as in GroupSettings.  types: of schemes -> those that are
+    built without a tensor, 'built', those of a stored matrix of ones, 'ones', and those of a stored matrix, 'matrix'.
+    sides: locations -> 'input' or 'output'.  fused: locations that are parts of weights.  pairs: locations whose transforms
+    cancel, if both have one.
+    """
+
+    key: str
+    groups: str
+    targets: str
+    every: str
+    types: Mapping[str, str]
+    sides: Mapping[str, str]
+    fused: tuple[str, ...] = ()
+    pairs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Producer:
     """The description of one producer's checkpoints.
 
@@ -151,7 +195,7 @@ class Producer:
     written: further settings to write.  dropped: settings about other things than weights.  follows_tensors:
     readers require exactly the tensors that settings mention.  experts: one of EXPERT_NAMES.  formats: rules for settings by
     format.  headers: rules for a header's JSON by format.  tensors: by format and storage, the storage's tensors -> the ends of
-    their names in checkpoints.
+    their names in checkpoints.  transforms, schemes: how transforms of x are stated.
     """
 
     name: str
@@ -178,11 +222,18 @@ class Producer:
     formats: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
     headers: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
     tensors: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
+    transforms: tuple[TransformRule, ...] = ()
+    schemes: TransformSchemes | None = None
 
     @property
     def skip_list(self) -> str:
         """The list of unquantized layers that is written, '' for none."""
         return next(iter(self.skipped), "")
+
+    def states(self, transform: Transform) -> bool:
+        """Whether its own readers know a transform by the tensor alone."""
+        return any(rule.kind == transform.kind and not rule.when and transform.tensor.endswith(f".{rule.tensor}")
+                   for rule in self.transforms if rule.tensor)
 
     @property
     def of_diffusers(self) -> Producer:
@@ -304,6 +355,14 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "formats": _rules,
     "headers": _rules,
     "tensors": _mapping_of(_mapping_of(_mapping_of(_word))),
+    "transforms": _list_of(_record(TransformRule, {
+        "kind": _one_of(KINDS), "tensor": _word, "optional": _flag, "siblings": _words, "when": _mapping_of(_list_of(_any)),
+        "size": _word, "normalized": _flag, "transposed": _flag, "dtype": _any, "eps": _word,
+        "repeats": _words}, ["kind"])),
+    "schemes": _record(TransformSchemes, {
+        "key": _word, "groups": _word, "targets": _dialect, "every": _word,
+        "types": _mapping_of(_one_of(("built", "ones", "matrix"))), "sides": _mapping_of(_one_of((INPUT, OUTPUT))),
+        "fused": _words, "pairs": _words}, ["key", "groups", "targets", "every", "types", "sides"]),
 }
 
 

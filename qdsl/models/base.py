@@ -15,7 +15,8 @@ from qdsl.checkpoint.files.folder import CONFIG_LIMIT, INDEX_LIMIT, Folder, read
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import strict_json
 from qdsl.jobs.compress.original import ORIGINAL
-from qdsl.models.plan import LoadError, Names, Rename, renamed
+from qdsl.models.names import Names
+from qdsl.models.plan import LoadError, Rename, renamed
 from qdsl.models.save import QUANTIZATION
 
 Base = Callable[[], Path]                                        # returns the local folder of a base, which it may download

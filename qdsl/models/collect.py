@@ -20,8 +20,10 @@ from qdsl.jobs.convert.plan import full_name, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin
+from qdsl.models.transforms import transform_tensors, transforms_of
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.private_apis import non_persistent_buffers
+from qdsl.runtime.torch.transforms import LayerTransform
 from qdsl.runtime.weight.convert import default_tensors
 from qdsl.runtime.weight.device_dtypes import as_stored
 from qdsl.runtime.weight.layout import PLANAR
@@ -69,13 +71,14 @@ class Collector:
     """The tensors of a model under the names of its checkpoint.
 
     settings: format, storage and parameters of each packed layer, by its name in the checkpoint.  dense: modules that are not
-    packed.  changed: some layer is not what the checkpoint has there.
+    packed.  transforms: of layers, by their names there.  changed: some layer is not what the checkpoint has there.
     """
 
     def __init__(self, model: nn.Module, origin: Origin) -> None:
         self.model, self.origin = model, origin
         self.tensors: dict[str, Stored] = {}
         self.settings: dict[str, dict[str, Any]] = {}
+        self.transforms: dict[str, list[dict[str, Any]]] = {}
         self.dense: list[str] = []
         self.changed = False
         self._written: set[int] = set()                          # parameters and buffers
@@ -95,6 +98,10 @@ class Collector:
             block = self.model.get_submodule(name)
             for full in group.tensors.values():
                 self._add_plain(full, full, block.get_parameter(full.rpartition(".")[2]))
+        for full, tensor in transform_tensors(self.model).items():
+            self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
+        self._written |= {id(buffer) for module in self.model.modules() if isinstance(module, LayerTransform)
+                          for buffer in module.buffers()}
         self._add_unpacked()
         for full, tensor in self.origin.unused.items():
             self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
@@ -207,6 +214,8 @@ class Collector:
             raise SaveError(f"layer {shown(name)}: files hold {weight.format.name} in groups of weights, and this is a layer by "
                             f"itself; `qdsl compress --format {weight.format.name}` writes them")
         self.settings[record.name] = {"format": weight.format.name, "storage": storage, **weight.params}
+        if transforms := transforms_of(self.model.get_submodule(name)):
+            self.transforms[record.name] = [transform.data() for transform in transforms]
         return record, storage
 
     def _as_stored(self, name: str, rows: _Rows, storage: str, record: Layer | None) -> PackedWeight:
@@ -289,6 +298,8 @@ class Collector:
         self._add(full, dtype, tuple(tensor.shape), lambda: tensor.detach().to(dtype))
         if name.endswith(".weight") and tensor.dim() == 2:
             self.dense.append(full.removesuffix(".weight"))
+            if transforms := transforms_of(self.model.get_submodule(name.removesuffix(".weight"))):
+                self.transforms[full.removesuffix(".weight")] = [transform.data() for transform in transforms]
 
     def _add(self, full: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
         if full in self.tensors:

@@ -10,6 +10,7 @@ from torch import nn
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import DTYPE, GroupedBlock, HiddenWeight
 from qdsl.models.origin import ATTRIBUTE
+from qdsl.models.transforms import make_plain_dense
 from qdsl.runtime.torch.distributed import GROUP
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
@@ -34,6 +35,7 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, PackedModule):
             _replace(model, name, module, dtype, shared)
+    make_plain_dense(model)
     vars(model).pop(ATTRIBUTE, None)
 
 
@@ -49,7 +51,8 @@ def embeddings(model: Any) -> list[nn.Module]:
 def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None, shared: dict[tuple[object, ...], nn.Parameter],
              ) -> None:
     """Replace a packed layer with a dense one, with its bias, mode and hooks."""
-    key: tuple[object, ...] = tuple(id(tensor) for tensor in module._stored_tensors().values())
+    transforms = module.own_transforms if isinstance(module, QuantizedLinear) else []
+    key: tuple[object, ...] = tuple(map(id, (*module._stored_tensors().values(), *transforms)))
     dense = module.dense(dtype)
     if isinstance(module, QuantizedLinear) and module.replaced is not None:
         dense = filled(module.replaced[0], dense, module.replaced[1])

@@ -261,6 +261,8 @@ def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None
             return "fused already"
         if layer.quantize_x:
             return "x is quantized, and the operation takes floats"
+        if layer.own_transforms:
+            return "it transforms x, which the fused layer does not"
         if id(layer) in stacked:
             return "experts of a stack are multiplied together"
         if any(owners[id(tensor)] > 1 for tensor in layer._stored_tensors().values()):

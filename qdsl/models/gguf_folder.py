@@ -28,7 +28,8 @@ from qdsl.jobs.gguf.source import model_of
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap, TensorRule, is_row_wise, row_order, source_rows, source_tensors
 from qdsl.models.gguf_vocabulary import add_vocabulary, json_of
-from qdsl.models.plan import LoadError, Names, listed
+from qdsl.models.names import Names
+from qdsl.models.plan import LoadError, listed
 
 if TYPE_CHECKING:
     from qdsl.models.transformers.conversions import Conversions

@@ -19,7 +19,7 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.safetensors import CheckpointError
-from qdsl.core.stored import OF_X
+from qdsl.core.transforms import Transform
 from qdsl.host import library
 from qdsl.host.system import resident_bytes
 from qdsl.models.base import complete_from
@@ -27,10 +27,12 @@ from qdsl.models.experts import Experts
 from qdsl.models.fused import fuse_model
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
+from qdsl.models.names import Names
 from qdsl.models.origin import origin_of, remember
-from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
+from qdsl.models.plan import GroupStep, LoadError, LoadPlan, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
 from qdsl.models.ties import keep_ties, recorded_ties, tie
+from qdsl.models.transforms import folded_weight, place_transforms
 from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.gpu.placement import may_change, setting
@@ -41,10 +43,8 @@ from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.weight.algebra import concatenated
-from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.arrays import aligned, empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
-
-SMALL = 1 << 20                                                  # bytes of a plain tensor that may be copied
 
 
 @without_autocast
@@ -92,6 +92,8 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
         loader.place(step)
     for group in plan.groups:
         loader.place_group(group)
+    for name, full in plan.transforms.items():
+        loader.place_transforms(name, checkpoint.source.transforms[full])
     remember(model, loader.origin)
     if plain:
         keep_ties(model, recorded_ties(model))
@@ -252,7 +254,7 @@ class _Loader:
             with torch.no_grad():
                 old.copy_(tensor)
             return
-        value = _aligned(self._moved(tensor, device, dtype))
+        value = aligned(self._moved(tensor, device, dtype))
         if name in self.names.buffers:
             self._set(name, value)
             return
@@ -353,8 +355,15 @@ class _Loader:
         old = self.names.modules[step.name]
         weight = self._owned(self.weights[step.name][0], self._target(old))
         self._replace(step.name, weight, self._compute_dtype(old))
+        self.place_transforms(step.name, step.layer.transforms)
         self.origin.layers[step.name] = step.layer
         self._keep_settings(step)
+
+    def place_transforms(self, name: str, transforms: Sequence[Transform]) -> None:
+        """Make a module transform its input or output."""
+        if transforms:
+            module = self.model.get_submodule(name)
+            place_transforms(module, transforms, self.source.tensor, self._target(module))
 
     def _replace(self, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
         """Replace a dense module, and all that share its weight, with packed ones that share the packed tensors."""
@@ -421,12 +430,9 @@ class _Loader:
         return whole.transpose(1, 2) if step.transposed else whole.reshape(step.shape)
 
     def _dense_rows(self, layer: Layer, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-        """The numbers [N, K] of a layer's weight, with what multiplies the layer's input."""
-        scaled = next((full for leaf, full in layer.others.items() if leaf in OF_X), None)
-        if scaled is None:
-            return weight.format.dequantize(weight, dtype)
-        scale = self.source.tensor(scaled).float()               # x * s times w is x times w * s
-        return weight.format.dequantize(weight, torch.float32).mul_(scale).to(dtype)
+        """The numbers [N, K] of a layer's weight, with the transforms of its input and output."""
+        wide = torch.float32 if layer.transforms else dtype
+        return folded_weight(weight.format.dequantize(weight, wide), layer.transforms, self.source.tensor).to(dtype)
 
     def _owned(self, weight: PackedWeight, device: torch.device) -> PackedWeight:
         return weight.apply(lambda tensor: self._moved(tensor, device, tensor.dtype))
@@ -489,11 +495,3 @@ class _Loader:
             self._fill(name, torch.cat([decoded[part] for part in parts]).view(old.shape))
             self.report.dense[name] = step.dense
         self.origin.changed = True
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """A copy of a small tensor whose address is no multiple of 16, because bits of torch's matmul depend on that; else the
-    tensor.
-    """
-    is_small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL
-    return tensor.clone() if is_small and tensor.data_ptr() % 16 else tensor

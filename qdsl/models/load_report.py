@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qdsl.core.text import Displayed, byte_text, counted
-from qdsl.models.plan import Names
+from qdsl.models.names import Names
 
 
 @dataclass(slots=True, repr=False)

@@ -15,15 +15,17 @@ from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
-from qdsl.core.stored import INPUT_SCALE, OF_X
+from qdsl.core.stored import INPUT_SCALE
 from qdsl.core.text import counted
+from qdsl.core.transforms import OUTPUT, Transform
 from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, pattern_of, row_order
-from qdsl.models.plan import LoadError, Names, listed
+from qdsl.models.names import Names
+from qdsl.models.plan import LoadError, listed
 from qdsl.models.ties import tie
+from qdsl.models.transforms import folded_weight
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
-SCALES = (*OF_X, INPUT_SCALE)                                    # tensors of a layer that concern its input
 UNUSED = "scale_input"                                           # ComfyUI's, which is 1 where none is known
 RUNS = 4                                                         # runs of consecutive rows of an expert that are cut one by one
 
@@ -103,16 +105,17 @@ class MappedSource:
             return Layer(name.removesuffix(".weight"), others=wrong.others, why=wrong.why)
         if len({(layer.format, layer.storage, layer.shape[1]) for layer in own}) > 1:
             return None
-        others = {leaf: full for layer in own for leaf, full in layer.others.items() if leaf in SCALES}
-        if len(own) > 1 and others:                              # each has its own
-            return None
+        others = {leaf: full for layer in own for leaf, full in layer.others.items() if leaf == INPUT_SCALE}
+        transforms = [transform for layer in own for transform in layer.transforms]
+        if (len(own) > 1 and (others or transforms)) or (rule.rows and any(one.side == OUTPUT for one in transforms)):
+            return None                                          # each has its own
         module = name.removesuffix(".weight")
         self._scales |= {f"{module}.{leaf}": full for leaf, full in others.items()}
         others = {leaf: f"{module}.{leaf}" for leaf in others}
         experts = shape[0] if len(shape) == 3 else None
         rows = math.prod(shape) // own[0].shape[1]
         return Layer(module, own[0].format, own[0].storage, own[0].params,
-                     (rows // (experts or 1), own[0].shape[1]), experts, others=others)
+                     (rows // (experts or 1), own[0].shape[1]), experts, others=others, transforms=tuple(transforms))
 
     def _rule(self, layer: Layer) -> TensorRule:
         return self.rules.get(layer.name) or self.rules[f"{layer.name}.weight"]
@@ -173,6 +176,13 @@ class MappedSource:
         filled = [name for name in self.rules if name not in self.layers and name.removesuffix(".weight") not in self.layers]
         return [*filled, *self.zeros, *self.unused]
 
+    @property
+    def transforms(self) -> Mapping[str, Sequence[Transform]]:
+        """Transforms of modules with plain weights, by the names of the model."""
+        plain = {f"{name}.weight": own for name, own in self.file.transforms.items()}
+        return {name.removesuffix(".weight"): plain[source] for name, rule in self.rules.items() for source in rule.sources
+                if source in plain}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter."""
         return self._shapes[name] if name in self.rules or name in self.zeros else self.file.shape(self._scales.get(name, name))
@@ -218,9 +228,7 @@ class MappedSource:
         if layer is None:
             return self.file.tensor(source)
         weight = self.file.stacked(layer)
-        dense = weight.format.dequantize(weight, torch.float32)
-        if scaled := next((full for leaf, full in layer.others.items() if leaf in OF_X), None):
-            dense.mul_(self.file.tensor(scaled).float())         # x * s times w is x times w * s
+        dense = folded_weight(weight.format.dequantize(weight, torch.float32), layer.transforms, self.file.tensor)
         return dense.view(logical_shape(self.file, source, layer))
 
     # -- what such a file has not -------------------------------------------------------------------------------------
@@ -289,7 +297,8 @@ def tensor_names(file: Source) -> dict[str, Layer | None]:
     for layer in file.layers.values():
         own = (*layer.tensors.values(), *layer.others.values())
         names[layer.name if layer.name in own else f"{layer.name}.weight"] = layer
-        names |= {full: None for leaf, full in layer.others.items() if leaf not in (*SCALES, UNUSED, "weight")}
+        names |= {full: None for leaf, full in layer.others.items() if leaf not in (INPUT_SCALE, UNUSED, "weight")
+                  and full not in layer.transform_tensors}
     return names
 
 

@@ -19,6 +19,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from qdsl.core.text import Displayed, counted
+from qdsl.core.transforms import OUTPUT
 from qdsl.models.dense import embeddings
 from qdsl.models.lora import AdapterError as AdapterError
 from qdsl.models.lora import is_packed, register
@@ -111,6 +112,12 @@ def _merged(name: str, layer: Any, into: str, dtype: torch.dtype | None, report:
         raise AdapterError(f"{name}: merge() takes LoRA and DoRA, not {type(layer).__name__} over a packed weight")
     if base.device.type == "meta":
         raise AdapterError(f"{name}: its weight is on meta or offloaded; load the model onto one device and merge there")
+    transforms = base.own_transforms if isinstance(base, QuantizedLinear) else []
+    has_output = any(own.transform.side == OUTPUT for own in transforms)
+    if transforms and (into != "dense" or has_output):
+        remedy = "" if has_output else "; merge(model, into='dense') makes that a part of the weight"
+        raise AdapterError(f"{name}: the layer transforms x ({transforms[0].transform.label}), and an adapter takes x as it "
+                           f"is{remedy}")
     weight, bias = _merged_weight(name, layer, base)
     merged: Any
     if into == "dense":

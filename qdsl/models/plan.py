@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from qdsl.checkpoint.detect.descriptions import descriptions
@@ -15,11 +15,11 @@ from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.core.stored import OF_X
+from qdsl.models.names import Names
 from qdsl.models.stacks import Stacks, why_no_stack
+from qdsl.models.transforms import transform_problems
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
-from qdsl.runtime.torch.private_apis import non_persistent_buffers
 from qdsl.runtime.torch.products import product_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
@@ -86,6 +86,7 @@ class LoadPlan:
 
     plain: plain tensors by the parameter or buffer that each fills.  biases: by the parameter [E, N] that they fill, the tensors
     of experts' biases in order, and their rows.  scales: static scales of activations, by the modules they belong to.
+    transforms: plain modules with transforms, and their names in the checkpoint.
     quantized: Linear layers that are quantized on the way, by name.  dense: layers of plain numbers, and why.  unused: tensors
     that have no place in the model.  problems: what makes loading an error.
     """
@@ -95,44 +96,12 @@ class LoadPlan:
     plain: dict[str, str] = field(default_factory=dict)
     biases: dict[str, dict[str, int]] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
+    transforms: dict[str, str] = field(default_factory=dict)
     quantized: list[str] = field(default_factory=list)
     stacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-
-class Names:
-    """A model's modules, parameters and buffers by all their names, and which names share a parameter."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.transient = {f"{name}.{own}".lstrip(".") for name, module in self.modules.items()
-                          for own in non_persistent_buffers(module)}
-        shared: dict[int, list[str]] = {}
-        for name, parameter in self.parameters.items():
-            shared.setdefault(id(parameter), []).append(name)
-        self._shared = {name: names for names in shared.values() for name in names}
-        self.untied: set[str] = set()
-
-    def tensor(self, name: str) -> Tensor | None:
-        """A parameter or buffer; None where the model has none of that name."""
-        return self.parameters.get(name, self.buffers.get(name))
-
-    def tied(self, name: str) -> list[str]:
-        """All names of a parameter, this one first, without those with a weight of their own in the checkpoint.
-
-        Where several have one, the others share that of the first.
-        """
-        names = self._shared.get(name, [])
-        first = next((other for other in names if other in self.untied), name)
-        return [name, *(other for other in names if other != name and other not in self.untied and name == first)]
-
-    def is_untied(self, name: str) -> bool:
-        """Whether another name of a parameter has a weight of its own."""
-        return any(other != name and other in self.untied for other in self._shared.get(name, ()))
 
 
 def plan_load(names: Names, source: Source, rename: Rename | None, format: str | None = None,
@@ -155,6 +124,7 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
         planner.add_group(group, stacks)
     for name in source.plain:
         planner.add_plain(name, name)
+    planner.check_transforms()
     planner.sort_plain(format, SKIPPED if skip is None else skip)
     planner.orient_experts()
     if plain:
@@ -232,7 +202,7 @@ class _Planner:
         if shape not in (stored, _swapped(stored)) and not _is_flattened(shape, stored):
             self.plan.problems.append(f"{shown(name)} is {list(shape)} in the model, and {list(stored)} in the checkpoint")
             return None
-        why = self._why_decoded(layer, name)
+        why = self._why_decoded(layer, name, experts)
         if why and weight is not None:
             return PackedStep(layer, weight, "dense", shape, why, experts)
         if experts is not None and len(shape) == 3 and weight in self.names.parameters:
@@ -248,13 +218,14 @@ class _Planner:
 
     def _transposed_step(self, layer: Layer, name: str, weight: str, shape: tuple[int, ...]) -> PackedStep:
         """The step for a layer [N, K] of a module with a weight [K, N], in whose place producers quantize an nn.Linear."""
-        why = self._why_decoded(layer, name)
+        why = self._why_decoded(layer, name, None)
         return PackedStep(layer, weight if why else name, "dense" if why else "linear", shape, why, transposed=True)
 
-    def _why_decoded(self, layer: Layer, name: str) -> str:
+    def _why_decoded(self, layer: Layer, name: str, experts: int | None) -> str:
         """Why a place takes the numbers of a layer that it could hold packed; '' where it holds it."""
-        scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
-        return f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
+        if layer.transforms and experts is not None:
+            return f"the input of its experts is transformed ({layer.transforms[0].label})"
+        return SKIP if is_skipped(name, self.skip) else ""
 
     def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
         """Plan a parameter filled from experts that the checkpoint stores one by one, unless all of them are plain."""
@@ -267,14 +238,13 @@ class _Planner:
             self.plan.problems.append(f"{shown(name)}: {why}")
             return
         shape = tuple(self.names.parameters[name].shape)
-        scaled = next((leaf for layer in packed for leaf in layer.others if leaf in OF_X), None)
-        why = f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
+        why = self._why_decoded(max(packed, key=lambda layer: len(layer.transforms)), name, len(experts))
         self.names.untied.add(name)
         self.plan.packed.append(PackedStep(packed[0], name, "dense" if why else "experts", shape, why, len(experts),
                                            parts=tuple(packed)))
         self._add_biases(f"{name}_bias", packed)
         for layer in packed:
-            self.plan.unused += [full for leaf, full in layer.others.items() if leaf not in OF_X and not (
+            self.plan.unused += [full for leaf, full in layer.others.items() if full not in layer.transform_tensors and not (
                 leaf == "bias" and f"{name}_bias" in self.plan.biases)]
 
     def _add_plain_stack(self, name: str, tensors: tuple[str, ...]) -> None:
@@ -325,8 +295,16 @@ class _Planner:
                 return
         if leaf == "input_scale" and step.kind == "linear" and math.prod(self.source.shape(full)) == 1:
             self.plan.scales[name] = full
-        elif leaf not in OF_X:
+        elif full not in step.layer.transform_tensors:
             self.plan.unused.append(full)
+
+    def check_transforms(self) -> None:
+        """Plan the transforms of plain modules; problems with those that neither modules apply nor dense weights contain."""
+        plain = {own: name for name in self.source.transforms if (own := renamed(name, self.rename)) is not None}
+        self.plan.transforms = {own: name for own, name in plain.items() if f"{own}.weight" in self.names.parameters}
+        self.plan.problems += transform_problems(
+            {own: (self.names.modules.get(own), self.source.transforms[name]) for own, name in self.plan.transforms.items()},
+            {step.name: step.layers for step in self.plan.packed if step.kind != "linear"})
 
     # -- groups and plain tensors -------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
             base = {**{key: stored[key] for key in QUANTIZATION if key in stored}, **base}
             has_own = is_guard(stored.get(FIELD))
         elif collected.settings:
-            base["quantization_config"] = own_settings(collected.settings, collected.dense)
+            base["quantization_config"] = own_settings(collected.settings, collected.dense, collected.transforms)
         elif not has_own:
             base.pop("quantization_config", None)
         base = guarded(base) if has_own else unguarded(base)

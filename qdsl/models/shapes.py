@@ -13,7 +13,8 @@ from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.jobs.engine import RewriteError
-from qdsl.models.plan import Names, renamed
+from qdsl.models.names import Names
+from qdsl.models.plan import renamed
 from qdsl.models.save import QUANTIZATION
 from qdsl.models.stacks import piece_shapes, usual_stacks
 

@@ -357,7 +357,7 @@ def test_inspect_says_what_lies_beside_a_weight(tmp_path: Path) -> None:
     heads = next(line for line in lines if line.startswith("layers "))
     row = lines[lines.index(heads) + 1]
     others = row[heads.index("beside"):heads.index(" by")].strip()
-    assert {*others.split(", ")} == {"bias", "pre_quant_scale"}
+    assert {*others.split(", ")} == {"bias", "multiply by pre_quant_scale"}
 
 
 def test_ends_of_names(tmp_path: Path) -> None:

@@ -324,7 +324,8 @@ def test_dense_stacks(tmp_path: Path, scaled: bool, transposed: bool) -> None:
     model = moe(transposed=transposed, gate_up_proj=(128, 192))
     source = folder(tmp_path / "in", one_by_one(weights) | more, FP8)
     report = qdsl.load_weights_(model, source, skip=None if scaled else ["gate_up_proj"])
-    why = "'pre_quant_scale' multiplies its input" if scaled else "left out by a pattern"
+    label = "multiply by experts.1.up_proj.pre_quant_scale"
+    why = f"the input of its experts is transformed ({label})" if scaled else "left out by a pattern"
     assert report.dense == {"experts.gate_up_proj": why} and report.packed == {} and report.unused == []
     dense = rows_of(list(weights.values()))
     if scaled:

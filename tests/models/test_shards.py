@@ -13,6 +13,7 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.report.shards import Piece, ShardError, merged_pieces, piece, row_piece, vocabulary_rows
 from qdsl.core.borders import Span, shard_step
+from qdsl.core.transforms import Transform
 from qdsl.generated import fp8_channel, fp8_tensor, int_group, q4_k, q8_0
 from qdsl.models.shards import Collector, Part, joined, linear, needed
 from qdsl.runtime import PackedWeight
@@ -190,8 +191,8 @@ def test_refusals_name_layer_format_step_and_remedy() -> None:
         merged_pieces("kv", [layer_of(packed)], [(5, 16)], 2, 0)
     with pytest.raises(ShardError, match="'x': 'a' is not recognised: no format"):
         piece("x", Layer("a", why="no format"), "N", 0, 1)
-    with pytest.raises(ShardError, match="'x': 'pre_quant_scale' multiplies the layer's input first"):
-        piece("x", Layer("a", others={"pre_quant_scale": "a.pre_quant_scale"}), "N", 0, 1)
+    with pytest.raises(ShardError, match=r"'x': the layer transforms x \(multiply by a.pre_quant_scale\), which no engine does"):
+        piece("x", Layer("a", transforms=(Transform("multiply", tensor="a.pre_quant_scale"),)), "N", 0, 1)
     collector = Collector(layer_of(packed), [])
     with pytest.raises(ShardError, match="'layer': the loader did not bring blocks"):
         collector.parts()

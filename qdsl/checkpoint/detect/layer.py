@@ -10,6 +10,7 @@ from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.quantization import Quantization
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import NO_SHAPE
+from qdsl.core.transforms import Transform
 
 NOT_KNOWN = "quantized in a way that is not known"
 
@@ -25,7 +26,7 @@ class Layer:
     its numbers depend on, so that nobody may read it.  problems: others, which change no number.  why: the reason why it is not
     recognised; format and storage are then ''.  transposed: the last two axes of three-axis tensors are swapped compared to
     the storage, as in experts' weights [E, K, N].  act_order: columns of a group lie anywhere along K; False until
-    `qdsl.checkpoint.report.shards.with_order` has read the index.
+    `qdsl.checkpoint.report.shards.with_order` has read the index.  transforms: of its input and output.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Layer:
     why: str = ""
     transposed: bool = False
     act_order: bool = False
+    transforms: tuple[Transform, ...] = ()
 
     def __repr__(self) -> str:
         what = "".join([f"{self.format}.{self.storage} {[*([self.experts] if self.experts else []), *self.shape]}",
@@ -54,6 +56,11 @@ class Layer:
     def is_unknown(self) -> bool:
         """Whether it is quantized but fits no format."""
         return self.why.startswith(NOT_KNOWN)
+
+    @property
+    def transform_tensors(self) -> frozenset[str]:
+        """The names of the tensors of its transforms."""
+        return frozenset(name for own in self.transforms for name in own.tensors)
 
     @property
     def lacks_shape(self) -> bool:
@@ -82,6 +89,7 @@ class Layers:
 
     left: modules with unquantized matrices.  problems, contradictions: of the checkpoint and not of one layer, as in a Layer.
     notes: on entries of its lists that name nothing.  groups: weights in one entropy code; their tensors are among the others.
+    transforms: those of plain modules, by name; tensors of transforms are not among `plain`.
     """
 
     layers: list[Layer]
@@ -92,6 +100,7 @@ class Layers:
     groups: list[Group]
     notes: list[str] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
+    transforms: Mapping[str, tuple[Transform, ...]] = field(default_factory=dict)
 
     def refuse_contradictions(self, path: Path) -> Layers:
         """These layers, if no settings contradict tensors in what numbers depend on.

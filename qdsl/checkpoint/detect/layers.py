@@ -21,9 +21,12 @@ from qdsl.checkpoint.detect.layer import NOT_KNOWN, Layer, Layers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.detect.report import Report
 from qdsl.checkpoint.detect.rules import OWN, Reading, unlisted_lengths
+from qdsl.checkpoint.detect.tensor_names import WEIGHT
+from qdsl.checkpoint.detect.transforms import TransformReader
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.core.stored import Description, LayoutMismatch
+from qdsl.core.transforms import Transform
 
 TRANSPOSED = "experts' weights are [E, K, N], as their extents tell"
 BYTES = ("U8", "I8")                                             # dtypes of weights that may hold two codes per element
@@ -67,6 +70,7 @@ class _Recognizer:
         self.judge = Judge(self.collector, self.quantization)
         self.further = [Judge(self.collector, other) for other in quantized[1:]]
         self.report = Report(folder, quantized, self.groups, formats)
+        self.transforms = TransformReader(folder, self.quantization)
         self._lengths: dict[int, tuple[Mapping[str, Any], Mapping[str, Sequence[Reading]]]] = {}
         self._fitting: dict[tuple[object, ...], list[Candidate] | LayoutMismatch] = {}
 
@@ -79,6 +83,9 @@ class _Recognizer:
         in_groups = {full for group in self.groups for full in group.tensors.values()}
         modules = self.collector.names.modules(
             name for name in [*self.folder.names(), *self.folder.missing] if name not in in_groups)
+        outside = self.transforms.outside(modules)
+        modules = {name: own for name, tensors in modules.items()
+                   if (own := {leaf: full for leaf, full in tensors.items() if full not in outside})}
         every = {name: self._layer(name, tensors) for name, tensors in modules.items()}
         every |= {name: self._layer(name, modules[name], transposed=True) for name in self._transposed(every)}
         used = {self.collector.kind(leaf, modules[name][leaf]) for name, layer in every.items() if layer is not None
@@ -86,13 +93,41 @@ class _Recognizer:
         every = {name: layer or self._leftover(name, modules[name], used) for name, layer in every.items()}
         if self.is_foreign and not any(every.values()):
             every = {name: self._unnamed(name, tensors) for name, tensors in modules.items()}
-        quantized = {name: layer for name, layer in every.items() if layer is not None}
+        quantized = {name: self._transformed(layer, modules[name]) for name, layer in every.items() if layer is not None}
         of_layers = {full for layer in quantized.values()
-                     for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())}
+                     for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())} | outside
+        unquantized = {name: tensors for name, tensors in modules.items() if name not in quantized}
+        transforms, wrong = self._plain_transforms(unquantized)
+        of_layers |= {full for own in transforms.values() for transform in own
+                      for full in (*transform.tensors, *transform.repeats)}
         plain = [name for name in self.folder.names() if name not in of_layers]
-        left = self.report.left({name: tensors for name, tensors in modules.items() if name not in quantized}, quantized)
-        return Layers(list(quantized.values()), plain, left, self.quantizations, self.report.problems(quantized, modules),
-                      self.groups, self.report.notes(modules), self.report.contradictions(quantized))
+        wrong += self.transforms.problems(modules)
+        return Layers(list(quantized.values()), plain, self.report.left(unquantized, quantized), self.quantizations,
+                      self.report.problems(quantized, modules), self.groups, self.report.notes(modules),
+                      [*self.report.contradictions(quantized), *wrong], transforms)
+
+    def _transformed(self, layer: Layer, tensors: Mapping[str, str]) -> Layer:
+        """A layer with the transforms of its input and output; what cannot be computed contradicts it."""
+        if layer.why:
+            return layer
+        transforms, problems = self.transforms.of(layer.name, layer.shape, tensors, True)
+        return replace(layer, transforms=transforms, contradictions=(*layer.contradictions, *problems)) \
+            if transforms or problems else layer
+
+    def _plain_transforms(self, modules: Mapping[str, Mapping[str, str]],
+                          ) -> tuple[dict[str, tuple[Transform, ...]], list[str]]:
+        """The transforms of modules with a plain matrix, by name, and what cannot be computed."""
+        every: dict[str, tuple[Transform, ...]] = {}
+        wrong: list[str] = []
+        for name, tensors in modules.items():
+            full = tensors.get(WEIGHT, "")
+            entry = self.folder.entry(full) if full and full not in self.folder.missing else None
+            if entry is None or len(entry.shape) != 2:
+                continue
+            transforms, problems = self.transforms.of(name, entry.shape, tensors, False)
+            every |= {name: transforms} if transforms else {}
+            wrong += [f"{name}: {problem}" for problem in problems]
+        return every, wrong
 
     def _layer(self, name: str, tensors: Mapping[str, str], transposed: bool = False) -> Layer | None:
         """The module as a layer; None if it has only plain tensors.  transposed: its tensors are [E, K, N]."""

@@ -18,6 +18,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.core.transforms import Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,8 @@ Shapes = Mapping[str, Sequence[int]]
 class Source(Protocol):
     """A checkpoint's tensors, as packed layers, groups that are coded together, and plain tensors.
 
-    layers: by module names.  plain: all other tensors.  problems: of the checkpoint and not of one layer.
+    layers: by module names.  plain: all other tensors.  problems: of the checkpoint and not of one layer.  transforms: of
+    modules with plain weights, by name; layers have their own.
     """
 
     path: Path
@@ -43,6 +45,8 @@ class Source(Protocol):
     def plain(self) -> Sequence[str]: ...
     @property
     def problems(self) -> Sequence[str]: ...
+    @property
+    def transforms(self) -> Mapping[str, Sequence[Transform]]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor.  Raises CheckpointError for an unknown name."""
@@ -88,12 +92,12 @@ class FolderSource:
         self.shapes = shapes
 
     @cached_property
-    def _layers(self) -> tuple[dict[str, Layer], list[Group], list[str], list[str]]:
+    def _layers(self) -> tuple[dict[str, Layer], list[Group], list[str], list[str], Mapping[str, tuple[Transform, ...]]]:
         recognised = (detected_layers if self.is_described else layers)(self.folder, shapes=self.shapes)
         coded = {full for group in recognised.groups for full in group.tensors.values()}
         return ({layer.name: layer for layer in recognised.layers}, recognised.groups,
                 [name for name in recognised.plain if name not in coded],
-                [*recognised.problems, *recognised.contradictions])
+                [*recognised.problems, *recognised.contradictions], recognised.transforms)
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -114,6 +118,11 @@ class FolderSource:
     def problems(self) -> Sequence[str]:
         """Problems of the checkpoint and not of one layer."""
         return self._layers[3]
+
+    @property
+    def transforms(self) -> Mapping[str, Sequence[Transform]]:
+        """Transforms of modules with plain weights, by name."""
+        return self._layers[4]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor.  Raises CheckpointError."""
@@ -164,6 +173,7 @@ class GgufSource:
         self.file = GgufFile(path)
         self.path = path
         self.groups: Sequence[Group] = ()
+        self.transforms: Mapping[str, Sequence[Transform]] = {}
         self.problems: Sequence[str] = self.file.notes
 
     @cached_property

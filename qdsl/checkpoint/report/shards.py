@@ -14,7 +14,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.borders import UNITS, Span, piece_step, shard_step, span, targets
-from qdsl.core.stored import OF_X, Description
+from qdsl.core.stored import Description
 
 MOST_PADDING = 4                                                 # a rank stores at most this many times the rows it needs
 GROUP_ROWS = 32                                                  # a multiple of the rows of an entropy code's groups
@@ -109,9 +109,8 @@ def _check(name: str, layer: Layer) -> None:
 
 def unservable(layer: Layer) -> str:
     """Why a layer cannot be served in its packed form on any number of ranks; '' where it can."""
-    scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
-    if scaled is not None:
-        return f"'{scaled}' multiplies the layer's input first, which no engine does; quantize the model without it"
+    if layer.transforms:
+        return f"the layer transforms x ({layer.transforms[0].label}), which no engine does; quantize the model without that"
     return f"{shown(layer.name)} is not recognised: {layer.why}" if layer.why else ""
 
 

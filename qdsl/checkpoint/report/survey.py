@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import SHARED_MEMORY, Group, memory
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.core.transforms import transform_of
 
 PROBLEMS = 20                                                    # that are shown of a kind
 
@@ -72,6 +74,7 @@ def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
             "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "transposed": layer.transposed,
             "bits_per_weight": _bits(folder, layer.tensors.values(), _numbers(layer)), "tensors": dict(layer.tensors),
             "settings": list(layer.settings), "others": dict(layer.others), "by": layer.by,
+            **({"transforms": [own.data() for own in layer.transforms]} if layer.transforms else {}),
             **({"why": layer.why} if layer.why else {})}
 
 
@@ -106,9 +109,9 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     """The data of `survey` as tables: heads, rows, and which columns are right-aligned."""
     recognised = [row for row in data["layers"] if row["format"]]
     layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first),
-               _between(alike, "bits_per_weight"), _params(first["params"]), ", ".join(first["others"]), first["by"]]
+               _between(alike, "bits_per_weight"), _params(first["params"]), _others_text(first), first["by"]]
               for name, alike in _grouped(recognised, lambda row: (row["format"], row["storage"], _params(row["params"]),
-                                                                   _extents(row), *row["others"], row["by"]))
+                                                                   _extents(row), _others_text(row), row["by"]))
               for first in alike[:1]]
     groups = [[name, str(len(alike)), first["format"], str(len(first["weights"])), str(sum(first["weights"].values())),
                _between(alike, "bits_per_weight"), _between(alike, "threads_per_block"), _between(alike, "shared_memory"),
@@ -124,6 +127,16 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),
             *(([head, "", ""], rows, " >") for head, rows in problems.items())]
+
+
+def _others_text(layer: Mapping[str, Any]) -> str:
+    """The other tensors of a layer, and its transforms, with the last parts of tensors' names."""
+    last, labels, tensors = layer["name"].rpartition(".")[2], [], set()
+    for own in map(transform_of, layer.get("transforms", ())):
+        tensors |= {*own.tensors, *own.repeats}
+        parts = own.tensor.split(".")[-2:]
+        labels.append(replace(own, tensor=".".join(parts[parts[0] == last:])).label)
+    return ", ".join([*(leaf for leaf, full in layer["others"].items() if full not in tensors), *labels])
 
 
 def _problem_rows(problems: Sequence[Mapping[str, Any]]) -> list[list[str]]:

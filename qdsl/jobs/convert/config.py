@@ -19,11 +19,13 @@ from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import LEFT_ALONE, in_headers, quantization
 from qdsl.checkpoint.detect.rules import OWN, same
+from qdsl.checkpoint.detect.transforms import OWN_TRANSFORMS
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.producer import ABOUT_RULE, WORDS, Producer, Refusal
-from qdsl.core.stored import INPUT_SCALE, OF_X, Description
+from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.text import counted
+from qdsl.core.transforms import Transform
 from qdsl.jobs.convert.aim import description
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan import Plan
@@ -172,17 +174,30 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
         why = f"layers differ in {'parameters' if alike else 'format'}" if rules or not alike else \
             f"qdsl knows no other loader of {plan.format}.{plan.aim.storage}"
         return _ours(folder, plan, layers), f"{why}: the config says qdsl"
-    scaled = [f"{layer.name}.{name}" for layer in plan.changed for name in OF_X if name in layer.others]
-    if scaled and not same(method, rule["quant_method"]):        # a loader that does not know it would ignore it
-        return _ours(folder, plan, layers), (
-            f"x is to be multiplied by {scaled[0]}, and so of {len(scaled)} layers, which loaders of {rule['quant_method']} "
-            "do not: the config says qdsl")
+    transforms, producer = _transforms(plan, layers), _written_as(folder, rule["quant_method"])
     if _is_own(rule, method, plan):
         return _changed(old, rule, first), ""
+    kept = {key: old[key] for key in _scheme_keys(producer) if same(method, rule["quant_method"]) and old.get(key)}
+    unstated = [] if kept else [name for name, own in transforms.items() if not all(map(producer.states, own))]
+    if unstated:                                                 # a loader that does not know them would ignore them
+        label = transforms[unstated[0]][0].label
+        return _ours(folder, plan, layers), (
+            f"layers transform x, as {shown(unstated[0])} ({label}) and {len(unstated) - 1} more, which loaders of "
+            f"{rule['quant_method']} do not: the config says qdsl")
     plain, wrong = ignored(folder, layers, rule["quant_method"])
-    producer = _written_as(folder, rule["quant_method"])
     note = f"{producer.skip_list} of the config cannot name {', '.join(wrong)} to all readers" if wrong else ""
-    return _new_settings(dict(_rule_settings(rule, first)), producer, plain), note
+    return _new_settings(dict(_rule_settings(rule, first)), producer, plain) | kept, note
+
+
+def _transforms(plan: Plan, layers: Layers) -> dict[str, tuple[Transform, ...]]:
+    """The transforms of packed and of plain layers, by name."""
+    packed = {layer.name: layer.transforms for layer in (*plan.changed, *plan.kept) if layer.transforms}
+    return {**layers.transforms, **packed}
+
+
+def _scheme_keys(producer: Producer) -> list[str]:
+    """The settings in which a producer states transforms by schemes."""
+    return [] if producer.schemes is None else [producer.schemes.key]
 
 
 def _written_as(folder: Folder, method: str) -> Producer:
@@ -196,18 +211,21 @@ def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
     names = [layer.name for layer in (*plan.changed, *plan.kept)]
     settings = {name: {"format": format, "storage": storage, **params}
                 for name, (format, storage), params in zip(names, plan.storages, plan.params, strict=True)}
-    return own_settings(settings, ignored(folder, layers, OWN)[0])
+    transforms = {name: [own.data() for own in every] for name, every in _transforms(plan, layers).items()}
+    return own_settings(settings, ignored(folder, layers, OWN)[0], transforms)
 
 
-def own_settings(layers: Mapping[str, Mapping[str, Any]], plain: Sequence[str]) -> dict[str, Any]:
+def own_settings(layers: Mapping[str, Mapping[str, Any]], plain: Sequence[str],
+                 transforms: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> dict[str, Any]:
     """The `quantization_config` of weights that only qdsl reads.
 
     layers: format, storage and every parameter of each packed layer, by name.  plain: modules that are not packed.
+    transforms: of the inputs and outputs of layers, by name.
     """
-    first = next(iter(layers.values()))
+    first, own = next(iter(layers.values())), {OWN_TRANSFORMS: {**transforms}} if transforms else {}
     if any(layer != first for layer in layers.values()):
-        return {"quant_method": OWN, "quantized_layers": {name: dict(layer) for name, layer in layers.items()}}
-    return {"quant_method": OWN, **first, **({producers().of(OWN).skip_list: list(plain)} if plain else {})}
+        return {"quant_method": OWN, "quantized_layers": {name: dict(layer) for name, layer in layers.items()}, **own}
+    return {"quant_method": OWN, **first, **({producers().of(OWN).skip_list: list(plain)} if plain else {}), **own}
 
 
 def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from qdsl.checkpoint.detect.layer_weights import module_of, unread
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.rules import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
+from qdsl.checkpoint.detect.transforms import why_not_contained
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
@@ -79,6 +80,11 @@ class Change:
     def kind(self) -> str:
         """Layers that are converted, but those whose entropy codes are complete and copied."""
         return "convert" if self.encoded is None else COPY
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the new weight contains the layer's transforms, which plain numbers cannot state."""
+        return bool(self.layer.transforms) and is_plain_target(self.layer, self.aim)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +184,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
                 *([] if aim.requantize else ["--requantize FORMAT writes other numbers, and says how far they are from these"]),
                 *(["--keep-misfits leaves them as they are"] if named else []))
     changed = [layer for layer in changed if layer.name in named]
-    files = _files(folder, [(layer, named[layer.name]) for layer in changed])
+    files = _files(folder, [(layer, named[layer.name]) for layer in changed], _folded_tensors(layers, changed, aim))
     kept = tuple(layer for layer in every_layer if not aim.includes(layer) or aim.reached(layer) or
                  (layer.name not in named and not aim.is_from_plain))
     metadata = _headers_metadata(folder, files.values(), kept, aim)
@@ -191,10 +197,28 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     return Plan(aim, shards, tuple(changed), kept, left | {layer.name: why for layer, why in problems}, sources)
 
 
-def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path, _File]:
-    """The files with the new tensors of layers and all other tensors.  Raises RewriteError if two have one name."""
+def _folded_tensors(layers: Layers, changed: Sequence[Layer], aim: Aim) -> set[str]:
+    """Tensors of transforms that new weights contain, and no other layer needs."""
+    names = {layer.name for layer in changed if is_plain_target(layer, aim)}
+    others = [layer.transform_tensors for layer in layers.layers if layer.name not in names]
+    others += [frozenset(own.tensors) for every in layers.transforms.values() for own in every]
+    repeats = {full for layer in changed if layer.name in names for own in layer.transforms for full in own.repeats}
+    return repeats | {full for layer in changed if layer.name in names for full in layer.transform_tensors}.difference(*others)
+
+
+def is_plain_target(layer: Layer, aim: Aim) -> bool:
+    """Whether a layer becomes plain numbers."""
+    return not aim.exact(layer) and "safetensors" in description(target(layer, aim).name).detect
+
+
+def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]], folded_tensors: set[str]) -> dict[Path, _File]:
+    """The files with the new tensors of layers and all other tensors.  Raises RewriteError if two have one name.
+
+    folded_tensors: those of transforms that new weights contain.
+    """
     files = {file.path: _File(file) for file in folder.files()}
     gone = {full for layer, _ in layers for full in (*layer.tensors.values(), *layer.settings)}
+    gone |= folded_tensors
     for name in folder.names():
         if name not in gone:
             file = files[folder.file(name).path]
@@ -256,6 +280,8 @@ def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
     usual = producers().of(producer(format, aim.storage))
     if aim.is_from_plain and layer.experts is not None and usual.experts == "none":
         raise RewriteError(f"{usual.name} has no names for experts in one tensor")
+    if is_plain_target(layer, aim) and (why := why_not_contained(layer)):
+        raise RewriteError(why)
     tensors = tensors_in(folder, layer, aim)
     if wrong := header.unwritable(layer, format, aim.storage, params, list(tensors)):
         raise RewriteError(wrong)

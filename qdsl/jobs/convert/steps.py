@@ -20,6 +20,7 @@ from qdsl.jobs.convert.plan import Change, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.transforms import folded
 
 CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
 
@@ -61,6 +62,8 @@ def _converted(step: Change) -> Iterator[tuple[torch.Tensor | None, PackedWeight
     for weight in weights(folder, layer):
         try:
             before = None if step.aim.exact(layer) else values(weight)
+            if before is not None and step.is_folded:
+                before = folded(before, layer.transforms, folder.tensor).float()
             packed = become(weight, layer, step.aim, shared, before)
         except FormatError as error:
             hint = f"; `--skip {layer.name}` leaves it plain" if step.aim.is_from_plain else ""

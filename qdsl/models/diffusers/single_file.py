@@ -19,7 +19,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.references import local_path
 from qdsl.models.base import Base, check_described, complete, stored_config
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
-from qdsl.models.plan import Names
+from qdsl.models.names import Names
 from qdsl.models.private_apis import float32_modules, single_file_class
 from qdsl.models.single_file_names import built, mapped, shapes
 from qdsl.models.transformers.config import QdslConfig

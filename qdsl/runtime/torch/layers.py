@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from qdsl.core.transforms import INPUT, OUTPUT
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
 from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.products import Product, bare, product_of
+from qdsl.runtime.torch.transforms import LayerTransform, parts_of, transformed
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
 from qdsl.runtime.weight.plan import quick
+from qdsl.runtime.weight.transforms import folded, folded_bias
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -27,6 +30,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
     input_scale: a checkpoint's static scale of x, a buffer of one float, saved and loaded like a bias.  With quantize_x it
     replaces the scale per row; without, it is ignored.
+    transforms: what the layer does to x before the product and to the result after it (`set_transforms`), else absent.
     """
 
     input_scale: Tensor | None
@@ -64,15 +68,46 @@ class QuantizedLinear(PackedModule, nn.Linear):
         packed = cls.format.empty(shape, storage, device, optional, **params)
         return cls(packed, torch.empty(shape[0], dtype=dtype, device=device) if bias else None, dtype)
 
+    def set_transforms(self, transforms: Sequence[LayerTransform]) -> None:
+        """Apply these to x and to the result from now on, in order; none removes them."""
+        self._modules.pop("transforms", None)
+        if transforms:
+            self.transforms = nn.ModuleList(transforms)
+        self._specialize()
+
+    @property
+    def own_transforms(self) -> list[LayerTransform]:
+        """The transforms of the layer, in order; [] for most layers."""
+        transforms: Any = self._modules.get("transforms")
+        return [] if transforms is None else [*transforms]
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weight [N, K] by which a dense layer multiplies x: with the transforms.  Raises FormatError for a norm of x."""
+        if not self.own_transforms:
+            return super().dequantize(dtype)
+        return folded(super().dequantize(torch.float32), *parts_of(self.own_transforms)).to(dtype)
+
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """An nn.Linear with the decoded weight and the same bias, for example to merge a LoRA; compute_dtype by default."""
+        """An nn.Linear that computes the same, for example to merge a LoRA; in compute_dtype by default.
+
+        Transforms become a part of its weight.  Raises FormatError for a norm of x.
+        """
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         dense.weight = nn.Parameter(self.dequantize(dtype or self.compute_dtype), requires_grad=False)
         dense.bias = self.bias
+        if self.bias is not None and any(own.transform.side == OUTPUT for own in self.own_transforms):
+            dense.bias = nn.Parameter(folded_bias(self.bias.detach(), *parts_of(self.own_transforms)), requires_grad=False)
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] times the weight's transpose, plus the bias: [..., N]."""
+        transforms: Any = self._modules.get("transforms")
+        if transforms is not None:
+            return transformed(transforms, self._linear(transformed(transforms, input, INPUT)), OUTPUT)
+        return self._linear(input)
+
+    def _linear(self, input: Tensor) -> Tensor:
+        """The product with the packed weight, plus the bias."""
         if not is_dynamo_compiling():
             own = self.__dict__                                  # attribute lookups of nn.Module cost more
             plan, parameters = own["_packed"].plan, own["_parameters"]
@@ -90,6 +125,8 @@ class QuantizedLinear(PackedModule, nn.Linear):
         """Compute as another layer, but for its `quantize_x`, and in place of the same module."""
         self.batch_invariant, self.match_dense = other.batch_invariant, other.match_dense
         self.replaced = other.replaced
+        if transforms := other.own_transforms:
+            self.set_transforms(transforms)
 
     def _product(self, input: Tensor) -> Tensor:
         """The product without the fast path, for any x and current tensors."""
@@ -130,7 +167,8 @@ class QuantizedLinear(PackedModule, nn.Linear):
             self._specialize()
 
     def _description(self) -> Hashable:
-        return super()._description(), self.__dict__.get("_x_scale") if self.quantize_x else None
+        transforms = tuple(own.description for own in self.own_transforms)
+        return super()._description(), self.__dict__.get("_x_scale") if self.quantize_x else None, transforms
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

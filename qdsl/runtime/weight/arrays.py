@@ -15,6 +15,7 @@ from qdsl.runtime.weight.device_dtypes import dtype_on
 CHUNK = 1 << 18                                                  # words at a time, which fit a cache
 SWAP_NIBBLES = 4097                                              # factor of a word: copies its lowest bits 12 bits higher
 KEPT = 31 << 20                                                  # bytes of freed memory to keep
+SMALL = 1 << 20                                                  # bytes of a tensor that may be copied
 
 # glibc returns freed pages to the system, which must clear new ones for the next tile.  It keeps twice the size of the largest
 # freed block, up to 32 MiB.  A block whose pages are never touched costs nothing.
@@ -138,3 +139,11 @@ def common(values: Sequence[Tensor]) -> Tensor | None:
 def _bytes(tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().flatten().as_strided((tensor.numel(),), (1,))        # a single element may have any stride
     return flat.view(torch.uint8)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """A copy of a small tensor whose address is no multiple of 16, because bits of torch's matmul depend on that; else the
+    tensor.
+    """
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL
+    return tensor.clone() if is_small and tensor.data_ptr() % 16 else tensor
