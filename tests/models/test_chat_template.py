@@ -90,7 +90,7 @@ def test_a_template_that_fails_is_one_sentence(name: str) -> None:
     with pytest.raises(LoadError) as error:
         render(FAILING[name], MESSAGES, TOKENS, "model")
     message = str(error.value)
-    assert message.startswith("model: the chat template fails: ") and message.endswith("; --no-chat goes without it")
+    assert message.startswith("model: the chat template fails: ") and message.endswith("; --raw goes without it")
     assert len(message) < 500 and "\n" not in message
 
 

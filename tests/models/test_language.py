@@ -56,7 +56,7 @@ def expected_tokens(folder: Path, prompt: str, count: int) -> str:
 def test_text_is_streamed_and_figures_follow(fp8: Path) -> None:
     result = run("generate", fp8, "12 squared", "--max-new-tokens", 12)
     assert result.exit_code == 0 and result.stdout.rstrip("\n") == expected_tokens(fp8, "12 squared", 12).rstrip("\n")
-    assert "MB resident" in result.stderr and "12 tokens after 10" in result.stderr
+    assert "MB resident" in result.stderr and "prompt: 10 tokens" in result.stderr and "answer: 12 tokens" in result.stderr
 
 
 def test_options_of_generating(plain: Path, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_options_of_generating(plain: Path, tmp_path: Path) -> None:
     for path in plain.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     language_models.add_tokenizer(tmp_path, chat_template="{% for message in messages %}<{{ message.content }}>{% endfor %}")
-    chat, raw = (json.loads(run("generate", tmp_path, "1", "-n", 4, "--json", *more).stdout) for more in ((), ("--no-chat",)))
+    chat, raw = (json.loads(run("generate", tmp_path, "1", "-n", 4, "--json", *more).stdout) for more in ((), ("--raw",)))
     assert (chat["prompt"], raw["prompt"]) == (3, 1)
 
 
