@@ -26,7 +26,7 @@ FEW = 8                                                          # rows of x for
 TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
 SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
 TILE = 1 << 18                                                   # weights that a tile has: they fit a cache
-SHARE = 1 << 17                                                  # weights that are worth a thread of their own
+SHARE = 1 << 16                                                  # weights that are worth a thread of their own
 PLAIN, FACTORED, ROUNDED = "plain", "factored", "rounded"        # ways: weight by weight; codes, then scales; x in 8 bits too
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}

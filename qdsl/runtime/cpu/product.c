@@ -12,7 +12,8 @@
      waits for them for ever.
    - The number of threads is an argument.  A new thread of Python has OpenMP's default, not torch's number.
    - A region ends when its last thread has come.  If that takes LATE longer than the caller's own parts, another program uses
-     the processor, and one thread is faster.  Then regions have one thread for a pause, which doubles each time. */
+     the processor, and one thread is faster.  Then regions have one thread for a pause, in proportion to what was lost, twice as long if
+     the last one was recent. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +28,7 @@ typedef void Parallel(Body *, void *, unsigned threads, unsigned flags);
 
 enum { NONE, FLOAT32, BFLOAT16 };
 enum { SLOTS = 12, MOST_TENSORS = 8 };
-enum { LATE = 500000, PAUSE = 10000000, LONGEST = 1000000000, GOOD = 100 };                      /* nanoseconds, and regions */
+enum { LATE = 500000, PAUSE = 20000000, LONGEST = 2000000000 };                                  /* nanoseconds */
 
 /* What a product needs of a loop and of weights of one description: runtime/cpu/prepared.py has the same fields. */
 typedef struct {
@@ -54,14 +55,14 @@ typedef struct {
 
 static Parallel *parallel;
 static pid_t process;
-static int64_t resume, pause_length = PAUSE, good;
+static int64_t resume, pause_length;
 static __thread char own;
 
 void attach(Parallel *function, int64_t pid) {
     parallel = function;
     process = (pid_t)pid;
     resume = 0;
-    pause_length = PAUSE;
+    pause_length = 0;
 }
 
 static int64_t now(void) {
@@ -82,15 +83,16 @@ static void take(void *argument) {
         w->done = now();
 }
 
-/* After a region: pause if its end was late. */
+/* After a region: pause if its end was late, for long enough that such waits stay few per cent of the time. */
 static void judge(int64_t begin, int64_t done, int64_t end) {
-    if (end - done > LATE + done - begin) {
-        int64_t length = __atomic_load_n(&pause_length, __ATOMIC_RELAXED);
-        __atomic_store_n(&resume, end + length, __ATOMIC_RELAXED);
-        __atomic_store_n(&pause_length, length < LONGEST / 2 ? 2 * length : LONGEST, __ATOMIC_RELAXED);
-        __atomic_store_n(&good, 0, __ATOMIC_RELAXED);
-    } else if (__atomic_add_fetch(&good, 1, __ATOMIC_RELAXED) == GOOD)
-        __atomic_store_n(&pause_length, PAUSE, __ATOMIC_RELAXED);
+    int64_t late = end - done, last = __atomic_load_n(&pause_length, __ATOMIC_RELAXED);
+    if (late <= LATE + done - begin)
+        return;
+    int64_t length = begin - __atomic_load_n(&resume, __ATOMIC_RELAXED) < 4 * last ? 2 * last : PAUSE;
+    length = length < 32 * late ? 32 * late : length;
+    length = length < LONGEST ? length : LONGEST;
+    __atomic_store_n(&pause_length, length, __ATOMIC_RELAXED);
+    __atomic_store_n(&resume, end + length, __ATOMIC_RELAXED);
 }
 
 static void divide(Work *w, int64_t threads) {
