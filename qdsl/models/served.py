@@ -24,7 +24,15 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import CheckpointError, dtype_of, shown
-from qdsl.checkpoint.report.shards import STREAMED, ShardError, packed_layers, plain_layer, plain_layers, single_experts
+from qdsl.checkpoint.report.shards import (
+    STREAMED,
+    ShardError,
+    packed_layers,
+    plain_layer,
+    plain_layers,
+    single_experts,
+    why_transforms,
+)
 from qdsl.core.stored import INPUT_SCALE
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
@@ -75,9 +83,15 @@ class Served:
 
     @classmethod
     def of_folder(cls, path: Path) -> Served:
-        """The layers of a folder of safetensors.  Raises CheckpointError, RewriteError for groups of unknown shapes."""
+        """The layers of a folder of safetensors.  Raises CheckpointError, RewriteError for groups of unknown shapes.
+
+        Raises ShardError for layers that transform x, packed or plain: engines compute none of that.
+        """
         with Folder(path) as folder:
             survey, packed = layers(folder), packed_layers(folder)
+            transforms = {layer.name: layer.transforms for layer in packed.values() if layer.transforms} | dict(survey.transforms)
+            for name, own in transforms.items():
+                raise ShardError(f"{path}: {shown(name)}: {why_transforms(own)}")
             is_streamed = folder.config.get("model_type") == STREAMED
             assemblies = [Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
                           for layer in survey.layers if layer.experts is not None]

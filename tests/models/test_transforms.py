@@ -16,12 +16,14 @@ import qdsl
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.checkpoint.report.shards import ShardError
 from qdsl.core.transforms import INPUT, Transform
 from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.run import convert
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.dense import make_dense
 from qdsl.models.plan import LoadError
+from qdsl.models.served import Served
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.torch.transforms import Rotation, layer_transforms, transformed
 from qdsl.runtime.weight.packed import FormatError
@@ -286,6 +288,14 @@ def test_a_bias_is_transformed_with_the_output(tmp_path: Path) -> None:
         assert error(model.up(case.x), reference) < 2e-6
     with pytest.raises(LoadError, match=r"its output is transformed .* and its bias with it"):
         qdsl.load_weights_(model_with("up", bias=True), source, skip=["up"])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_engines_refuse_transforms(name: str, tmp_path: Path) -> None:
+    case = recorded()[name]
+    source = written(case, tmp_path / "in")
+    with pytest.raises(ShardError, match=r"the layer transforms x .* which no engine does"):
+        Served.of_folder(source)
 
 
 @pytest.mark.parametrize("size", [64, 256, 512, 768, 1024, 1792])

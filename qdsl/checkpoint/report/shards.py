@@ -15,6 +15,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.borders import UNITS, Span, piece_step, shard_step, span, targets
 from qdsl.core.stored import Description
+from qdsl.core.transforms import Transform
 
 MOST_PADDING = 4                                                 # a rank stores at most this many times the rows it needs
 GROUP_ROWS = 32                                                  # a multiple of the rows of an entropy code's groups
@@ -107,10 +108,15 @@ def _check(name: str, layer: Layer) -> None:
         raise ShardError(f"{shown(name)}: {problem}")
 
 
+def why_transforms(transforms: Sequence[Transform]) -> str:
+    """Why a layer with transforms cannot be served."""
+    return f"the layer transforms x ({transforms[0].label}), which no engine does; quantize the model without that"
+
+
 def unservable(layer: Layer) -> str:
     """Why a layer cannot be served in its packed form on any number of ranks; '' where it can."""
     if layer.transforms:
-        return f"the layer transforms x ({layer.transforms[0].label}), which no engine does; quantize the model without that"
+        return why_transforms(layer.transforms)
     return f"{shown(layer.name)} is not recognised: {layer.why}" if layer.why else ""
 
 
