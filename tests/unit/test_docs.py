@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,14 +28,11 @@ from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.cli import app
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import parse
-from qdsl.generated import fp8_block, fp8_channel, int_group, q4_0
-from qdsl.jobs import demo
+from qdsl.generated import fp8_block, int_group, q4_0
 from qdsl.jobs.compress.run import compress
 from qdsl.jobs.compress.units import Aim
-from qdsl.jobs.gguf.mixes import Model
-from tests.support import compiling, example, folders, gguf_models, language_models, producer_folders
-from tests.support.ggufs import framed, info
-from tests.support.models import ToyModel, written
+from tests.support import compiling, example
+from tests.support.pages import run_page
 from tests.support.paths import ROOT
 from tests.support.tables import TABLES
 
@@ -75,59 +71,6 @@ def test_figures_are_those_of_the_results(name: str, bless: bool) -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", path.read_text()) if "://" not in link]
     assert [link for link in links if not (path.parent / link).exists()] == []
-
-
-def write_language_models(folder: Path) -> None:
-    """The GGUF files and the text of the first commands."""
-    for type in ("Q4_1", "Q8_0"):
-        path, _ = gguf_models.written(folder, "llama", type=type, has_settings=True, has_vocabulary=True, vocab_size=288)
-        path.rename(folder / f"SmolLM2-{type}.gguf")
-    (folder / "alice.txt").write_bytes((ROOT / "tests" / "data" / "text" / "alice.txt").read_bytes()[:1200])
-
-
-def write_diffusion_models() -> None:
-    """The pipeline and the GGUF file of the commands, tiny ones."""
-    from tests.support import diffusion_models
-
-    diffusion_models.write_pipeline(Path("Z-Image-Turbo"))
-    model = diffusion_models.random_model("ZImageTransformer2DModel")
-    diffusion_models.write_gguf_model(Path("z_image_turbo-Q8_0.gguf"), model)
-
-
-def run_commands(text: str) -> list[str]:
-    """Run the lines of a block that call qdsl, with images of few pixels; what each printed."""
-    lines = [line.split("#")[0] for line in text.replace("\\\n", " ").splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
-    commands = [command for command in commands if command[0] not in ("demo", "analyze")]
-    printed = []
-    for command in commands:
-        result = CliRunner().invoke(app, [word.replace("1024x1024", "32x32") for word in command], catch_exceptions=False)
-        assert result.exit_code == 0, (command, result.output)
-        printed.append(result.output)
-    return printed
-
-
-def run_page(path: Path, names: dict[str, Any] | None = None) -> None:
-    """Run the blocks of a page in order: specs become files, Python shares one namespace, and commands print what stands below.
-
-    Numbers that a command prints may differ from the page's: there they are those of larger models.
-    """
-    names, printed = names or {}, ""
-    for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
-        if language == "yaml" and block.startswith("format:"):
-            Path(f"{block.split()[1]}.yaml").write_text(block)
-        elif language == "python":
-            exec(compile(block, path.name, "exec"), names)  # noqa: S102
-        elif language == "sh":
-            printed = "\n".join(run_commands(block))
-        elif language == "text" and "qdsl analyze" not in path.read_text():
-            words = {"...", *map(_words, printed.splitlines())}
-            assert [line for line in block.splitlines() if _words(line) not in words] == [], printed
-
-
-def _words(line: str) -> str:
-    """A line without its numbers and the width of its columns."""
-    return re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?", "0", line)).strip()
 
 
 class Mlp(nn.Module):
@@ -186,38 +129,6 @@ def test_python_of_the_page_on_models_runs(tmp_path: Path, monkeypatch: pytest.M
     assert Path("Mlp-again/model.safetensors").read_bytes() == Path("Mlp-FP8/model.safetensors").read_bytes()
 
 
-@pytest.mark.filterwarnings("default")
-def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    producer_folders.write_folder(tmp_path / "Qwen3-GPTQ", "gptq v2", "qwen3")
-    language_models.write_plain(tmp_path / "Qwen3", "qwen3")
-    gguf_models.written(tmp_path, "qwen3", has_settings=True, has_vocabulary=True, vocab_size=288)[0].rename("Qwen3-Q8_0.gguf")
-    names: dict[str, object] = {}
-    for block in blocks(ROOT / "docs" / "transformers.md", "python"):
-        exec(compile(block, "transformers.md", "exec"), names)  # noqa: S102
-    assert (tmp_path / "Qwen3-again/model.safetensors").read_bytes() == (tmp_path / "Qwen3-int4/model.safetensors").read_bytes()
-    for name in ("Qwen3", "Qwen3-GPTQ", "Qwen3-int4"):
-        language_models.add_tokenizer(tmp_path / name)
-    (tmp_path / "wiki.test.raw").write_text("A text of more than one chunk of tokens. " * 20)
-    [commands] = blocks(ROOT / "docs" / "transformers.md", "sh")
-    assert run_commands(commands) and (tmp_path / "kl.svg").is_file()
-
-
-@pytest.mark.filterwarnings("default")
-def test_python_of_the_page_on_diffusers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("diffusers")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    write_diffusion_models()
-    names: dict[str, object] = {}
-    for block in blocks(ROOT / "docs" / "diffusers.md", "python"):
-        exec(compile(block, "diffusers.md", "exec"), names)  # noqa: S102
-    assert (tmp_path / "transformer-packed/diffusion_pytorch_model.safetensors").is_file()
-    commands = "".join(blocks(ROOT / "docs" / "diffusers.md", "sh"))
-    assert len(run_commands(commands)) == 2 and (tmp_path / "fox.png").is_file()
-    assert (tmp_path / "z_image_turbo-Q4_K_M.gguf").is_file()
-
-
 def test_the_page_on_diffusers_lists_all_converters(bless: bool) -> None:
     pytest.importorskip("diffusers")
     from tests.support import diffusion_models
@@ -227,18 +138,6 @@ def test_the_page_on_diffusers_lists_all_converters(bless: bool) -> None:
     if bless:
         page.write_text(before + diffusion_models.coverage() + after)
     assert page.read_text() == before + diffusion_models.coverage() + after
-
-
-@pytest.mark.filterwarnings("default")
-def test_python_of_the_page_on_gguf_models_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    gguf_models.written(tmp_path, "qwen3", has_settings=True)[0].rename("Qwen3-Q8_0.gguf")
-    (tmp_path / "Olmo").mkdir()
-    gguf_models.written(tmp_path / "Olmo", "olmo")[0].rename("olmo-Q8_0.gguf")
-    names: dict[str, object] = {}
-    for block in blocks(ROOT / "docs" / "gguf_models.md", "python"):
-        exec(compile(block, "gguf_models.md", "exec"), names)  # noqa: S102
-    assert (tmp_path / "Olmo-packed/model.safetensors").is_file()
 
 
 @pytest.mark.filterwarnings("ignore")                            # of peft
@@ -267,25 +166,6 @@ def test_pages_import_public_modules_alone() -> None:
     assert len(modules) > 20 and [name for name in modules if not public.fullmatch(name)] == []
 
 
-def test_page_on_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    from qdsl.models.transformers import from_pretrained
-
-    file, _ = gguf_models.written(tmp_path, "llama", type="Q8_0", has_settings=True)
-    from_pretrained(file).save_pretrained("Qwen3-8B-hlane")
-    page = ROOT / "docs" / "serving.md"
-    names: dict[str, Any] = {"folder": "Qwen3-8B-hlane", "x": torch.randn(3, 112)}
-    for block in blocks(page, "python"):
-        exec(compile(block, "serving.md", "exec"), names)  # noqa: S102
-    with qdsl.open("Qwen3-8B-hlane") as checkpoint:
-        weight = checkpoint.weight("model.layers.0.mlp.down_proj", dtype=torch.float32)
-    assert isinstance(weight, torch.Tensor)
-    torch.testing.assert_close(names["y"], names["x"] @ weight[:, :112].T)
-    commands = [shlex.split(line)[1:] for block in blocks(page, "sh") for line in block.splitlines() if line.startswith("qdsl ")]
-    [result] = [CliRunner().invoke(app, command) for command in commands]
-    assert result.exit_code == 1 and "8 of 30 layers cannot be served on 2 ranks" in result.output
-
-
 def test_python_of_the_page_on_predictions_runs(capsys: pytest.CaptureFixture[str]) -> None:
     [example] = blocks(ROOT / "docs" / "predictions.md", "python")
     exec(compile(example, "predictions.md", "exec"), {})  # noqa: S102
@@ -305,57 +185,10 @@ def test_install_lines_work_from_a_checkout() -> None:
     assert len(extras) > 4 and extras <= project["optional-dependencies"].keys()
 
 
-def write_demo(folder: Path) -> None:
-    matrices, others = demo.read(None, say=lambda line: None)
-    demo.write_checkpoint(fp8_block, matrices, others, folder / "build" / "demo", say=lambda line: None)
-
-
-def write_folders(folder: Path) -> None:
-    """Folders of one layer that are quantized, a plain one, and a pipeline."""
-    layer = int_group.quantize(torch.ones(16, 64), "gptq_v2", bits=4, group=32)
-    folders.folder(folder / "Qwen3-8B-GPTQ", folders.named({"up": layer}))
-    scaled = fp8_channel.quantize(torch.ones(16, 64), "safetensors")
-    folders.folder(folder / "Qwen3-8B-FP8-dynamic", folders.named({"up": scaled}), config={})
-    folders.folder(folder / "Qwen3-8B", {"up.weight": torch.randn(128, 128).bfloat16()}, config={}, index=False)
-    matrices = {f"transformer_blocks.{block}.ff.weight": torch.randn(64, 128).bfloat16() for block in range(2)}
-    folders.folder(folder / "FLUX.1-dev" / "transformer", matrices, config={}, index=False)
-    (folder / "FLUX.1-dev" / "transformer" / "pytorch_model.bin").unlink()
-
-
-def write_gguf_files(folder: Path) -> None:
-    (folder / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
-    written(folder / "model-bf16.gguf", ToyModel(Model("llama", 1, 1, 1), 256, 256))
-    ones = {"in_sum2": np.ones((1, 256), np.float32), "counts": np.ones((1, 1), np.float32)}
-    importance = {f"blk.0.attn_v.weight.{name}": values for name, values in ones.items()}
-    written(folder / "imatrix.gguf", ToyModel(Model("imatrix", 0, 0, 0), 0, 0), importance)
-    safetensors.write(folder / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
-
-
-def write_qwen3(folder: Path) -> None:
-    language_models.write_plain(folder / "Qwen3-8B", "qwen3")
-    producer_folders.write_folder(folder / "Qwen3-8B-GPTQ", "gptq v2", "qwen3")
-
-
-def write_pipeline(folder: Path) -> None:
-    pytest.importorskip("diffusers")
-    write_diffusion_models()
-
-
 def write_packing(folder: Path) -> None:
     """The module that the page shows."""
     [module] = [block for block in blocks(ROOT / "docs" / "infer.md", "python") if block.startswith("def pack")]
     (folder / "packing.py").write_text(module)
-
-
-PAGES: dict[str, Callable[[Path], None]] = {
-    "README.md": lambda folder: None, "docs/python.md": write_demo, "docs/checkpoints.md": write_folders,
-    "docs/lossless.md": write_folders, "docs/gguf.md": write_gguf_files,
-    "docs/which_format.md": lambda folder: None,
-    "docs/kernels.md": lambda folder: None, "docs/tutorial.md": lambda folder: None, "docs/infer.md": write_packing,
-    "docs/kv_cache.md": lambda folder: None,
-    "docs/tasks/qwen3-fp8-int8.md": write_qwen3, "docs/tasks/gptq-to-int4pack.md": write_qwen3,
-    "docs/tasks/gguf-for-diffusion.md": write_pipeline, "docs/tasks/df11-z-image.md": write_pipeline,
-}
 
 
 @pytest.fixture(scope="session")
@@ -364,15 +197,43 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return example.tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+# Pages with commands or Python that tests of their own run: below, tests/kernels/test_execute_guards.py, and for detection
+# tests/checkpoint/test_producers.py and test_own_specs.py.
+OWN = {"docs/models.md", "docs/peft.md", "docs/predictions.md", "docs/execute.md", "docs/language/detection.md"}
+PAGES = [name for path in DOCUMENTS if (name := path.relative_to(ROOT).as_posix()) not in OWN
+         if blocks(path, "python") or blocks(path, "sh")]
+# What a page needs that it does not make itself.
+FILES: dict[str, Callable[[Path], None]] = {"docs/infer.md": write_packing}
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", PAGES)
-def test_blocks_of_a_page_run(name: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_a_walk_from_an_empty_folder(name: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               ) -> None:
+    """With a tiny model in place of SmolLM2; tests/walk.py does the same with the model itself."""
+    pytest.importorskip("diffusers")
+
+    def run(words: list[str]) -> str:
+        if words[0] == "export":
+            monkeypatch.setenv(*words[1].split("="))
+            return ""
+        assert words[0] == "qdsl", words
+        if words[1] == "analyze":                                # compiles: test_kernels_of_the_page_are_analyzed
+            return ""
+        result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+        assert result.exit_code == 0, (words, result.output)
+        return result.output
+
     example.use(tiny_llama, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("qdsl.models.gguf_vocabulary.pre_tokenizer", lambda tokenizer, folder: "tiny")
-    PAGES[name](tmp_path)
-    run_page(ROOT / name)
+    FILES.get(name, lambda folder: None)(tmp_path)
+    run_page(ROOT / name, tmp_path, run)
+    for again in tmp_path.glob("*-again"):                       # what a page says is byte for byte what it was made of
+        original = tmp_path / {"SmolLM2-again": "SmolLM2-int4"}.get(again.name, "SmolLM2") / "model.safetensors"
+        original = original if original.exists() else tmp_path / "SmolLM2" / "model.safetensors"
+        assert (again / "model.safetensors").read_bytes() == original.read_bytes()
 
 
 def test_every_format_has_a_family() -> None:
