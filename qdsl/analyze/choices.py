@@ -33,7 +33,7 @@ def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, An
     candidates = [{"kernel": option.candidate.kind, "config": dict(option.candidate.config), "grid": list(option.candidate.grid),
                    "us": float(f"{option.seconds * 1e6:.4g}")} for option in choice.options]
     return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
-            "gpu": gpu.title, "chosen": candidates[0], "reason": _reason(choice, gpu),
+            "gpu": gpu.title, "times": "modelled", "chosen": candidates[0], "reason": _reason(choice, gpu),
             "counts": _counted(packed, choice, gpu), "candidates": candidates, "refused": refused}
 
 
@@ -41,7 +41,7 @@ def title(choice: dict[str, Any]) -> str:
     """The product and the chosen candidate, as text."""
     chosen, (n, k), rows = choice["chosen"], choice["shape"], choice["rows"]
     what = f"{choice['format']}.{choice['storage']} [{n}, {k}], {rows} row{'s' * (rows > 1)} of x in {choice['x']}"
-    return (f"{what}, {choice['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us (modelled)")
+    return (f"{what}, {choice['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us ({choice['times']})")
 
 
 def table(choice: dict[str, Any]) -> list[list[str]]:

@@ -70,24 +70,34 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             param: Params = None,
             rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
             shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
-            x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
-            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="As h100; an unknown name prints all.")] = None,
+            x: Annotated[str, typer.Option("--x", help="The type of x and the result: bf16 or f16; f32 on a CPU.")] = "bf16",
+            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="As h100, or cpu; others print all.")] = None,
             as_json: Json = False) -> None:
-    """Print which kernel a matmul uses on a GPU, the alternatives, and the modelled time of each."""
-    from qdsl.analyze import AnalyzeError, choices, launches
+    """Print which kernel a matmul uses on a GPU, or on this CPU, the alternatives, and the time of each.
+
+    Times on GPUs are modelled, those on this CPU are measured.
+    """
+    from qdsl.analyze import AnalyzeError, choices, launches, processors
     from qdsl.analyze.gpus import gpu_of
     from qdsl.runtime import FormatError
 
-    if x not in launches.TYPES:
-        fail(f"no '{x}': expected one of {', '.join(launches.TYPES)}", 2)
+    names = gpu or ["h100"]
+    types = processors.CPU_TYPES if set(names) == {processors.CPU} else launches.TYPES
+    if x not in types:
+        fail(f"no '{x}': expected one of {', '.join(types)}", 2)
     try:
-        gpus = [gpu_of(name) for name in gpu or ["h100"]]
+        gpus = [gpu_of(name) for name in names if name != processors.CPU]
     except AnalyzeError as error:
         fail(f"{error}", 2)
     with reported():
         try:
-            packed = launches.weight(qdsl.load(spec), shape or (4096, 4096), storage, dict(map(read_param, param or [])))
-            explained = [choices.explained(packed, rows, x, one) for one in gpus]
+            module, extents, params = qdsl.load(spec), shape or (4096, 4096), dict(map(read_param, param or []))
+            explained = []
+            if gpus:
+                packed = launches.weight(module, extents, storage, params)
+                explained = [choices.explained(packed, rows, x, one) for one in gpus]
+            if processors.CPU in names:
+                explained.append(processors.explained(processors.weight(module.FORMAT, extents, storage, params), rows, x))
         except FormatError as error:
             fail(f"{error}", 2)
     if as_json:
@@ -97,7 +107,8 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
         typer.echo(choices.title(choice))
         print_table(choices.HEADS, choices.table(choice))
         others = [f"not {kind}: {why}" for kind, why in choice["refused"].items()]
-        typer.echo("\n".join([f"chosen: {choice['reason']}", *others, f"counts of {choice['counts']}", ""]))
+        counts = [f"counts of {choice['counts']}"] if choice["counts"] else []
+        typer.echo("\n".join([f"chosen: {choice['reason']}", *others, *counts, ""]))
 
 
 def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds: list[str], rows: int,

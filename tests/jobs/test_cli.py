@@ -450,3 +450,7 @@ def test_explain() -> None:
     assert "not tile_gemm: is for Hopper" in shown and "not matvec:" in shown
     assert "counts of skinny, dequantize: kernels compiled for sm_80\n" in shown
     assert "which stand in for gfx950" in run("explain", "q4_0", "--storage", "planar", "--gpu", "mi355x").stdout
+    measured = run("explain", "q4_0", "--shape", "64", "256", "--gpu", "cpu", "--x", "f32", "--json")
+    product, = json.loads(measured.stdout)["products"]
+    assert product["times"] == "measured" and product["chosen"] == product["candidates"][0]
+    assert {"tiles"} <= {way["kernel"] for way in product["candidates"]} and all(way["us"] > 0 for way in product["candidates"])

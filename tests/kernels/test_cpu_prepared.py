@@ -285,15 +285,20 @@ def test_regions_run_in_the_openmp_of_torch_and_in_own_threads_alike(regions: li
     del kept
 
 
-def test_a_region_that_ends_late_is_followed_by_loops_on_one_thread(regions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another program uses the processor of the second thread."""
+@pytest.mark.parametrize("waits", ["at its beginning", "at its end"])
+def test_a_region_that_waits_is_followed_by_loops_on_one_thread(waits: str, regions: list[int], monkeypatch: pytest.MonkeyPatch,
+                                                                ) -> None:
+    """As where another program uses the processor of the second thread: the first waits for it before and after its parts."""
     packed, x = weight(), sample(1, 256)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     def late(body: int, work: int, count: int, flags: int) -> None:
         regions.append(count)
+        if waits == "at its beginning":
+            time.sleep(0.02)
         threads.Body(body)(work)
-        time.sleep(0.02)
+        if waits == "at its end":
+            time.sleep(0.02)
 
     kept = attach(late)
     for _ in range(50):

@@ -11,8 +11,8 @@
    - Another process than the one that attached runs on one thread.  After a fork the threads of the parent are gone, but OpenMP
      waits for them for ever.
    - The number of threads is an argument.  A new thread of Python has OpenMP's default, not torch's number.
-   - A region ends when its last thread has come.  If that takes LATE longer than the caller's own parts, another program uses
-     the processor, and one thread is faster.  Then regions have one thread for a pause, in proportion to what was lost, twice as long if
+   - A region begins and ends when its last thread has come.  If waiting takes LATE longer than the caller's own parts, another
+     program uses the processor, and one thread is faster.  Then regions have one thread for a pause, in proportion to what was lost, twice as long if
      the last one was recent. */
 #include <stdint.h>
 #include <stdlib.h>
@@ -50,7 +50,7 @@ typedef struct {
     int64_t first, last, groups;            /* tiles; groups of rows of x */
     int64_t part, parts, next;              /* tiles of a part; parts of a group; the next one to take */
     const char *caller;                     /* tells the calling thread from others */
-    int64_t done;                           /* when it had no part left */
+    int64_t started, done;                  /* when it began, and when it had no part left */
 } Work;
 
 static Parallel *parallel;
@@ -74,6 +74,8 @@ static int64_t now(void) {
 static void take(void *argument) {
     Work *w = argument;
     const Product *p = w->product;
+    if (w->caller == &own)
+        w->started = now();
     for (int64_t i; (i = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < w->parts * w->groups;) {
         int64_t group = i / w->parts, begin = w->first + i % w->parts * w->part, end = begin + w->part;
         p->run(w->tensors, w->x + group * p->together * p->k, w->arranged + group * p->together * p->arranged,
@@ -84,9 +86,9 @@ static void take(void *argument) {
 }
 
 /* After a region: pause if its end was late, for long enough that such waits stay few per cent of the time. */
-static void judge(int64_t begin, int64_t done, int64_t end) {
-    int64_t late = end - done, last = __atomic_load_n(&pause_length, __ATOMIC_RELAXED);
-    if (late <= LATE + done - begin)
+static void judge(int64_t begin, const Work *w, int64_t end) {
+    int64_t late = w->started - begin + end - w->done, last = __atomic_load_n(&pause_length, __ATOMIC_RELAXED);
+    if (late <= LATE + w->done - w->started)
         return;
     int64_t length = begin - __atomic_load_n(&resume, __ATOMIC_RELAXED) < 4 * last ? 2 * last : PAUSE;
     length = length < 32 * late ? 32 * late : length;
@@ -109,9 +111,9 @@ static void divide(Work *w, int64_t threads) {
     w->next = 0;
     if (threads > 1) {
         w->caller = &own;
-        w->done = begin;
+        w->started = w->done = begin;
         parallel(take, w, (unsigned)threads, 0);
-        judge(begin, w->done, now());
+        judge(begin, w, now());
     } else {
         w->caller = 0;
         take(w);
