@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qdsl.cli.app import Force, Json, app, fail, read_param, reported
+
+if TYPE_CHECKING:
+    from qdsl.models.language import LanguageModel
 
 Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
 Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
@@ -49,7 +51,10 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         from qdsl.models import evaluate as measure
         from qdsl.models import language
 
-        load = partial(language.load_language_model, device=device, dtype=dtype, match_dense=match_dense)
+        def load(ref: str, form: str | None = None, **options: Any) -> LanguageModel:
+            return language.load_language_model(ref, form, device, language.portable_dtype(ref, dtype), match_dense=match_dense,
+                                                **options)
+
         base = None if against is None else measure.Base(load(against))
         chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)
         results = []

@@ -17,7 +17,7 @@ from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.files.references import local_path
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
-from qdsl.models.transformers.gguf import gguf_path
+from qdsl.models.transformers.gguf import file_dtype, gguf_path
 from qdsl.runtime.torch.module import PackedModule
 
 CLEAR = (ValueError, OSError, ImportError, MemoryError)          # CheckpointError and FormatError, too
@@ -103,6 +103,12 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
         model = _load_plain(path, options)
     wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
     return LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), model, time.perf_counter() - began, base)
+
+
+def portable_dtype(ref: str, dtype: str) -> str:
+    """A dtype for `load_language_model` that is the same on every machine: `auto` of a GGUF file depends on the processor."""
+    path = gguf_path(ref) if dtype == "auto" else None
+    return dtype if path is None else file_dtype(path)
 
 
 def _load_plain(path: Path, options: Mapping[str, Any]) -> Any:

@@ -20,7 +20,8 @@ class LoadReport(Displayed):
     packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
     of the checkpoint, that became plain numbers, and why.  unused: tensors of the checkpoint that have no place in the model.
     bytes_before: what the model's parameters and buffers would take in plain numbers; bytes_after: what they take now.
-    device_bytes: that by device.  resident_bytes: memory of this process after loading, mapped files included.
+    device_bytes: that by device.  resident_bytes: memory of this process after loading, mapped files included.  dtype: of
+    products, and why, where the loader chooses it.
     """
 
     packed: dict[str, str] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class LoadReport(Displayed):
     bytes_after: int = 0
     device_bytes: dict[str, int] = field(default_factory=dict)
     resident_bytes: int = 0
+    dtype: str = ""
 
     def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
         """Layers by format and storage, then the dense ones with the reasons."""
@@ -43,6 +45,7 @@ class LoadReport(Displayed):
         lines = [f"{counted(len(self.packed), 'layer')} packed: {labels}",
                  f"{self.bytes_before} bytes of plain numbers are {self.bytes_after} bytes: "
                  + ", ".join(f"{nbytes} on {device}" for device, nbytes in self.device_bytes.items())]
+        lines += [f"products in {self.dtype}"] if self.dtype else []
         lines += [f"{counted(len(self.dense), 'layer')} dense"] if self.dense else []
         lines += [f"  {name}: {why}" for name, why in self.dense.items()]
         lines += [f"{counted(len(self.unused), 'tensor')} not used: {', '.join(self.unused)}"] if self.unused else []

@@ -21,16 +21,37 @@ def bfloat16_instructions() -> str | None:
     return next((name for flag, name in BFLOAT16.items() if flag in flags), None)
 
 
+def chosen_dtype(stored: str | None, device_map: Any) -> tuple[str, str]:
+    """The dtype of the products of a model of a GGUF file, and why.
+
+    stored: that of its matrices, None where they are packed.  device_map: as transformers takes it.
+    """
+    if stored is not None:
+        return stored, "that of the file's matrices"
+    if device_map is not None and not is_cpu(device_map):
+        return "float32", "of packed weights"
+    instructions = bfloat16_instructions()
+    if instructions is None:
+        return "float32", "this processor multiplies no bfloat16"
+    return "bfloat16", f"this processor has {instructions}"
+
+
+def is_cpu(device_map: Any) -> bool:
+    """Whether a device map of transformers has the CPU alone, as one that transformers chooses on a machine without a GPU."""
+    places = {str(place).partition(":")[0] for place in (device_map.values() if isinstance(device_map, dict) else [device_map])}
+    return places <= {"cpu", "disk", *(() if torch.accelerator.is_available() else ("auto", "balanced", "sequential"))}
+
+
 def arithmetic(model: Any) -> str:
     """One line for users: the dtype of a model's products, on a CPU also why, how x is rounded, and the threads."""
     dtype = str(model.dtype).removeprefix("torch.")
     if model.device.type != "cpu":
         return f"{dtype} on {model.device}"
-    instructions = bfloat16_instructions()
-    why = f"this processor has {instructions}" if instructions else "this processor multiplies no bfloat16"
+    report = getattr(getattr(model, "hf_quantizer", None), "report", None)
+    shown = getattr(report, "dtype", "") or dtype
     is_rounded = os.environ.get(ROUNDING, "0") not in ("", "0")
     x = "x rounded to 8 bits in products (--exact: as it is)" if is_rounded else "x exact in products (--int8: in 8 bits)"
-    return f"{dtype} ({why}), {x}, {counted(torch.get_num_threads(), 'thread')}"
+    return f"{shown}; {x}; {counted(torch.get_num_threads(), 'thread')}"
 
 
 def set_processor(threads: int | None = None, exact: bool | None = None) -> None:

@@ -26,6 +26,7 @@ from tests.support.paths import ROOT
 
 transformers = pytest.importorskip("transformers")
 plugin = pytest.importorskip("qdsl.models.transformers")
+portable_dtype = pytest.importorskip("qdsl.models.language").portable_dtype
 tiny_models = pytest.importorskip("tests.support.tiny_models")
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -116,13 +117,23 @@ def test_other_types(type: str, tmp_path: Path) -> None:
     check_same(model, reference)
 
 
-@pytest.mark.parametrize(("type", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16), ("Q8_0", torch.float32)])
-def test_plain_files_keep_their_dtype(type: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """As a folder of the same numbers does; packed ones compute in float32 unless they are asked otherwise."""
+@pytest.mark.parametrize(("type", "flag", "dtype", "why"), [
+    ("BF16", "avx512_bf16", torch.bfloat16, "that of the file's matrices"), ("F16", "avx512_bf16", torch.float16, "matrices"),
+    ("Q8_0", "avx2", torch.float32, "multiplies no bfloat16"), ("Q8_0", "avx512_bf16", torch.bfloat16, "AVX512-BF16"),
+    ("Q8_0", "amx_bf16", torch.bfloat16, "AMX")])
+def test_the_dtype_is_of_the_file_or_of_the_processor(type: str, flag: str, dtype: torch.dtype, why: str, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain files keep theirs, as a folder of the same numbers does; packed ones have the fastest of the processor."""
+    monkeypatch.setattr("qdsl.models.processor.processor_flags", lambda: frozenset({flag}))
     path, _ = gguf_models.written(tmp_path, "llama", type=type, has_settings=True)
     (tmp_path / "config.json").unlink()
-    assert plugin.from_pretrained(path).dtype == plugin.from_pretrained(path, dtype="auto").dtype == dtype
-    assert plugin.from_pretrained(path, dtype=torch.float32).dtype == torch.float32
+    model = plugin.from_pretrained(path)
+    assert model.dtype == plugin.from_pretrained(path, dtype="auto").dtype == dtype
+    assert why in model.hf_quantizer.report.dtype and model.hf_quantizer.report.dtype.startswith(str(dtype)[6:])
+    asked = plugin.from_pretrained(path, dtype=torch.float32)
+    assert asked.dtype == torch.float32 and "products in float32, as asked" in str(asked.hf_quantizer.report)
+    assert portable_dtype(str(path), "float16") == "float16"
+    assert portable_dtype(str(path), "auto") == {"BF16": "bfloat16", "F16": "float16", "Q8_0": "float32"}[type]
 
 
 def test_tied_embeddings_and_heads_share_packed_tensors(tmp_path: Path) -> None:
@@ -139,9 +150,9 @@ def test_the_config_comes_from_the_file(tmp_path: Path) -> None:
     changes = {"rms_norm_eps": 0.01, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
     path, reference = gguf_models.written(tmp_path, "qwen3", has_settings=True, **changes)
     (tmp_path / "config.json").unlink()
-    model = plugin.from_pretrained(path)
+    model = plugin.from_pretrained(path, dtype=torch.float32)
     check_same(model, reference)
-    assert model.dtype == torch.float32 and model.config.head_dim == 32 and model.config.vocab_size == 128
+    assert model.config.head_dim == 32 and model.config.vocab_size == 128
 
 
 def test_divisors_of_rotary_frequencies_come_from_the_file(tmp_path: Path) -> None:

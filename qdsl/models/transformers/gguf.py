@@ -22,6 +22,7 @@ from qdsl.models.gguf_keys import complete, contradictions, unknown
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types, pattern_of
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
 from qdsl.models.plan import LoadError
+from qdsl.models.processor import chosen_dtype
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.gguf_rope import rotary_contradictions, set_rotary
 from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
@@ -58,18 +59,22 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         _check(config, file, own, allow_unknown)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
-        plain = _plain_dtype(file)
+        dtype, why = chosen_dtype(_file_dtype(file), kwargs.get("device_map"))
         vocabulary = _vocabulary(file, path)
     config.architectures = [own.model_class]
     vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
     weights = GgufWeights(path, own, is_read)
     if kwargs.get("dtype") in (None, "auto"):
-        kwargs["dtype"] = config.dtype or plain
+        dtype, why = (config.dtype, "the config's") if config.dtype else (dtype, why)
+        kwargs["dtype"] = dtype
+    else:
+        dtype, why = kwargs["dtype"], "as asked"
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
         quantization_config=QdslConfig(ignore=options.ignore, weights=weights, verify=options.verify,
                                        match_dense=options.match_dense), **kwargs)
     weights.state.clear()
+    model.hf_quantizer.report.dtype = f"{str(dtype).removeprefix('torch.')}, {why}"
     if base is not None:
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(base)
@@ -142,10 +147,16 @@ def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any
     return config
 
 
-def _plain_dtype(file: GgufFile) -> str:
-    """The dtype of a model of plain weights, so that they stay mapped; float32 for one with packed weights."""
+def file_dtype(path: Path) -> str:
+    """The dtype of a file's products on every machine: that of its plain matrices, float32 for one with packed weights."""
+    with GgufFile(path) as file:
+        return _file_dtype(file) or "float32"
+
+
+def _file_dtype(file: GgufFile) -> str | None:
+    """The dtype of a model of plain weights, so that they stay mapped; None for one with packed weights."""
     matrices = {tensor.type.name for tensor in file.tensors.values() if len(tensor.logical_shape) > 1} - {"F32"}
-    return TORCH[matrices.pop()] if matrices in ({"F16"}, {"BF16"}) else "float32"
+    return TORCH[matrices.pop()] if matrices in ({"F16"}, {"BF16"}) else None
 
 
 def _complete(config: Any, file: GgufFile, own: GgufMap) -> None:
