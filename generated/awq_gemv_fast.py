@@ -18,13 +18,30 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_zero
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        cdiv, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, cdiv, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s + z */
+#define BITS 4
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
+        15.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = z;
+}
+"""
 
 
 def unpack_gemv_fast(qweight: Tensor, scales: Tensor, qzeros: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
@@ -139,7 +156,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
                     sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
 )
 
 FORMAT = Format(

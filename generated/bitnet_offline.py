@@ -17,13 +17,26 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, pad,
-        spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q - 1) * s */
+#define BITS 2
+#define FIELDS 1
+static const float numbers[16] = {-1.0f, 0.0f, 1.0f, 2.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_transformers(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
@@ -130,7 +143,7 @@ VARIANT = Variant(
                     finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2, ones=True, zero=(-1, -129),
                     exact=True, spans=(4,)))),
     },
-    decode=decode, encode=encode,
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s",)),
 )
 
 FORMAT = Format(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -28,6 +28,21 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 LEVELS = Table("f32", 0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25, 0.0,
         -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25)
+
+
+ROW_FUNCTIONS = """
+/* w = levels[q] * s */
+#define BITS 4
+#define FIELDS 1
+static const float numbers[16] = {0.0f, 0.0052083334885537624f, 0.6666666865348816f, 1.0f, 0.3333333432674408f, 0.5f,
+        0.1666666716337204f, 0.25f, 0.0f, -0.0052083334885537624f, -0.6666666865348816f, -1.0f, -0.3333333432674408f, -0.5f,
+        -0.1666666716337204f, -0.25f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
@@ -136,7 +151,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0),
                     base=(0, 0), zero=(0, 0)))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
+    decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",)),
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -79,6 +79,23 @@ STEPS = Table("f32", -0.992968738079071, -0.9789062738418579, -0.96484375, -0.95
         0.8101562261581421, 0.82421875, 0.8382812738418579, 0.852343738079071, 0.866406261920929, 0.8804687261581421, 0.89453125,
         0.9085937738418579, 0.922656238079071, 0.936718761920929, 0.9507812261581421, 0.96484375, 0.9789062738418579,
         0.992968738079071, 1.0)
+
+
+ROW_FUNCTIONS = """
+/* w = levels[q] * (steps[s] * t + o) */
+#define BITS 4
+#define FIELDS 3
+static const float numbers[16] = {0.0f, 0.0052083334885537624f, 0.6666666865348816f, 1.0f, 0.3333333432674408f, 0.5f,
+        0.1666666716337204f, 0.25f, 0.0f, -0.0052083334885537624f, -0.6666666865348816f, -1.0f, -0.3333333432674408f, -0.5f,
+        -0.1666666716337204f, -0.25f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf t = FIELD(1);
+    const vf o = FIELD(2);
+    *scale = s * t + o;
+}
+"""
 
 
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, weight_nested_absmax: Tensor, weight_nested_offset: Tensor, *,
@@ -215,6 +232,7 @@ VARIANT = Variant(
                     zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "t", "o"), lookups={"s": STEPS}),
 )
 
 FORMAT = Format(

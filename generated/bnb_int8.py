@@ -17,13 +17,25 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_float,
-        as_type, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, W8A8,
+        as_float, as_type, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s / 127 */
+#define BITS 8
+#define FIELDS 1
+INLINE vf number(const Weight *w, vu codes) { return signed_number(codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = 0.007874015718698502f * s;
+}
+"""
 
 
 def unpack_bitsandbytes(weight: Tensor, SCB: Tensor) -> dict[str, Tensor]:
@@ -135,7 +147,7 @@ VARIANT = Variant(
                     finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8, signed=True, base=(128, 2304),
                     ones=True, double=True, zero=(-128, -128)))),
     },
-    decode=decode, encode=encode,
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
 FORMAT = Format(

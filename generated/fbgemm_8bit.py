@@ -18,13 +18,28 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        empty, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, empty, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = s * q + b */
+#define BITS 8
+#define FIELDS 2
+#define HAS_OFFSET
+INLINE vf number(const Weight *w, vu codes) { return unsigned_number(codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf b = FIELD(1);
+    *scale = s;
+    *offset = b;
+}
+"""
 
 
 def unpack_fbgemm(rows: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -122,7 +137,7 @@ VARIANT = Variant(
                     finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), width=8, bits=8,
                     base=(0, 2176), ones=True, double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode,
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "b")),
 )
 
 FORMAT = Format(

@@ -18,13 +18,25 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_kmeans
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined,
-        lookup, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type,
+        joined, lookup, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = lut[q] * s */
+#define BITS 4
+#define FIELDS 1
+INLINE vf number(const Weight *w, vu codes) { return lookup_16((const float *)w->levels, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_flute(weight: Tensor, scales: Tensor, tables: Tensor) -> dict[str, Tensor]:
@@ -134,6 +146,7 @@ VARIANT = Variant(
                     base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, importance=True, cuts=("N", "ceil(K/group)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), levels="lut"),
 )
 
 FORMAT = Format(

@@ -19,13 +19,30 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s */
+#define BITS 6
+#define FIELDS 1
+static const float numbers[64] = {0.0f, 0.0625f, 0.125f, 0.1875f, 0.25f, 0.3125f, 0.375f, 0.4375f, 0.5f, 0.625f, 0.75f, 0.875f,
+        1.0f, 1.25f, 1.5f, 1.75f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 10.0f, 12.0f, 14.0f, 16.0f, 20.0f, 24.0f,
+        28.0f, 0.0f, -0.0625f, -0.125f, -0.1875f, -0.25f, -0.3125f, -0.375f, -0.4375f, -0.5f, -0.625f, -0.75f, -0.875f, -1.0f,
+        -1.25f, -1.5f, -1.75f, -2.0f, -2.5f, -3.0f, -3.5f, -4.0f, -5.0f, -6.0f, -7.0f, -8.0f, -10.0f, -12.0f, -14.0f, -16.0f,
+        -20.0f, -24.0f, -28.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_64(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_fp6_llm(packed_floatx_data: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
@@ -144,7 +161,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"},
+    scheme="absmax", roles={"code": "q", "scale": "s"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("s",)),
 )
 
 FORMAT = Format(

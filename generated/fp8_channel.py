@@ -22,14 +22,26 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Stream, Variant, W8A8, as_type,
-        cdiv, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Stream, Variant, W8A8,
+        as_type, cdiv, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s */
+#define BITS 8
+#define FIELDS 1
+INLINE vf number(const Weight *w, vu codes) { return float_of_e4m3((vi)(codes & 255)); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_safetensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
@@ -208,7 +220,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"},
+    scheme="absmax", roles={"code": "q", "scale": "s"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
 FORMAT = Format(

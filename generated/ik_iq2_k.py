@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
-        joined, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, empty, joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -29,6 +29,23 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 LEVELS = Table("f32", -31, -13, 1, 17, -26, -8, 6, 22)
+
+
+ROW_FUNCTIONS = """
+/* w = d * (sc - 8) * levels[4 * h + q] */
+#define BITS 2
+#define FIELDS 3
+#define HAS_OFFSET
+static const float numbers[16] = {-31.0f, -13.0f, 1.0f, 17.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    const vf h = FIELD(2);
+    *scale = d * sc - 8.0f * d;
+    *offset = *scale * (5.0f * h);
+}
+"""
 
 
 def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
@@ -180,7 +197,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4, at=0), GroupField("sc", 1, 16, 1, at=4)),
                     blocks=("256", "16"), size=16, width=8, bits=0, base=(31, 159)))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d", "sc", "h")),
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
-        joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -32,6 +32,23 @@ LEVELS = Table("f32", -63, -40, -23, -10, 1, 13, 28, 47, -59, -36, -19, -6, 5, 1
 
 
 SCALES = Table("f32", *((2 * (i % 16) + 1) * (1 - 2 * (i // 16)) for i in range(32)))
+
+
+ROW_FUNCTIONS = """
+/* w = d * scales[sc] * levels[8 * h + q] */
+#define BITS 3
+#define FIELDS 3
+#define HAS_OFFSET
+static const float numbers[16] = {-63.0f, -40.0f, -23.0f, -10.0f, 1.0f, 13.0f, 28.0f, 47.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    const vf h = FIELD(2);
+    *scale = d * sc;
+    *offset = *scale * (4.0f * h);
+}
+"""
 
 
 def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
@@ -209,6 +226,7 @@ VARIANT = Variant(
                     GroupField("sc", 1, 16, 1, at=5)), blocks=("256", "16"), size=16, width=8, bits=0, base=(63, 191)))),
     },
     decode=decode, encode=encode, importance=True,
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("d", "sc", "h"), lookups={"sc": SCALES}),
 )
 
 FORMAT = Format(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -29,6 +30,24 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61, -45, -31,
         -18, -6, 5, 17, 29, 42, 57, 73, 93, 117)
+
+
+ROW_FUNCTIONS = """
+/* w = d * (2 * sc - 127) * levels[16 * h + q] */
+#define BITS 4
+#define FIELDS 3
+#define HAS_OFFSET
+static const float numbers[16] = {-127.0f, -104.0f, -83.0f, -65.0f, -49.0f, -35.0f, -22.0f, -10.0f, 1.0f, 13.0f, 25.0f, 38.0f,
+        53.0f, 69.0f, 89.0f, 113.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    const vf h = FIELD(2);
+    *scale = 2.0f * d * sc - 127.0f * d;
+    *offset = *scale * (4.0f * h);
+}
+"""
 
 
 def unpack_ik_llama(rows: Tensor) -> dict[str, Tensor]:
@@ -188,7 +207,7 @@ VARIANT = Variant(
                     row_fields=(GroupField("d", 1, 0),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0), zero=(0, 0),
                     sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "h")),
 )
 
 FORMAT = Format(

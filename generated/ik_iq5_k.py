@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
-        joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -31,6 +31,25 @@ from qdsl.runtime.gpu.triton import tl, triton
 LEVELS = Table("f32", -126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6, -1, 5, 11, 17, 23, 29, 36,
         43, 51, 59, 68, 77, 87, 97, 109, 121, -124, -112, -101, -90, -81, -72, -63, -55, -48, -41, -34, -28, -22, -16, -10, -4, 1,
         7, 13, 19, 25, 31, 38, 45, 53, 61, 70, 79, 89, 99, 111, 123)
+
+
+ROW_FUNCTIONS = """
+/* w = d * (sc - 32) * levels[32 * h + q] */
+#define BITS 5
+#define FIELDS 3
+#define HAS_OFFSET
+static const float numbers[32] = {-126.0f, -114.0f, -103.0f, -92.0f, -83.0f, -74.0f, -65.0f, -57.0f, -50.0f, -43.0f, -36.0f,
+        -30.0f, -24.0f, -18.0f, -12.0f, -6.0f, -1.0f, 5.0f, 11.0f, 17.0f, 23.0f, 29.0f, 36.0f, 43.0f, 51.0f, 59.0f, 68.0f, 77.0f,
+        87.0f, 97.0f, 109.0f, 121.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_32(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    const vf h = FIELD(2);
+    *scale = d * sc - 32.0f * d;
+    *offset = *scale * (2.0f * h);
+}
+"""
 
 
 def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
@@ -210,7 +229,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6, at=0), GroupField("sc", 1, 16, 1, at=6)),
                     blocks=("256", "16"), size=16, width=8, bits=0, base=(126, 0)))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "sc", "h")),
 )
 
 FORMAT = Format(

@@ -19,13 +19,25 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_float,
-        as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, W8A8,
+        as_float, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s */
+#define BITS 8
+#define FIELDS 1
+INLINE vf number(const Weight *w, vu codes) { return signed_number(codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_safetensors(weight: Tensor, weight_scale_inv: Tensor) -> dict[str, Tensor]:
@@ -126,6 +138,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
     roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
 FORMAT = Format(

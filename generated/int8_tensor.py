@@ -21,13 +21,28 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_float,
-        as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, W8A8,
+        as_float, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q - z) * s */
+#define BITS 8
+#define FIELDS 2
+#define HAS_OFFSET
+INLINE vf number(const Weight *w, vu codes) { return signed_number(codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = *scale * (-z);
+}
+"""
 
 
 def unpack_safetensors(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None) -> dict[str, Tensor]:
@@ -166,6 +181,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
     roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
-        as_type, integer, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
+        Variant, as_type, integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -155,6 +155,20 @@ LEVELS = Table("f32", -9, -7, -1, 1, 7, 9, 9, 9)
 
 
 ROW_CODES = RowCodes((3, 0, 4, 1, 5, 2,), down=(2, 8), g=GRID)
+
+
+ROW_FUNCTIONS = """
+/* w = d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down)) */
+#define BITS 3
+#define FIELDS 2
+static const float numbers[16] = {-9.0f, -7.0f, -1.0f, 1.0f, 7.0f, 9.0f, 9.0f, 9.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    *scale = 0.25f * d * sc + 0.125f * d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -324,7 +338,7 @@ VARIANT = Variant(
                     table=_table_planar, scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 3)),
                     blocks=("256", "16"), size=16, width=8, bits=0, base=(9, 137)))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, integer, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
+        Variant, as_float, as_type, integer, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -149,6 +149,23 @@ GRID = Table("i8", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in ra
 
 
 ROW_CODES = RowCodes((0, 1, 2,), g=GRID)
+
+
+ROW_FUNCTIONS = """
+/* w = d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down)) */
+#define BITS 2
+#define FIELDS 3
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    const vf down = FIELD(2);
+    *scale = 2.0f * d * sc + d;
+    *offset = *scale * (-0.25f * down - 0.875f);
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -290,6 +307,7 @@ VARIANT = Variant(
                     blocks=("256", "32"), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, importance=True,
+    row_loops=RowLoops(ROW_FUNCTIONS, "", 2, ("d", "sc", "down"), row_codes=ROW_CODES),
 )
 
 FORMAT = Format(

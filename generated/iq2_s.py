@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
+        Variant, as_float, as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -96,6 +96,20 @@ LEVELS = Table("f32", -43, -25, -8, 8, 25, 43, 43, 43)
 
 
 ROW_CODES = RowCodes((5, 3, 1, 0, 2, 4,), g=GRID, s=(2, 1))
+
+
+ROW_FUNCTIONS = """
+/* w = d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 * s)) */
+#define BITS 3
+#define FIELDS 2
+static const float numbers[16] = {-43.0f, -25.0f, -8.0f, 8.0f, 25.0f, 43.0f, 43.0f, 43.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    *scale = 0.25f * d * sc + 0.125f * d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -257,7 +271,7 @@ VARIANT = Variant(
                     table=_table_planar, scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4)),
                     blocks=("256", "16"), size=16, width=8, bits=0, base=(43, 171)))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),
 )
 
 FORMAT = Format(

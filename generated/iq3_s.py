@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, empty, joined, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
+        Variant, as_float, as_type, empty, joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -58,6 +58,21 @@ GRID = Table("i8", *(2 * (CODES[i] // 8 ** j % 8) + 1 for i in range(512) for j 
 
 
 ROW_CODES = RowCodes((15, 13, 11, 9, 7, 5, 3, 1, 0, 2, 4, 6, 8, 10, 12, 14,), g=GRID, s=(2, 1))
+
+
+ROW_FUNCTIONS = """
+/* w = d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s)) */
+#define BITS 4
+#define FIELDS 2
+static const float numbers[16] = {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f,
+        6.5f, 7.5f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    *scale = 4.0f * d * sc + 2.0f * d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -197,7 +212,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
                     sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("d", "sc"), row_codes=ROW_CODES),
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, integer)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
+        Variant, as_float, as_type, integer)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -55,6 +55,21 @@ LEVELS = Table("f32", -62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 
 
 
 ROW_CODES = RowCodes((14, 12, 10, 8, 6, 4, 2, 0, 1, 3, 5, 7, 9, 11, 13, 15,), g=GRID, s=SIGN)
+
+
+ROW_FUNCTIONS = """
+/* w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8]) */
+#define BITS 4
+#define FIELDS 2
+static const float numbers[16] = {-62.0f, -52.0f, -44.0f, -36.0f, -28.0f, -20.0f, -12.0f, -4.0f, 4.0f, 12.0f, 20.0f, 28.0f, 36.0f,
+        44.0f, 52.0f, 62.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    *scale = 0.5f * d * sc + 0.25f * d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -195,7 +210,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32, width=8,
                     bits=0, base=(62, 190), zero=(-62, -190)))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("d", "sc"), row_codes=ROW_CODES),
 )
 
 FORMAT = Format(

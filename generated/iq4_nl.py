@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import block_levels
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
-        pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -28,6 +28,20 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+ROW_FUNCTIONS = """
+/* w = d * levels[q] */
+#define BITS 4
+#define FIELDS 1
+static const float numbers[16] = {-127.0f, -104.0f, -83.0f, -65.0f, -49.0f, -35.0f, -22.0f, -10.0f, 1.0f, 13.0f, 25.0f, 38.0f,
+        53.0f, 69.0f, 89.0f, 113.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    *scale = d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -180,7 +194,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0),
                     zero=(0, 0)))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d",)),
 )
 
 FORMAT = Format(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, cdiv,
-        empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, cdiv, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
@@ -28,6 +28,20 @@ from qdsl.runtime.weight.numbers import e8m0h
 
 
 LEVEL = Table("f32", 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+ROW_FUNCTIONS = """
+/* w = e * level[q] */
+#define BITS 4
+#define FIELDS 1
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 6.0f, 8.0f, 12.0f, 0.0f, -1.0f, -2.0f, -3.0f, -4.0f, -6.0f, -8.0f,
+        -12.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf e = FIELD(0);
+    *scale = e;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -141,6 +155,7 @@ VARIANT = Variant(
                     unit=(32768.0, 2.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"}, settings={"level": LEVEL},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e",)),
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
-        as_type, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
+        Variant, as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -88,6 +88,23 @@ PAIRED = Table("f32", -1.0, -0.28444138169288635, -0.6961928009986877, -0.184773
 
 
 ROW_CODES = RowCodes((0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14,), q=(16, 1))
+
+
+ROW_FUNCTIONS = """
+/* w = levels[q] * (steps[s] * t + o) */
+#define BITS 4
+#define FIELDS 3
+static const float numbers[16] = {-1.0f, -0.28444138169288635f, -0.6961928009986877f, -0.18477343022823334f, 0.07958029955625534f,
+        0.44070982933044434f, 0.16093020141124725f, 0.5626170039176941f, -0.39491748809814453f, -0.09105003625154495f,
+        -0.5250730514526367f, 0.0f, 0.33791524171829224f, 1.0f, 0.24611230194568634f, 0.7229568362236023f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf t = FIELD(1);
+    const vf o = FIELD(2);
+    *scale = s * t + o;
+}
+"""
 
 
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, weight_nested_absmax: Tensor, weight_nested_offset: Tensor, *,
@@ -227,6 +244,7 @@ VARIANT = Variant(
                     zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s", "t", "o"), row_codes=ROW_CODES, lookups={"s": STEPS}),
 )
 
 FORMAT = Format(

@@ -18,13 +18,27 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Branch, BranchTensor, Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant,
-        as_float, as_type, joined, pad, spread, workspace)
+from qdsl.runtime import (Branch, BranchTensor, Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored,
+        Variant, as_float, as_type, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s / m */
+#define BITS 4
+#define FIELDS 1
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, -8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f,
+        -1.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_nunchaku(qweight: Tensor, wscales: Tensor, smooth_factor: Tensor) -> dict[str, Tensor]:
@@ -131,7 +145,7 @@ VARIANT = Variant(
                     numbers=bitplanes.i4, scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",),
                     size=32, signed=True, base=(8, 136), zero=(-8, -136)))),
     },
-    decode=decode,
+    decode=decode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), columns="/m"),
     plus=(
         Branch("low_rank",
                 up=BranchTensor("proj_up", "scale_type", "N", "?", digits=("N/16", "?", "8", "4", "2", "2", "2"),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, cdiv,
-        empty, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
+        as_type, cdiv, empty, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
@@ -29,6 +29,21 @@ from qdsl.runtime.weight.numbers import ue4m3
 
 
 LEVEL = Table("f32", 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+ROW_FUNCTIONS = """
+/* w = e * 0.5 * level[q] * s */
+#define BITS 4
+#define FIELDS 2
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 6.0f, 8.0f, 12.0f, 0.0f, -1.0f, -2.0f, -3.0f, -4.0f, -6.0f, -8.0f,
+        -12.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf e = FIELD(0);
+    const vf s = FIELD(1);
+    *scale = 0.5f * e * s;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor, scale: Tensor | None) -> dict[str, Tensor | None]:
@@ -156,7 +171,7 @@ VARIANT = Variant(
                     blocks=("16",), size=16, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0)))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"},
-    settings={"level": LEVEL, "factor": 0.5}, defaults={"s": 1},
+    settings={"level": LEVEL, "factor": 0.5}, defaults={"s": 1}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e", "s")),
 )
 
 FORMAT = Format(

@@ -23,14 +23,29 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type,
+        cdiv, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = s * g * q */
+#define BITS 4
+#define FIELDS 2
+static const float numbers[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f,
+        -6.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf g = FIELD(0);
+    const vf s = FIELD(1);
+    *scale = g * s;
+}
+"""
 
 
 def unpack_modelopt(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> dict[str, Tensor]:
@@ -264,7 +279,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
         "zeros": ("signed", "negative", "positive")},
-    defaults={"g": 1},
+    defaults={"g": 1}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("g", "s")),
 )
 
 FORMAT = Format(

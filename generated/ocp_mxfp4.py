@@ -25,14 +25,28 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type,
+        cdiv, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = e * q */
+#define BITS 4
+#define FIELDS 1
+static const float numbers[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f,
+        -6.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf e = FIELD(0);
+    *scale = e;
+}
+"""
 
 
 def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
@@ -299,6 +313,7 @@ VARIANT = Variant(
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
     scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e",)),
 )
 
 FORMAT = Format(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
-        as_type, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
+        Variant, as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -35,6 +35,21 @@ PAIRED = Table("f32", -1.0, -0.284423828125, -0.6962890625, -0.184814453125, 0.0
 
 
 ROW_CODES = RowCodes((0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14,), q=(16, 1))
+
+
+ROW_FUNCTIONS = """
+/* w = levels[q] * s */
+#define BITS 4
+#define FIELDS 1
+static const float numbers[16] = {-1.0f, -0.284423828125f, -0.6962890625f, -0.184814453125f, 0.07958984375f, 0.440673828125f,
+        0.160888671875f, 0.5625f, -0.39501953125f, -0.091064453125f, -0.52490234375f, 0.0f, 0.337890625f, 1.0f, 0.24609375f,
+        0.72314453125f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    *scale = s;
+}
+"""
 
 
 def unpack_openvino(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -151,6 +166,7 @@ VARIANT = Variant(
                     base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s",), row_codes=ROW_CODES),
 )
 
 FORMAT = Format(

@@ -17,13 +17,26 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        empty, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = d * (2 * q - 1) */
+#define BITS 1
+#define FIELDS 1
+static const float numbers[16] = {-0.5f, 0.5f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    *scale = 2.0f * d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -138,7 +151,7 @@ VARIANT = Variant(
                     numbers=bitplanes.u1, scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",), width=1,
                     bits=1, sums_in_tile_gemm=True, spans=(2,)))),
     },
-    decode=decode, encode=encode,
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 1, ("d",)),
 )
 
 FORMAT = Format(

@@ -20,13 +20,31 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = d * sc * q - dmin * mn */
+#define BITS 2
+#define FIELDS 4
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    const vf dmin = FIELD(2);
+    const vf mn = FIELD(3);
+    *scale = d * sc;
+    *offset = -dmin * mn;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -164,7 +182,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4, at=0), GroupField("dmin", 1, 256),
                     GroupField("sc", 1, 16, 4, at=4)), blocks=("256", "16"), size=16, width=2, bits=2))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d", "sc", "dmin", "mn")),
 )
 
 FORMAT = Format(

@@ -18,13 +18,27 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = d * (sc - 32) * (q - 4) */
+#define BITS 3
+#define FIELDS 2
+static const float numbers[16] = {-4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f, 2.0f, 3.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    *scale = d * sc - 32.0f * d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -179,7 +193,7 @@ VARIANT = Variant(
                     scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6)),
                     blocks=("256", "16"), size=16, width=2, bits=3))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("d", "sc")),
 )
 
 FORMAT = Format(

@@ -20,13 +20,32 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Records, Storage, Stored, Variant, as_float,
-        as_type, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Records, RowLoops, Storage, Stored, Variant,
+        as_float, as_type, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, group_sums, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = d * sc * q - dmin * mn */
+#define BITS 4
+#define FIELDS 4
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
+        15.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    const vf dmin = FIELD(2);
+    const vf mn = FIELD(3);
+    *scale = d * sc;
+    *offset = -dmin * mn;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -201,7 +220,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
                     GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "dmin", "mn")),
 )
 
 FORMAT = Format(

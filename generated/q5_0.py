@@ -19,13 +19,28 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        empty, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = d * (q - 16) */
+#define BITS 5
+#define FIELDS 1
+static const float numbers[32] = {-16.0f, -15.0f, -14.0f, -13.0f, -12.0f, -11.0f, -10.0f, -9.0f, -8.0f, -7.0f, -6.0f, -5.0f,
+        -4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
+        15.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_32(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    *scale = d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -156,6 +171,7 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True,
     options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
     roles={"code": "q", "scale": "d"}, settings={"divisor": -16, "by": "exact", "ties": "up", "offset": 16},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d",)),
 )
 
 FORMAT = Format(

@@ -18,12 +18,26 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, empty)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = d * sc * (q - 32) */
+#define BITS 6
+#define FIELDS 2
+INLINE vf number(const Weight *w, vu codes) { return unsigned_number(codes) - 32.0f; }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    const vf sc = FIELD(1);
+    *scale = d * sc;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -161,7 +175,7 @@ VARIANT = Variant(
                     scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)),
                     blocks=("256", "16"), size=16, width=4, bits=6))),
     },
-    decode=decode, encode=encode, importance=True,
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("d", "sc")),
 )
 
 FORMAT = Format(

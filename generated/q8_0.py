@@ -19,13 +19,25 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = d * q */
+#define BITS 8
+#define FIELDS 1
+INLINE vf number(const Weight *w, vu codes) { return signed_number(codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf d = FIELD(0);
+    *scale = d;
+}
+"""
 
 
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
@@ -125,6 +137,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
     roles={"code": "q", "scale": "d"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("d",)),
 )
 
 FORMAT = Format(

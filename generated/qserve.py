@@ -19,12 +19,31 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import progressive
-from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
+        as_type)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q * s2 + z) * s1 */
+#define BITS 4
+#define FIELDS 3
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
+        15.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s1 = FIELD(0);
+    const vf s2 = FIELD(1);
+    const vf z = FIELD(2);
+    *scale = s1 * s2;
+    *offset = s1 * z;
+}
+"""
 
 
 def unpack_qserve(qweight: Tensor, s1_scales: Tensor, s2_scales: Tensor, s2_zeros: Tensor) -> dict[str, Tensor]:
@@ -156,7 +175,7 @@ VARIANT = Variant(
                     group_fields=(GroupField("s2", 1, 128, 8), GroupField("z", 1, 128, 8)), row_fields=(GroupField("s1", 1, 0),),
                     blocks=("128",), sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode,
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s1", "s2", "z")),
 )
 
 FORMAT = Format(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -18,6 +18,22 @@ from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q - z) * s */
+#define BITS 2
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = *scale * (-z);
+}
+"""
 
 
 def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
@@ -118,5 +134,5 @@ VARIANT = Variant(
                     scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
                     blocks=("group",), size=16, width=2, bits=2))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
+    decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
 )

@@ -10,13 +10,30 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
-        joined, pad, spread, workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
+        cdiv, empty, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q - 8) * s + z */
+#define BITS 4
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
+        15.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = -8.0f * s + z;
+}
+"""
 
 
 def unpack_tinygemm(qdata: Tensor, scale_and_zero: Tensor) -> dict[str, Tensor]:
@@ -380,5 +397,5 @@ VARIANT = Variant(
                     sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"}, settings={"offset": 8},
-    defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    defaults={"g": None}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
 )

@@ -9,7 +9,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, empty, pad
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, cdiv, empty,
+        pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 
 from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_scalar, unpack_cpu_rest, pack_cpu_rest,
@@ -18,6 +19,23 @@ from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_sca
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q - 8) * s + z */
+#define BITS 4
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
+        15.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = -8.0f * s + z;
+}
+"""
 
 
 def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -91,5 +109,5 @@ VARIANT = Variant(
                     sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"}, settings={"offset": 8},
-    defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    defaults={"g": None}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
 )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
-        integer, joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
+        cdiv, empty, integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -21,6 +21,22 @@ from .bits_4 import _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q - z) * s */
+#define BITS 3
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = *scale * (-z);
+}
+"""
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
@@ -467,5 +483,5 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
         "span": ("found", "full", "tight", "signed")},
-    defaults={"g": None, "z": 4}, cuts=("N", "ceil(K/group)"),
+    defaults={"g": None, "z": 4}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("s", "z")),
 )

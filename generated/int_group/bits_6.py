@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
-        integer, joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
+        cdiv, empty, integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -21,6 +21,21 @@ from .bits_4 import _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = (q - z) * s */
+#define BITS 6
+#define FIELDS 2
+#define HAS_OFFSET
+INLINE vf number(const Weight *w, vu codes) { return unsigned_number(codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = *scale * (-z);
+}
+"""
 
 
 def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
@@ -345,5 +360,5 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
         "span": ("found", "full", "tight", "signed")},
-    defaults={"g": None, "z": 32}, cuts=("N", "ceil(K/group)"),
+    defaults={"g": None, "z": 32}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("s", "z")),
 )

@@ -10,13 +10,29 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, joined, pad,
-        spread, workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
+        joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s + m */
+#define BITS 2
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf m = FIELD(1);
+    *scale = s;
+    *offset = m;
+}
+"""
 
 
 def unpack_rows(codes: Tensor, scale: Tensor, minimum: Tensor) -> dict[str, Tensor]:
@@ -136,5 +152,5 @@ VARIANT = Variant(
                     bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "m"},
-    cuts=("ceil(N/gn)", "ceil(K/gk)"),
+    cuts=("ceil(N/gn)", "ceil(K/gk)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "m")),
 )

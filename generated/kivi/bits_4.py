@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad, spread
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, joined, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -18,6 +19,23 @@ from .bits_2 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s + m */
+#define BITS 4
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
+        15.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf m = FIELD(1);
+    *scale = s;
+    *offset = m;
+}
+"""
 
 
 def unpack_rows(codes: Tensor, scale: Tensor, minimum: Tensor) -> dict[str, Tensor]:
@@ -119,5 +137,5 @@ VARIANT = Variant(
                     sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "m"},
-    cuts=("ceil(N/gn)", "ceil(K/gk)"),
+    cuts=("ceil(N/gn)", "ceil(K/gk)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "m")),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, integer, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -18,6 +18,21 @@ from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s + b */
+#define BITS 6
+#define FIELDS 2
+#define HAS_OFFSET
+INLINE vf number(const Weight *w, vu codes) { return unsigned_number(codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf b = FIELD(1);
+    *scale = s;
+    *offset = b;
+}
+"""
 
 
 def unpack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> dict[str, Tensor]:
@@ -129,5 +144,5 @@ VARIANT = Variant(
                     bits=6, sums_in_tile_gemm=True, spans=(0, 2)))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
-    cuts=("N", "ceil(K/group)"),
+    cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("s", "b")),
 )

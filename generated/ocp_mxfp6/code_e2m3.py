@@ -12,13 +12,31 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, cdiv,
+        integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m3, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = e * q */
+#define BITS 6
+#define FIELDS 1
+static const float numbers[64] = {0.0f, 0.125f, 0.25f, 0.375f, 0.5f, 0.625f, 0.75f, 0.875f, 1.0f, 1.125f, 1.25f, 1.375f, 1.5f,
+        1.625f, 1.75f, 1.875f, 2.0f, 2.25f, 2.5f, 2.75f, 3.0f, 3.25f, 3.5f, 3.75f, 4.0f, 4.5f, 5.0f, 5.5f, 6.0f, 6.5f, 7.0f, 7.5f,
+        0.0f, -0.125f, -0.25f, -0.375f, -0.5f, -0.625f, -0.75f, -0.875f, -1.0f, -1.125f, -1.25f, -1.375f, -1.5f, -1.625f, -1.75f,
+        -1.875f, -2.0f, -2.25f, -2.5f, -2.75f, -3.0f, -3.25f, -3.5f, -3.75f, -4.0f, -4.5f, -5.0f, -5.5f, -6.0f, -6.5f, -7.0f,
+        -7.5f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_64(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf e = FIELD(0);
+    *scale = e;
+}
+"""
 
 
 def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
@@ -187,4 +205,5 @@ VARIANT = Variant(
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
     scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"}, cuts=("N", "ceil(K/32)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("e",)),
 )

@@ -9,7 +9,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2, e8m0
@@ -19,6 +19,23 @@ from .code_e2m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpa
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = e * q */
+#define BITS 6
+#define FIELDS 1
+static const float numbers[64] = {0.0f, 0.0625f, 0.125f, 0.1875f, 0.25f, 0.3125f, 0.375f, 0.4375f, 0.5f, 0.625f, 0.75f, 0.875f,
+        1.0f, 1.25f, 1.5f, 1.75f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 10.0f, 12.0f, 14.0f, 16.0f, 20.0f, 24.0f,
+        28.0f, 0.0f, -0.0625f, -0.125f, -0.1875f, -0.25f, -0.3125f, -0.375f, -0.4375f, -0.5f, -0.625f, -0.75f, -0.875f, -1.0f,
+        -1.25f, -1.5f, -1.75f, -2.0f, -2.5f, -3.0f, -3.5f, -4.0f, -5.0f, -6.0f, -7.0f, -8.0f, -10.0f, -12.0f, -14.0f, -16.0f,
+        -20.0f, -24.0f, -28.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_64(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf e = FIELD(0);
+    *scale = e;
+}
+"""
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -111,4 +128,5 @@ VARIANT = Variant(
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
     scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"}, cuts=("N", "ceil(K/32)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("e",)),
 )

@@ -12,13 +12,25 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, cdiv, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = e * q */
+#define BITS 8
+#define FIELDS 1
+INLINE vf number(const Weight *w, vu codes) { return float_of_e4m3((vi)(codes & 255)); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf e = FIELD(0);
+    *scale = e;
+}
+"""
 
 
 def unpack_compressed_tensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
@@ -192,4 +204,5 @@ VARIANT = Variant(
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
     scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"}, cuts=("N", "ceil(K/32)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("e",)),
 )

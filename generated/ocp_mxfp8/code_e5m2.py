@@ -9,7 +9,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e5m2, e8m0
@@ -19,6 +19,18 @@ from .code_e4m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpa
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = e * q */
+#define BITS 8
+#define FIELDS 1
+INLINE vf number(const Weight *w, vu codes) { return float_of_e5m2((vi)(codes & 255)); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf e = FIELD(0);
+    *scale = e;
+}
+"""
 
 
 def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -111,4 +123,5 @@ VARIANT = Variant(
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
     scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"}, cuts=("N", "ceil(K/32)"),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("e",)),
 )

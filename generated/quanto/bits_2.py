@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad, spread
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -18,6 +18,22 @@ from .bits_4 import decode, _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
+
+
+ROW_FUNCTIONS = """
+/* w = q * s - z */
+#define BITS 2
+#define FIELDS 2
+#define HAS_OFFSET
+static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f};
+INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
+    const vf s = FIELD(0);
+    const vf z = FIELD(1);
+    *scale = s;
+    *offset = -z;
+}
+"""
 
 
 def unpack_quanto(data: Tensor, scale: Tensor, shift: Tensor) -> dict[str, Tensor]:
@@ -121,5 +137,5 @@ VARIANT = Variant(
                     bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"}, settings={"negated": 1},
-    cuts=("N", "ceil(K/group)"),
+    cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
 )

@@ -15,6 +15,7 @@ from qdsl.runtime.weight.layout import (
            MatrixUnitKernels,
            Pairs,
            Records,
+           RowLoops,
            Storage,
            Stream,
            Variant,
@@ -25,6 +26,6 @@ from qdsl.runtime.weight.row_codes import RowCodes
 from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = ["W8A8", "Branch", "BranchTensor", "Field", "Format", "FormatError", "GroupField", "Kernels", "MatrixUnitKernels",
-           "PackedWeight", "Pairs", "QuantizedEmbedding", "QuantizedLinear", "Records", "Report", "RowCodes", "Spec", "Storage",
-           "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "entries", "first_trit",
-           "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace"]
+           "PackedWeight", "Pairs", "QuantizedEmbedding", "QuantizedLinear", "Records", "Report", "RowCodes", "RowLoops",
+           "Spec", "Storage", "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty",
+           "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace"]

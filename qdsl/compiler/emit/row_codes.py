@@ -7,7 +7,7 @@ from qdsl.compiler.emit.lines import wrapped
 from qdsl.compiler.ir.program import Program
 
 
-def _name(program: Program) -> str:
+def constant_name(program: Program) -> str:
     """The name of the constant in a module, different from all tables."""
     word = "row_codes"
     while any(table.name.value == word for table in program.spec.tables):
@@ -22,7 +22,7 @@ def constant_lines(program: Program) -> list[list[str]]:
         return []
     fields = [f"{factor.field}={constant(factor.table)}" if factor.table else
               f"{factor.field}=({len(factor.numbers)}, {factor.columns})" for factor in codes.factors]
-    return [wrapped(f"{_name(program)} = RowCodes(", [f"({', '.join(map(str, codes.order))},)", *fields], ")")]
+    return [wrapped(f"{constant_name(program)} = RowCodes(", [f"({', '.join(map(str, codes.order))},)", *fields], ")")]
 
 
 def codes_lines(program: Program) -> list[str]:
@@ -31,10 +31,10 @@ def codes_lines(program: Program) -> list[str]:
     if codes is None:
         return []
     fields = ", ".join(f"{factor.field}={factor.field}" for factor in codes.factors)
-    return [f"{codes.code} = {_name(program)}.codes({fields})"]
+    return [f"{codes.code} = {constant_name(program)}.codes({fields})"]
 
 
 def field_entry(program: Program, field: str, text: str) -> str:
     """An entry of the dict of fields: the field, or instead of a code the fields that it encodes."""
     codes = program.row_codes
-    return f'"{field}": {text},' if codes is None or field != codes.code else f"**{_name(program)}.fields({text}),"
+    return f'"{field}": {text},' if codes is None or field != codes.code else f"**{constant_name(program)}.fields({text}),"

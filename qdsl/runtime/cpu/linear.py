@@ -3,6 +3,7 @@
 | way      | for                              | what computes it                                                                |
 | stored   | stored numbers that are weights  | torch's matmul                                                                  |
 | rounded  | up to 8 rows, QDSL_CPU_INT8=1    | a compiled loop: x in 8 bits with a scale for every 32 columns, integer codes    |
+| rows     | any number of rows               | compiled loops over a copy with interleaved rows (rows.py)                      |
 | factored | up to 8 rows of x                | a compiled loop: sums of codes, then scales; exact float32 weights               |
 | plain    | up to 8 rows of x                | a compiled loop: weight by weight; exact float32 weights                         |
 | decode   | any number of rows               | a compiled loop decodes tiles, rounded to x's dtype, that torch multiplies       |
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from qdsl.host import library
 from qdsl.runtime.cpu import loops
+from qdsl.runtime.cpu import rows as row_copies
 from qdsl.runtime.cpu.prepared import PreparedProduct, prepare
 from qdsl.runtime.cpu.source import DECODE
 from qdsl.runtime.weight.match import torch_dtype
@@ -36,6 +38,7 @@ from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 ROUNDING = "QDSL_CPU_INT8"
 TILE = 1 << 20                                                   # weights decoded at a time: more leave caches, less need calls
 LOOPS = (loops.ROUNDED, loops.FACTORED, loops.PLAIN)             # ways for few rows of x
+ROWS = "rows"                                                    # the way with interleaved rows
 INT8_ROWS = 64                                                   # of x, for which torch's int8 kernel is faster than tiles
 
 
@@ -59,12 +62,14 @@ def lower(candidate: Candidate, packed: PackedWeight) -> str:
     """The C source of a candidate's loop; '' if torch alone computes it."""
     if candidate.kind == "decode":
         return loops.source_for(packed, DECODE).text
+    if candidate.kind == ROWS:
+        return row_copies.source_for(packed)
     return loops.source_for(packed, candidate.config["ROWS"], candidate.kind).text if candidate.kind in LOOPS else ""
 
 
 def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] @ w.T + bias by a candidate for M rows and x's dtype: [M, N]."""
-    if candidate.kind in LOOPS:
+    if candidate.kind in (ROWS, *LOOPS):
         ready = _prepared(candidate, x, packed, bias)
         names = [name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order]
         out = None if ready is None else ready.run(x, [packed.tensors[name] for name in names], bias)
@@ -80,7 +85,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | No
     if not x.numel() or x.device.type != "cpu" or torch.compiler.is_compiling():
         return _tiled(x, packed, bias)
     candidate = next(_ways(packed, x.shape[0], x.dtype))
-    if mode is not None and candidate.kind in LOOPS:
+    if mode is not None and candidate.kind in (ROWS, *LOOPS):
         plan = plan_of(packed)
         ready = _prepared(candidate, x, packed, bias, plan.is_permuted)
         if ready is not None:
@@ -94,12 +99,15 @@ def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candi
         yield Candidate("stored")
         return
     if loops.are_compiled(packed) and dtype != torch.float64:
-        if rows <= loops.FEW:
-            together = loops.TOGETHER if rows > 2 else 1
-            rounds_x = os.environ.get(ROUNDING, "0") not in ("", "0")
-            for way in LOOPS if rounds_x else LOOPS[1:]:
-                if loops.find(packed, together, way) is not None:
-                    yield Candidate(way, {"ROWS": together})
+        together = loops.TOGETHER if rows > 2 else 1
+        rounds_x = rows <= loops.FEW and os.environ.get(ROUNDING, "0") not in ("", "0")
+        if rounds_x and loops.find(packed, together, loops.ROUNDED) is not None:
+            yield Candidate(loops.ROUNDED, {"ROWS": together})
+        if row_copies.placed(packed) is not None:
+            yield Candidate(ROWS)
+        for way in LOOPS[1:] if rows <= loops.FEW else ():
+            if loops.find(packed, together, way) is not None:
+                yield Candidate(way, {"ROWS": together})
         if loops.find(packed, DECODE) is not None:
             yield Candidate("decode")
     if _is_for_int8(packed, rows, dtype):
@@ -110,6 +118,8 @@ def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candi
 def _prepared(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None,
               is_permuted: bool = False) -> PreparedProduct | None:
     kind = None if bias is None else bias.dtype
+    if candidate.kind == ROWS:
+        return row_copies.prepare(packed, x.shape[0], x.dtype, kind, is_permuted)
     return prepare(packed, candidate.kind, candidate.config["ROWS"], x.shape[0], x.dtype, kind, is_permuted)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from qdsl.runtime.cpu import rows
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
@@ -274,6 +275,7 @@ class PackedModule(SpecializedModule):
         self._packed.known_finite = checked.finite if on_gpu else None
         self._packed.stream_info = checked.stream_info
         self._packed.plan = self._packed.dense = None
+        rows.forget(tensors)
         filled = {name: tensor for name, tensor in tensors.items() if name not in absent}
         _note(filled, checked.in_order)
         return filled

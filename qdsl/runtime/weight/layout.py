@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from qdsl.runtime.weight.branches import Branch as Branch
 from qdsl.runtime.weight.branches import BranchTensor as BranchTensor
 from qdsl.runtime.weight.branches import stored
 from qdsl.runtime.weight.tables import Table
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.row_codes import RowCodes
 
 CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
 SHORT = (16, 32, 64)                                             # block lengths of which a chunk has several
@@ -218,6 +221,25 @@ class MatrixUnitKernels:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLoops:
+    """The C functions of a format for loops over interleaved rows (runtime/cpu/row_loops.h), and what they read of a weight.
+
+    source: the functions.  code: the field with a code per weight, or '' if row_codes computes it.  bits: of a code.  fields:
+    numbers of groups, in the functions' order.  lookups: the tables that some fields index.  levels: the field with the table
+    that codes index.  columns: the field by which x is multiplied; '/name': divided.
+    """
+
+    source: str
+    code: str
+    bits: int
+    fields: tuple[str, ...]
+    row_codes: RowCodes | None = None
+    lookups: Mapping[str, Table] = field(default_factory=dict)
+    levels: str = ""
+    columns: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Pairs:
     """How kernels join symbols of a stream and uncoded bits to 16-bit weights, eight columns at a time.
 
@@ -382,7 +404,7 @@ class Variant:
     choices for encode; an empty list means any positive number.  copies: decode returns this field unchanged.  scheme: the scheme
     of encode, if kernels encode rows by it too; roles: the fields that it chooses; settings: its constants and the options of the
     spec.  plus: branches that are added to decoded numbers.  appended: fields [N, extent] of plain numbers behind the K columns
-    of a row; decode does not read them, and quantize sets them to 0.
+    of a row; decode does not read them, and quantize sets them to 0.  row_loops: the format's part of the loops on a CPU.
     """
 
     fields: Mapping[str, Field]
@@ -399,6 +421,7 @@ class Variant:
     settings: Mapping[str, Any] = field(default_factory=dict)
     plus: tuple[Branch, ...] = ()
     appended: tuple[str, ...] = ()
+    row_loops: RowLoops | None = None
 
     def tensors(self, storage: str) -> dict[str, Stored]:
         """The tensors that a weight in a storage may have: its own, then those of branches."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import qdsl
 from qdsl.compiler.emit.axes import axis_text, field_axes, field_kinds
+from qdsl.compiler.emit.c.rows import row_functions
 from qdsl.compiler.emit.lines import WIDTH, folded, indent, names_read, wrapped
 from qdsl.compiler.emit.literals import data, quoted, tupled
 from qdsl.compiler.emit.module.functions import (
@@ -133,8 +134,9 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
 def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
     first, decoded = programs[0], decode(programs)
     references = [reference(program) for program in programs]
-    lines = [*constants(programs), *(part for storage in references for part in (storage.unpack, storage.pack)),
-             decode_function(programs, decoded), *([encode_function(first)] if first.encode is not None else [])]
+    packing = (part for storage in references for part in (storage.unpack, storage.pack))
+    lines = [*constants(programs), *row_functions(programs), *packing, decode_function(programs, decoded),
+             *([encode_function(first)] if first.encode is not None else [])]
     functions, names = shared_by_storages(programs, [definitions(kernels(program)) for program in programs])
     return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
                 tuple(renamed(variant(programs, decoded, references), names)))

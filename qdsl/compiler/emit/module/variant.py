@@ -7,6 +7,7 @@ from math import prod
 
 from qdsl.compiler.emit.axes import axis_text, field_axes, stored_axes
 from qdsl.compiler.emit.branches import branch_lines
+from qdsl.compiler.emit.c.rows import row_loops
 from qdsl.compiler.emit.formula import constant, tables
 from qdsl.compiler.emit.lines import indent, wrapped
 from qdsl.compiler.emit.literals import literal, quoted, tupled
@@ -52,6 +53,7 @@ def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[R
         cuts = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
                  for dim, cut in zip("NK", decoded.cuts, strict=True)]
         arguments.append(f"cuts={tupled(cuts)}")
+    arguments += row_loops(programs)
     if first.encode is not None and first.appended:
         arguments.append(f"appended={tupled(first.appended)}")
     if decoded.copies:

@@ -1,0 +1,172 @@
+"""Prints the C functions that complete the loops over interleaved rows (runtime/cpu/row_loops.h).
+
+A format whose decode is affine in a code has two: `number`, the numbers of a vector of codes, and `group`, the scale and the
+offset of a group of columns.  Lanes are rows of the weight.  A constant zero point is part of the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qdsl.compiler.emit.formula import constant
+from qdsl.compiler.emit.lines import wrapped
+from qdsl.compiler.emit.literals import quoted, tupled
+from qdsl.compiler.emit.row_codes import constant_name
+from qdsl.compiler.ir.program import Affine, Field, Program, Terms
+from qdsl.compiler.passes.derive_planar import PLANAR, is_stored
+from qdsl.core.numbers import Number, round_to_f32
+
+NAME = "ROW_FUNCTIONS"                                           # the constant of a module
+LOOKED_UP = (16, 32, 64)                                         # lengths of tables in registers
+BYTE_FLOATS = ("e4m3", "e5m2")                                   # codes that are converted by arithmetic
+MOST_FIELDS = 8
+TAKEN = frozenset(("w", "at", "k", "scale", "offset", "codes", "levels"))
+
+
+def row_functions(programs: Sequence[Program]) -> list[list[str]]:
+    """The constant with the C functions of a variant; none for a format that has none."""
+    program = _planar(programs)
+    if program is None:
+        return []
+    return [[f'{NAME} = """', *_comment(program), *_definitions(program), *_number(program), *_group(program), '"""']]
+
+
+def row_loops(programs: Sequence[Program]) -> list[str]:
+    """The argument of a variant that describes its C functions; none for a format that has none."""
+    program = _planar(programs)
+    if program is None:
+        return []
+    affine, code = _parts(program)
+    arguments = [NAME, quoted(code.name if program.row_codes is None else ""), str(_bits(program)), tupled(affine.fields)]
+    if program.row_codes is not None:
+        arguments.append(f"row_codes={constant_name(program)}")
+    if affine.lookups:
+        tables = (f"{quoted(name)}: {constant(table)}" for name, table in affine.lookups.items())
+        arguments.append(f"lookups={{{', '.join(tables)}}}")
+    if is_stored(program, affine.table):
+        arguments.append(f"levels={quoted(affine.table)}")
+    if affine.columns:
+        arguments.append(f"columns={quoted(affine.columns)}")
+    return [f"row_loops=RowLoops({', '.join(arguments)})"]
+
+
+def _planar(programs: Sequence[Program]) -> Program | None:
+    """The planar program of a variant, if vectors of rows serve it."""
+    program = next((program for program in programs if program.storage == PLANAR and program.affine is not None), None)
+    if program is None:
+        return None
+    affine, _ = _parts(program)
+    has_numbers = _numbers(program) or _levels(program) or _arithmetic(program)
+    return program if has_numbers and len(affine.fields) <= MOST_FIELDS else None
+
+
+def _parts(program: Program) -> tuple[Affine, Field]:
+    assert program.affine is not None
+    return program.affine, program.field(program.affine.code)
+
+
+def _kind(program: Program) -> Number:
+    """The type of the code."""
+    assert program.affine is not None
+    number = program.field(program.affine.code).number
+    assert number is not None
+    return number
+
+
+def _bits(program: Program) -> int:
+    return _kind(program).bits
+
+
+def _zero(program: Program) -> float | None:
+    """The constant that is added to every code, 0 without one; None for a zero point that groups have."""
+    assert program.affine is not None
+    zero = program.affine.zero
+    return 0.0 if not zero else zero[0][0] if [product for _, product in zero] == [()] else None
+
+
+def _numbers(program: Program) -> list[float]:
+    """The number of every code, if a table in registers holds them; else none."""
+    assert program.affine is not None
+    kind, table = _kind(program), program.affine.table
+    if kind.bits > 6 or is_stored(program, table) or (not table and not kind.is_float and kind.bits > 5):
+        return []
+    count = 1 << kind.bits
+    values = program.spec.table(table).values[:count] if table else [kind.decode(code) for code in range(count)]
+    numbers = [float(value) + (_zero(program) or 0.0) for value in values]
+    is_exact = all(round_to_f32(number) == number for number in numbers)
+    return numbers if len(numbers) == count and is_exact else []
+
+
+def _levels(program: Program) -> bool:
+    """Whether codes index a table that is stored with the weight, one for all rows."""
+    assert program.affine is not None
+    table = program.affine.table
+    if not is_stored(program, table) or _bits(program) > 6 or _zero(program) != 0:
+        return False
+    field = program.field(table)
+    return not field.index and field.table == (1 << _bits(program),)
+
+
+def _arithmetic(program: Program) -> bool:
+    """Whether arithmetic makes numbers of codes: integers of 6 bits and more, and 8-bit floats."""
+    assert program.affine is not None
+    kind = _kind(program)
+    return not program.affine.table and (kind.name in BYTE_FLOATS if kind.is_float else kind.bits > 5)
+
+
+def _comment(program: Program) -> list[str]:
+    return [f"/* w = {program.spec.decode_text} */"]
+
+
+def _definitions(program: Program) -> list[str]:
+    """BITS, FIELDS and HAS_OFFSET; the table of numbers."""
+    affine, _ = _parts(program)
+    lines = [f"#define BITS {_bits(program)}", f"#define FIELDS {len(affine.fields)}"]
+    lines += ["#define HAS_OFFSET"] if affine.offset or _zero(program) is None else []
+    numbers = _numbers(program)
+    if numbers:
+        size = next(size for size in LOOKED_UP if size >= len(numbers))
+        shown = [_float(number) for number in numbers]
+        lines += wrapped(f"static const float numbers[{size}] = {{", shown, "};")
+    return lines
+
+
+def _number(program: Program) -> list[str]:
+    """The function that makes numbers of a vector of codes."""
+    numbers = _numbers(program)
+    if numbers or _levels(program):
+        size = next(size for size in LOOKED_UP if size >= 1 << _bits(program))
+        text = f"lookup_{size}({'numbers' if numbers else '(const float *)w->levels'}, codes)"
+    else:
+        kind, zero = _kind(program), _zero(program) or 0.0
+        text = f"float_of_{kind.name}((vi)(codes & 255))" if kind.is_float else f"{kind.kind}_number(codes)"
+        text += f" {'-' if zero < 0 else '+'} {_float(abs(zero))}" if zero else ""
+    return [f"INLINE vf number(const Weight *w, vu codes) {{ return {text}; }}"]
+
+
+def _group(program: Program) -> list[str]:
+    """The function that computes the scale and the offset of a group."""
+    affine, _ = _parts(program)
+    names = {field: f"{field}_" if field in TAKEN else field for field in affine.fields}
+    fields = [f"    const vf {names[field]} = FIELD({place});" for place, field in enumerate(affine.fields)]
+    offset = [_sum(affine.offset, names)] if affine.offset else []
+    offset += [f"*scale * ({_sum(affine.zero, names)})"] if _zero(program) is None else []
+    return ["INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {", *fields,
+            f"    *scale = {_sum(affine.scale, names)};", *([f"    *offset = {' + '.join(offset)};"] if offset else []), "}"]
+
+
+def _sum(terms: Terms, names: dict[str, str]) -> str:
+    """A sum of products as an expression of vectors."""
+    text = ""
+    for coefficient, product in terms:
+        size = abs(coefficient)
+        factors = [names[field] for field in product if field[0] != "/"]
+        shown = " * ".join([*([_float(size)] if size != 1 or not factors else []), *factors])
+        shown = " / ".join([shown, *(names[field[1:]] for field in product if field[0] == "/")])
+        text += (" - " if coefficient < 0 else " + ") + shown if text else ("-" if coefficient < 0 else "") + shown
+    return text if any(product for _, product in terms) else f"all_float({text or '0.0f'})"
+
+
+def _float(number: float) -> str:
+    """A float32 as a C literal."""
+    return f"{number!r}f"

@@ -1,0 +1,143 @@
+/* Loops over weights whose rows are interleaved by 16: `dot` for few rows of x, `gemm` for many.
+
+       block of 16 rows x 32 columns                       a word of a lane (a row), BITS = 4
+       word 0: lane 0 .. lane 15                           bits 16e + 4j:  column 8j + 2c + e   of word c
+       word 1: ...                                         e < 2, j < 4, c < 4
+
+   Lanes of a vector are rows, so that a sum needs no addition across lanes, and a number of x is one broadcast.  Columns 2p and
+   2p + 1 lie in the halves of a word: the order of the pairs that bfloat16 instructions and AMX tiles multiply.
+   Planes of 4, 2 and 1 bits have 4, 2 and 1 words in a block; bits of the later ones are where one shift puts them above those
+   of the first.  A code of 8 bits takes a byte: byte 2e + (j >> 1) of word 2c + (j & 1).
+
+   A format's part is printed by the compiler before these loops:
+       BITS, FIELDS                                  the bits of a code, the number of group fields
+       vf number(w, codes)                           the numbers of codes; bits above a code's may be set
+       void group(w, at, k, *scale, *offset)         w = scale * number + offset, in the group of column k
+   HAS_OFFSET says that offsets are not all zero.  SPAN is the columns that all numbers are the same for, 0 for all columns.  */
+
+#define SHORT_GROUPS (SPAN == 16)
+
+#define CAT_(a, b) a##b
+#define CAT(a, b) CAT_(a, b)
+#define GROUP_ROWS 16
+#define PARTS (GROUP_ROWS / LANES)
+#define BLOCK 32
+#define BLOCK_BYTES (4 * GROUP_ROWS * BITS)
+#define AHEAD 4096                                               /* bytes between a load and its prefetch */
+
+/* codes: blocks of 16 rows.  fields: numbers of groups, [row groups, groups of columns, 16].  shift: log2 of columns in a group.
+   bytes: of a row group. */
+typedef struct {
+    const uint8_t *codes, *levels;
+    int64_t rows, columns;
+    const uint8_t *fields[8];
+    int64_t bytes[8], shift[8];
+} Weight;
+
+/* -- numbers of groups ---------------------------------------------------------------------------------------------------- */
+
+INLINE vf vload_e8m0(const uint8_t *p) {
+    const vi code = vload_uint8(p);
+    return (vf)(select_int(code == 0, all_int(0x400000), select_int(code == 255, all_int(0x7FC00000), code << 23)));
+}
+INLINE vf vload_e8m0h(const uint8_t *p) {                        /* 2^(code - 128) */
+    const vi code = vload_uint8(p);
+    return (vf)(select_int(code < 2, all_int(0x200000) << (code & 1), code - 1 << 23));
+}
+INLINE vf float_of_e4m3(vi code) {                               /* NaN for 127 and 255 */
+    const vi bits = (code & 127) << 20, sign = (code & 128) << 24;
+    const vi small = (vi)(to_float(code & 7) * all_float(0x1p-9f));
+    const vi value = select_int((code & 120) == 0, small, bits + (120 << 23));
+    return (vf)(sign | select_int((code & 127) == 127, all_int(0x7FC00000), value));
+}
+INLINE vf float_of_e5m2(vi code) {
+    const vi bits = (code & 127) << 21, sign = (code & 128) << 24;
+    const vi small = (vi)(to_float(code & 3) * all_float(0x1p-16f));
+    const vi value = select_int((code & 124) == 0, small, bits + (112 << 23));
+    return (vf)(sign | select_int((code & 124) == 124, bits | 0x7F800000, value));
+}
+INLINE vf vload_e4m3(const uint8_t *p) { return float_of_e4m3(vload_uint8(p)); }
+INLINE vf vload_ue4m3(const uint8_t *p) {                        /* without a sign; 127 is 0 */
+    const vi code = vload_uint8(p), small = (vi)(to_float(code & 7) * all_float(0x1p-9f));
+    const vi value = select_int((code & 120) == 0, small, ((code & 127) << 20) + (120 << 23));
+    return (vf)(value & ~(code == 127));
+}
+INLINE vf fvload_uint8(const uint8_t *p) { return to_float(vload_uint8(p)); }
+INLINE vf fvload_int8(const uint8_t *p) { return to_float(vload_int8(p)); }
+enum { SIZE_float32 = 4, SIZE_float16 = 2, SIZE_bfloat16 = 2, SIZE_uint8 = 1, SIZE_int8 = 1, SIZE_e8m0 = 1, SIZE_e8m0h = 1,
+       SIZE_e4m3 = 1, SIZE_ue4m3 = 1 };
+#define READ_float32 vload_float32
+#define READ_float16 vload_float16
+#define READ_bfloat16 vload_bfloat16
+#define READ_uint8 fvload_uint8
+#define READ_int8 fvload_int8
+#define READ_e8m0 vload_e8m0
+#define READ_e8m0h vload_e8m0h
+#define READ_e4m3 vload_e4m3
+#define READ_ue4m3 vload_ue4m3
+
+/* Where a loop is: a group of rows, and the first of LANES of them. */
+typedef struct { int64_t group; int lane; } Place;
+#define FIELD(i) CAT(READ_, CAT(KIND_, i))(w->fields[i] + at.group * w->bytes[i] \
+    + ((k >> w->shift[i]) * GROUP_ROWS + at.lane) * CAT(SIZE_, CAT(KIND_, i)))
+
+/* -- codes ---------------------------------------------------------------------------------------------------------------- */
+
+/* Entries of a table of 16, 32 or 64 floats; bits above those of an index may be set. */
+INLINE vf lookup_16(const float *table, vu at) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_permutexvar_ps((__m512i)at, _mm512_loadu_ps(table));
+#elif LANES == 8 && defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)at);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)at);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(at << 28));
+#else
+    LOOP(vf, table[at[i] & 15]);
+#endif
+}
+INLINE vf lookup_32(const float *table, vu at) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)at, _mm512_loadu_ps(table + 16));
+#else
+    return select_float((vi)(at << 27) >> 31, lookup_16(table + 16, at), lookup_16(table, at));
+#endif
+}
+INLINE vf lookup_64(const float *table, vu at) {
+    return select_float((vi)(at << 26) >> 31, lookup_32(table + 32, at), lookup_32(table, at));
+}
+#define MASK ((1u << BITS) - 1)
+INLINE vf unsigned_number(vu codes) { return to_float((vi)(codes & MASK)); }
+INLINE vf signed_number(vu codes) { return to_float((vi)(codes << 32 - BITS) >> 32 - BITS); }
+
+/* Words of part c of a block, with the codes of columns 8j + 2c + e: four bits of each, and those above. */
+typedef struct { vu low, high; } Words;
+INLINE vu word(const uint8_t *block, int i) { return vload_uint32(block + 4 * GROUP_ROWS * i); }
+INLINE Words words(const uint8_t *block, int c) {
+    Words v = {{0}, {0}};
+#if BITS == 8
+    v.low = word(block, 2 * c), v.high = word(block, 2 * c + 1);
+#else
+#if BITS & 2
+    v.high = word(block, (BITS & 4) + c / 2) >> 2 * (c & 1) & 0x33333333;
+#endif
+#if BITS & 1
+    v.high |= (word(block, BITS - 1) >> c & 0x11111111) << (BITS & 2);
+#endif
+#if BITS & 4
+    v.low = word(block, c);
+#else
+    v.low = v.high;
+#endif
+#endif
+    return v;
+}
+INLINE vu codes_of(Words v, int j, int e) {
+#if BITS == 8
+    return (j & 1 ? v.high : v.low) >> 16 * e + 8 * (j >> 1);
+#elif BITS > 4
+    const int s = 16 * e + 4 * j;
+    return (v.low >> s & 15) | (s ? v.high >> s - 4 : v.high << 4) & 0xF0;
+#else
+    return v.low >> 16 * e + 4 * j;
+#endif
+}

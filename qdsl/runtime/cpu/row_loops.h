@@ -1,0 +1,338 @@
+/* The loops over interleaved rows that row_groups.h describes, written once; the compiler's functions complete them. */
+
+INLINE void prefetch_block(const uint8_t *block) {
+    for (int i = 0; i < BLOCK_BYTES; i += 64) __builtin_prefetch(block + AHEAD + i);
+}
+
+/* The LANES numbers of columns 8j + 2c + e of a block, for one c. */
+INLINE void part_numbers(const Weight *w, const uint8_t *block, int c, vf q[4][2]) {
+    const Words v = words(block, c);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) q[i >> 1][i & 1] = number(w, codes_of(v, i >> 1, i & 1));
+}
+
+/* -- dot: M rows of x, 1 to 4, times exact weights ------------------------------------------------------------------------
+
+   out[m] += scale * sum of number * x + offset * sum of x, group by group, in float32.  Four sums, one for each j, because an
+   addition takes four cycles. */
+#define SUMS 4
+#define JOIN(p) ((p[0] + p[1]) + (p[2] + p[3]))
+
+INLINE void add_group(const Weight *w, Place at, int64_t k, const vf (*p)[SUMS], int first, int last, const float *sums,
+                      int64_t step, vf *total, const int M) {
+    vf scale, offset;
+    group(w, at, k, &scale, &offset);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+        total[m] = multiply_add(last - first == SUMS ? JOIN(p[m]) : p[m][first] + p[m][first + 1], scale, total[m]);
+#ifdef HAS_OFFSET
+        total[m] = multiply_add(offset, all_float(sums[m * step + (SPAN ? k / SPAN : 0)]), total[m]);
+#endif
+    }
+}
+
+INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, int64_t N, Place at, const int M) {
+    const int64_t K = w->columns, span = SPAN < BLOCK ? SPAN ? BLOCK : K : SPAN;
+    const float *sums = x + K;
+    const uint8_t *block = w->codes + at.group * (K / BLOCK) * BLOCK_BYTES + 4 * at.lane;
+    vf total[M];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) total[m] = (vf){0};
+    for (int64_t k = 0; k < K;) {
+        vf p[M][SUMS];
+#pragma GCC unroll 16
+        for (int i = 0; i < M * SUMS; i++) p[i / SUMS][i % SUMS] = (vf){0};
+        const int64_t start = k, end = k + span < K ? k + span : K;
+        do {
+            prefetch_block(block);
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) {
+                vf q[4][2];
+                part_numbers(w, block, c, q);
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; i++)
+#pragma GCC unroll 4
+                    for (int m = 0; m < M; m++)
+                        p[m][i >> 1] = multiply_add(q[i >> 1][i & 1], all_float(x[m * step + k + 8 * (i >> 1) + 2 * c + (i & 1)]),
+                                                    p[m][i >> 1]);
+            }
+            k += BLOCK, block += BLOCK_BYTES;
+        } while (k < end && !SHORT_GROUPS);
+#if SHORT_GROUPS
+        add_group(w, at, start, p, 0, 2, sums, step, total, M);
+        add_group(w, at, start + 16, p, 2, 4, sums, step, total, M);
+#else
+        add_group(w, at, start, p, 0, 4, sums, step, total, M);
+#endif
+    }
+    const int64_t row = at.group * GROUP_ROWS + at.lane;
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < LANES && row + i < w->rows; i++) out[m * N + row + i] = total[m][i];
+}
+
+/* A row of x as `run` takes it: with zeros up to whole blocks, and, for weights with offsets, its sums in every group. */
+void arrange(const float *x, float *arranged, int64_t K) {
+    const int64_t columns = (K + BLOCK - 1) / BLOCK * BLOCK;
+    memcpy(arranged, x, K * sizeof *x);
+    for (int64_t k = K; k < columns; k++) arranged[k] = 0;
+#ifdef HAS_OFFSET
+    const int64_t span = SPAN ? SPAN : columns;
+    float *sums = arranged + columns;
+    for (int64_t k = 0; k < columns; k += span) {
+        const int64_t end = k + span < columns ? k + span : columns;
+        vf s = {0};
+        for (int64_t i = k; i < end; i += LANES) s += vload_float32((const uint8_t *)(arranged + i));
+        *sums++ = sum(s);
+    }
+#endif
+}
+
+/* x [M, K] times groups of rows [first, last): out [M, N].  units: M.  ordered: what `arrange` made of x, or x. */
+void run(const void *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, int64_t K,
+         int64_t first, int64_t last, int64_t units) {
+    const Weight *w = tensors[0];
+    int64_t step = w->columns;
+#ifdef HAS_OFFSET
+    step += SPAN ? (step + SPAN - 1) / (SPAN ? SPAN : 1) : 1;
+#endif
+    for (int64_t g = first; g < last; g++) for (int lane = 0; lane < GROUP_ROWS; lane += LANES) {
+        const Place at = {g, lane};
+        int64_t m = 0;
+        for (; m + 4 <= units; m += 4) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 4);
+        if (units - m == 3) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 3);
+        if (units - m == 2) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 2);
+        if (units - m == 1) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 1);
+    }
+}
+
+/* -- gemm: many rows of x -------------------------------------------------------------------------------------------------
+
+       panel: 32 rows of w, DEPTH columns, decoded       part: rows of x times 32; in registers while k runs over the panel
+         [pair of columns][32 rows]  bfloat16 pairs          12 rows x 2 vectors of 16 (AVX-512)
+         [column][32 rows]           float32                  6 rows x 2 vectors of 8 (AVX2)
+
+   A weight is decoded once for MOST rows of x.  A panel of bfloat16 fits the first cache (32 KB).  `part` has the sums of the
+   panels before it.  Both are on the stack, of 96 KB, so that a loop needs no memory. */
+#define TILE_ROWS 32
+#define DEPTH 512
+#define MOST 512
+enum { AT_ONCE = LANES == 16 ? 12 : 6 };
+
+/* Numbers of groups in a block: of its first 16 columns, and of the others. */
+typedef struct { vf scale[2], offset[2]; } Groups;
+INLINE Groups block_groups(const Weight *w, Place at, int64_t k) {
+    Groups g = {0};
+    group(w, at, k, &g.scale[0], &g.offset[0]);
+    g.scale[1] = g.scale[0], g.offset[1] = g.offset[0];
+#if SHORT_GROUPS
+    group(w, at, k + 16, &g.scale[1], &g.offset[1]);
+#endif
+    return g;
+}
+
+/* The weights of columns 8j + 2c + e of a block, for one c. */
+INLINE void part_weights(const Weight *w, const Groups *g, const uint8_t *block, int c, vf q[4][2]) {
+    part_numbers(w, block, c, q);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        vf *a = &q[i >> 1][i & 1];
+#ifdef HAS_OFFSET
+        *a = multiply_add(*a, g->scale[i >> 2], g->offset[i >> 2]);
+#else
+        *a = *a * g->scale[i >> 2];
+#endif
+    }
+}
+INLINE const uint8_t *block_at(const Weight *w, Place at, int64_t k) {
+    return w->codes + (at.group * (w->columns / BLOCK) + k / BLOCK) * BLOCK_BYTES + 4 * at.lane;
+}
+
+/* Where a product ends: rows of out, with bias, rounded to bfloat16 if `narrow`. */
+typedef struct { void *out; const float *bias; int64_t N; int narrow; } Target;
+
+typedef uint16_t vbrains __attribute__((vector_size(2 * LANES)));
+INLINE vbrains to_brains(vf value) {                             /* to nearest even */
+    const vu bits = (vu)value, rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16;
+    return __builtin_convertvector((vu)select_int(value != value, all_int(0x7FC0), (vi)rounded), vbrains);
+}
+INLINE void finish(const Weight *w, const Target *t, const float *part, int64_t M, int64_t row) {
+    const int64_t count = w->rows - row < TILE_ROWS ? w->rows - row : TILE_ROWS, size = t->narrow ? 2 : 4;
+    for (int i = 0; i < count; i += LANES) {
+        const int64_t bytes = (count - i < LANES ? count - i : LANES) * size;
+        vf bias = {0};
+        if (t->bias) memcpy(&bias, t->bias + row + i, bytes * 4 / size);
+        for (int64_t m = 0; m < M; m++) {
+            const vf value = vload_float32((const uint8_t *)(part + m * TILE_ROWS + i)) + bias;
+            const vbrains brains = to_brains(value);
+            uint8_t *to = (uint8_t *)t->out + (m * t->N + row + i) * size;
+            if (bytes == LANES * size && t->narrow) memcpy(to, &brains, sizeof brains);
+            else if (bytes == LANES * size) memcpy(to, &value, sizeof value);
+            else memcpy(to, t->narrow ? (const void *)&brains : &value, bytes);
+        }
+    }
+}
+
+/* R rows of float32 x times a panel. */
+INLINE void multiply_float(const float *x, int64_t K, const float *panel, int64_t depth, float *part, const int R, int lane) {
+    vf a[R][2];
+#pragma GCC unroll 24
+    for (int i = 0; i < 2 * R; i++)
+        a[i / 2][i % 2] = vload_float32((const uint8_t *)(part + i / 2 * TILE_ROWS + lane + i % 2 * LANES));
+    for (int64_t k = 0; k < depth; k++) {
+        const vf low = vload_float32((const uint8_t *)(panel + k * TILE_ROWS + lane));
+        const vf high = vload_float32((const uint8_t *)(panel + k * TILE_ROWS + lane + LANES));
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const vf value = all_float(x[r * K + k]);
+            a[r][0] = multiply_add(low, value, a[r][0]), a[r][1] = multiply_add(high, value, a[r][1]);
+        }
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < 2 * R; i++)
+        store(part + i / 2 * TILE_ROWS + lane + i % 2 * LANES, a[i / 2][i % 2]);
+}
+
+#define EACH_ROW(multiply, x, size, ...) do { \
+    int64_t m = 0; \
+    for (; m + AT_ONCE <= M; m += AT_ONCE) multiply(x + m * K, K, panel, size, part + m * TILE_ROWS, AT_ONCE, ##__VA_ARGS__); \
+    for (; m + 4 <= M; m += 4) multiply(x + m * K, K, panel, size, part + m * TILE_ROWS, 4, ##__VA_ARGS__); \
+    for (; m < M; m++) multiply(x + m * K, K, panel, size, part + m * TILE_ROWS, 1, ##__VA_ARGS__); \
+} while (0)
+
+static void float_tile(const Weight *w, const float *all, int64_t M, int64_t tile, const Target *t) {
+    const int64_t K = w->columns;
+    float panel[DEPTH / 2 * TILE_ROWS], part[MOST * TILE_ROWS];
+    memset(part, 0, M * TILE_ROWS * sizeof *part);
+    for (int64_t start = 0; start < K; start += DEPTH / 2) {
+        const int64_t depth = K - start < DEPTH / 2 ? K - start : DEPTH / 2;
+        memset(panel, 0, depth * TILE_ROWS * sizeof *panel);
+        for (int lane = 0; lane < TILE_ROWS; lane += LANES) {
+            const Place at = {2 * tile + lane / GROUP_ROWS, lane % GROUP_ROWS};
+            for (int64_t k = 0; k < depth && at.group * GROUP_ROWS < w->rows; k += BLOCK) {
+                const uint8_t *block = block_at(w, at, start + k);
+                const Groups g = block_groups(w, at, start + k);
+                prefetch_block(block);
+#pragma GCC unroll 4
+                for (int c = 0; c < 4; c++) {
+                    vf q[4][2];
+                    part_weights(w, &g, block, c, q);
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++)
+                        store(panel + (k + 8 * (i >> 1) + 2 * c + (i & 1)) * TILE_ROWS + lane, q[i >> 1][i & 1]);
+                }
+            }
+        }
+        const float *x = all + start;
+        for (int lane = 0; lane < TILE_ROWS; lane += 2 * LANES) EACH_ROW(multiply_float, x, depth, lane);
+    }
+    finish(w, t, part, M, tile * TILE_ROWS);
+}
+
+#if LANES == 16 && defined(__AVX512BF16__)
+#define PAIRS_OF(a, b) _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)(b), (__m512)(a)))
+
+/* R rows of bfloat16 x times a panel: products of pairs, added in float32. */
+INLINE void multiply_brain(const uint16_t *x, int64_t K, const uint32_t *panel, int64_t pairs, float *part, const int R) {
+    __m512 a[R][2];
+#pragma GCC unroll 24
+    for (int i = 0; i < 2 * R; i++)
+        a[i / 2][i % 2] = _mm512_loadu_ps(part + i / 2 * TILE_ROWS + i % 2 * 16);
+    for (int64_t p = 0; p < pairs; p++) {
+        const __m512bh low = (__m512bh)_mm512_load_si512(panel + p * TILE_ROWS);
+        const __m512bh high = (__m512bh)_mm512_load_si512(panel + p * TILE_ROWS + 16);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const __m512bh value = (__m512bh)_mm512_set1_epi32(load_int32((const uint8_t *)(x + r * K + 2 * p)));
+            a[r][0] = _mm512_dpbf16_ps(a[r][0], low, value), a[r][1] = _mm512_dpbf16_ps(a[r][1], high, value);
+        }
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < 2 * R; i++)
+        _mm512_storeu_ps(part + i / 2 * TILE_ROWS + i % 2 * 16, a[i / 2][i % 2]);
+}
+
+static void brain_tile(const Weight *w, const uint16_t *all, int64_t M, int64_t tile, const Target *t) {
+    const int64_t K = w->columns;
+    uint32_t panel[DEPTH / 2 * TILE_ROWS] __attribute__((aligned(64)));
+    float part[MOST * TILE_ROWS];
+    uint16_t places[32];
+    for (int i = 0; i < 32; i++) places[i] = i / 2 + i % 2 * 16;
+    const __m512i order = _mm512_loadu_si512(places);
+    memset(part, 0, M * TILE_ROWS * sizeof *part);
+    for (int64_t start = 0; start < K; start += DEPTH) {
+        const int64_t depth = K - start < DEPTH ? K - start : DEPTH;
+        for (int lane = 0; lane < TILE_ROWS; lane += GROUP_ROWS) {
+            const Place at = {2 * tile + lane / GROUP_ROWS, 0};
+            const int is_missing = at.group * GROUP_ROWS >= w->rows;
+            for (int64_t k = 0; k < depth; k += BLOCK) {
+                uint32_t *to = panel + k / 2 * TILE_ROWS + lane;
+                if (is_missing) {
+                    for (int p = 0; p < BLOCK / 2; p++) memset(to + p * TILE_ROWS, 0, 4 * GROUP_ROWS);
+                    continue;
+                }
+                const uint8_t *block = block_at(w, at, start + k);
+                const Groups g = block_groups(w, at, start + k);
+                prefetch_block(block);
+#pragma GCC unroll 4
+                for (int c = 0; c < 4; c++) {
+                    vf q[4][2];
+                    part_weights(w, &g, block, c, q);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) _mm512_store_si512(to + (4 * j + c) * TILE_ROWS, PAIRS_OF(q[j][0], q[j][1]));
+                }
+            }
+        }
+        const uint16_t *x = all + start;
+        EACH_ROW(multiply_brain, x, depth / 2);
+    }
+    finish(w, t, part, M, tile * TILE_ROWS);
+}
+#endif
+
+/* As `run`, for many rows: tiles of 32 rows.  tensors: the weight and the bias, or NULL.  out: bfloat16 if x is. */
+#define GEMM(name, tile_of, type, result, narrow) \
+    void name(const void *const *tensors, const void *x, const void *ordered, void *restrict out, int64_t N, int64_t K, \
+              int64_t first, int64_t last, int64_t units) { \
+        const Weight *w = tensors[0]; \
+        for (int64_t m = 0; m < units; m += MOST) { \
+            const Target t = {(result *)out + m * N, tensors[1], N, narrow}; \
+            for (int64_t tile = first; tile < last; tile++) \
+                tile_of(w, (const type *)x + m * w->columns, units - m < MOST ? units - m : MOST, tile, &t); \
+        } \
+    }
+#if LANES == 16 && defined(__AVX512BF16__)
+GEMM(gemm_bfloat16, brain_tile, uint16_t, uint16_t, 1)
+#endif
+GEMM(gemm_float32, float_tile, float, float, 0)
+
+/* -- placement --------------------------------------------------------------------------------------------------------------- */
+
+/* Codes [rows, columns], a byte each, as blocks: groups of rows [first, last).  Missing rows and columns are zeros. */
+void interleave(const uint8_t *codes, uint8_t *out, int64_t rows, int64_t columns, int64_t count) {
+    const int64_t blocks = (columns + BLOCK - 1) / BLOCK;
+    for (int64_t g = 0; g < count; g++) for (int64_t b = 0; b < blocks; b++, out += BLOCK_BYTES) {
+        uint8_t t[BLOCK][GROUP_ROWS] = {{0}};
+        for (int r = 0; r < GROUP_ROWS && g * GROUP_ROWS + r < rows; r++) {
+            const uint8_t *row = codes + (g * GROUP_ROWS + r) * columns + b * BLOCK;
+            const int64_t left = columns - b * BLOCK;
+            for (int i = 0; i < BLOCK && i < left; i++) t[i][r] = row[i];
+        }
+        for (int lane = 0; lane < GROUP_ROWS; lane += LANES) {
+            vu w[8] = {{0}};
+#pragma GCC unroll 32
+            for (int i = 0; i < BLOCK; i++) {
+                const int j = i >> 3, c = i >> 1 & 3, e = i & 1, s = 16 * e + 4 * j;
+                const vu code = (vu)vload_uint8(t[i] + lane) & (BITS == 8 ? 255 : MASK);
+#if BITS == 8
+                w[2 * c + (j & 1)] |= code << 16 * e + 8 * (j >> 1);
+#else
+                const vu high = BITS & 4 ? code >> 4 : code;     /* what planes of 2 and 1 bits hold */
+                if (BITS & 4) w[c] |= (code & 15) << s;
+                if (BITS & 2) w[(BITS & 4) + c / 2] |= (high & 3) << s + 2 * (c & 1);
+                if (BITS & 1) w[BITS - 1] |= (high >> (BITS & 2) & 1) << s + c;
+#endif
+            }
+            for (int i = 0; i < BITS; i++) memcpy(out + 4 * (GROUP_ROWS * i + lane), &w[i], sizeof w[i]);
+        }
+    }
+}

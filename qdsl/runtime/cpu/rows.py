@@ -1,0 +1,408 @@
+"""Weights with rows interleaved by 16, as a CPU reads them fastest, and products with these (row_groups.h has the layout).
+
+`placed` makes that copy of a weight at its first product, from the fields, and keeps it as long as the weight's memory lives.
+The weight itself stays as it is, so that files, slices and conversions do not change.  A format whose decode is affine in a code
+has such loops; its generated module has their C functions.
+
+QDSL_CPU_INTERLEAVE=never keeps no copies: products then read weights as they are stored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.host import library
+from qdsl.host.system import processor_flags
+from qdsl.runtime.cpu import threads
+from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
+from qdsl.runtime.cpu.source import VECTORS
+from qdsl.runtime.weight.layout import SMALL_FLOATS, RowLoops
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.tiles import unpack
+
+SETTING, CHOICES = "QDSL_CPU_INTERLEAVE", ("auto", "never")
+GROUPS, LOOPS = (Path(__file__).with_name(name) for name in ("row_groups.h", "row_loops.h"))
+ROWS, BLOCK, MOST_FIELDS, TABLE = 16, 32, 8, 64                  # as in row_groups.h
+FEW = 8                                                          # rows of x that `dot` takes; more have tiles
+TILE = 1 << 20                                                   # weights placed at a time
+SHARE = 1 << 17                                                  # products of weights and x that are worth a thread of their own
+PARTS = 8                                                        # of the rows that a thread takes, on average
+KINDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.uint8: "uint8", torch.int8: "int8"}
+
+_libraries: dict[tuple[Any, ...], ctypes.CDLL | None] = {}
+_entries: dict[tuple[Any, ...], _Entry | None] = {}
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of row_groups.h."""
+
+    _fields_ = (("codes", ctypes.c_void_p), ("levels", ctypes.c_void_p), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64),
+                ("fields", ctypes.c_void_p * MOST_FIELDS), ("bytes", ctypes.c_int64 * MOST_FIELDS),
+                ("shift", ctypes.c_int64 * MOST_FIELDS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A number of groups: values [rows, groups], and how many columns share one; 0 for all.  kind: how C reads them."""
+
+    values: Tensor
+    columns: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """An interleaved weight, with the library of its loops.
+
+    sums: groups of columns whose sums of x a weight with offsets needs; 0 for one without.  factor: by which x is multiplied.
+    kept: the memory that `weight` refers to.
+    """
+
+    functions: ctypes.CDLL
+    weight: Weight
+    shape: tuple[int, int]
+    sums: int
+    factor: Tensor | None
+    kept: tuple[Tensor, ...]
+
+    @property
+    def columns(self) -> int:
+        """K, rounded up to whole blocks."""
+        return int(self.weight.columns)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [M, K] @ w.T + bias: [M, N] in x's dtype."""
+        way = _Way.of(self, x.shape[0], x.dtype, None if bias is None else bias.dtype)
+        return way.product(self, x, bias, (x.shape[0], self.shape[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How x of one shape and dtype is multiplied: few rows by exact weights, bfloat16 rows by weights rounded to that.
+
+    described: the loop, for product.c.  dtype: of x as the loop takes it.  result: of out as the loop writes it.
+    """
+
+    described: threads.Product
+    rows: int
+    dtype: torch.dtype
+    result: torch.dtype
+    has_own_bias: bool
+
+    @classmethod
+    def of(cls, placed: Placed, m: int, dtype: torch.dtype, bias: torch.dtype | None) -> _Way:
+        """The way for m rows of a dtype, and a bias of one."""
+        n, k = placed.shape
+        is_known = dtype in TYPES and bias in TYPES
+        few = threads.Product(n=n, k=k, step=1, parts=PARTS, share=SHARE, together=m, units=m, tensors=1)
+        if m <= FEW:
+            is_arranged = bool(placed.sums) or k != placed.columns
+            kind = dtype if is_known and placed.factor is None else torch.float32
+            few.run, few.tiles = _address_of(placed.functions.run), -(-n // ROWS)
+            few.arrange = _address_of(placed.functions.arrange) if is_arranged else 0
+            few.arranged = placed.columns + placed.sums
+            few.type, few.bias_type = TYPES[kind], TYPES[bias if bias in TYPES else torch.float32]
+            return cls(few, m, kind, kind, False)
+        is_narrow = dtype == torch.bfloat16 and has_bfloat16() and placed.factor is None
+        kind = torch.bfloat16 if is_narrow else torch.float32
+        few.run = _address_of(placed.functions.gemm_bfloat16 if is_narrow else placed.functions.gemm_float32)
+        few.tiles, few.share, few.type, few.tensors = -(-n // (2 * ROWS)), max(1, SHARE // m), TYPES[torch.float32], 2
+        return cls(few, m, kind, kind, True)
+
+    def product(self, placed: Placed, x: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
+        """x, contiguous, times a weight: a tensor of these sizes, in x's dtype.  bias [N], contiguous."""
+        dtype = x.dtype
+        if placed.factor is not None:
+            x = x.float() * placed.factor
+        x = x if x.dtype is self.dtype else x.to(self.dtype)
+        if self.has_own_bias and x.shape[-1] < placed.columns:
+            x = torch.nn.functional.pad(x, (0, placed.columns - x.shape[-1]))
+        x = x if x.is_contiguous() else x.contiguous()
+        if bias is not None and (self.has_own_bias or bias.dtype not in TYPES):
+            bias = bias.float()
+        out = torch.empty(sizes, dtype=self.result, device="cpu")
+        added = 0 if bias is None else bias.data_ptr()
+        places = [ctypes.addressof(placed.weight), added if self.has_own_bias else 0, 0, 0, 0, 0, 0, 0]
+        if threads.functions().product(ctypes.byref(self.described), x.data_ptr(), 0 if self.has_own_bias else added,
+                                       out.data_ptr(), self.rows, torch.get_num_threads(), *places):
+            raise MemoryError(f"no memory for {self.rows} rows of x in float32")
+        return out if out.dtype is dtype else out.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A copy that is kept, and versions of the tensors that it was made of: of parameters, which modules check, and others."""
+
+    placed: Placed
+    versions: dict[bool, tuple[int, ...]]
+
+
+def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, is_permuted: bool,
+            ) -> PreparedProduct | None:
+    """x [m, K] @ w.T + bias for all weights of one description that have copies; None where this one has none.
+
+    bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.
+    """
+    first, description = placed(packed), _description(packed)
+    if first is None:
+        return None
+    way, n = _Way.of(first, m, dtype, bias), packed.shape[0]
+
+    def bind(sizes: tuple[int, ...]) -> Run:
+        def run(x: Tensor, tensors: Sequence[Tensor], added: Tensor | None) -> Tensor | None:
+            own = tensors[:-1] if is_permuted else tensors
+            try:
+                entry = _entries.get((tuple([tensor.data_ptr() for tensor in own]), description))
+                if entry is None or not _is_current(entry, own) or not x.is_cpu or not x.data_ptr():
+                    return None
+            except RuntimeError:                                 # tensors of autograd's vmap have no memory
+                return None
+            if added is not None and (added.shape != (n,) or not added.is_contiguous() or not added.is_cpu):
+                return None
+            return way.product(entry.placed, x.index_select(-1, tensors[-1]) if is_permuted else x, added, sizes)
+
+        return run
+
+    return PreparedProduct(bind, (m, n))
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies pairs of bfloat16, and torch uses its vectors."""
+    return "avx512_bf16" in processor_flags() and _capability() == "AVX512"
+
+
+def _capability() -> str:
+    """Which vector instructions torch uses: 'AVX512', 'AVX2' or another word."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def setting() -> str:
+    """The value of QDSL_CPU_INTERLEAVE.  Raises FormatError where it is none of CHOICES."""
+    choice = os.environ.get(SETTING, CHOICES[0])
+    if choice not in CHOICES:
+        raise FormatError(f"{SETTING} is {' or '.join(CHOICES)}, not {choice!r}")
+    return choice
+
+
+def placed(packed: PackedWeight) -> Placed | None:
+    """The interleaved copy of a weight, made at the first call; None for a weight that has none.
+
+    A changed or replaced tensor gets a new copy.  Memory that is written through `tensor.data` is not noticed: see `forget`.
+    """
+    if packed.variant.row_loops is None or packed.is_decoded or packed.has_branch or not packed.tensors \
+            or setting() == "never" or not library.has_compiler():
+        return None
+    tensors = [packed.tensors[name] for name in packed.layout.coded
+               if name in packed.tensors and name not in packed.in_order]
+    key = (tuple([tensor.data_ptr() for tensor in tensors]), _description(packed))
+    entry = _entries.get(key)
+    if key in _entries and (entry is None or _is_current(entry, tensors)):
+        return None if entry is None else entry.placed
+    made = _place(packed)
+    _entries[key] = entry = None if made is None else _Entry(made, {})
+    if entry is not None:
+        _is_current(entry, tensors)                              # notes their versions
+    for tensor in tensors:                                       # its address may be another tensor's afterwards
+        weakref.finalize(tensor.untyped_storage(), _entries.pop, key, None).atexit = False
+    return made
+
+
+def _description(packed: PackedWeight) -> tuple[Any, ...]:
+    """What tells weights at one address apart."""
+    return (packed.format, packed.storage, packed.shape, packed.params_text,
+            *[tensor.stride() for tensor in packed.tensors.values()])
+
+
+def _is_current(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors have not changed since their copy was made."""
+    versions = tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+    return entry.versions.setdefault(isinstance(tensors[0], torch.nn.Parameter), versions) == versions
+
+
+def forget(tensors: Mapping[str, Tensor]) -> None:
+    """Drop the copies of weights with these tensors, whose numbers have changed."""
+    places = {tensor.data_ptr() for tensor in tensors.values()}
+    for key in [key for key in list(_entries) if places & set(key[0])]:
+        _entries.pop(key, None)
+
+
+# -- placing -----------------------------------------------------------------------------------------------------------
+
+
+def _place(packed: PackedWeight) -> Placed | None:
+    """A new interleaved copy; None where groups of columns are too short or uneven, or without a compiler."""
+    loops = packed.variant.row_loops
+    assert loops is not None
+    n, k = packed.shape
+    count, blocks = -(-n // ROWS), -(-k // BLOCK)
+    codes = torch.empty(count * blocks * 4 * ROWS * loops.bits, dtype=torch.uint8, device="cpu")
+    parts: list[dict[str, _Group]] = []
+    functions: ctypes.CDLL | None = None
+    levels = factor = None
+    for start, stop in _tiles(packed):
+        part = packed if (start, stop) == (0, n) else packed.cut("N", start, stop)
+        fields = {**_defaults(packed), **unpack(part)}
+        groups = _groups(loops, packed, fields, (start, stop))
+        if groups is None or any(packed.variant.fields[name].type == "index" for name in fields):
+            return None
+        parts.append(groups)
+        functions = functions or _functions(packed, loops, list(groups.values()))
+        if functions is None:
+            return None
+        each = loops.row_codes.codes(**{name: fields[name] for name in loops.row_codes.rows}) if loops.row_codes \
+            else fields[loops.code]
+        each = each.contiguous().view(torch.uint8)
+        functions.interleave(each.data_ptr(), codes.data_ptr() + start // ROWS * blocks * 4 * ROWS * loops.bits, stop - start, k,
+                             -(-(stop - start) // ROWS))
+        levels = torch.nn.functional.pad(fields[loops.levels].float(), (0, TABLE - (1 << loops.bits))) if loops.levels else None
+        factor = _factor(loops, fields)
+    if functions is None:
+        return None
+    return _assembled(packed, loops, functions, codes, parts, levels, factor)
+
+
+def _tiles(packed: PackedWeight) -> list[tuple[int, int]]:
+    """Ranges of rows that are whole groups, as the storage allows."""
+    n, k = packed.shape
+    least = math.lcm(packed.step("N"), ROWS)
+    rows = max(1, TILE // max(1, k) // least) * least
+    is_whole = packed.step("N") >= n
+    return [(0, n)] if is_whole else [(start, min(n, start + rows)) for start in range(0, n, rows)]
+
+
+def _defaults(packed: PackedWeight) -> dict[str, Tensor]:
+    """Optional numbers that are not stored."""
+    return {name: torch.tensor(float(value), dtype=torch.float32, device="cpu")
+            for name, value in packed.variant.defaults.items() if value is not None}
+
+
+def _factor(loops: RowLoops, fields: Mapping[str, Tensor]) -> Tensor | None:
+    """The factor of each column of x."""
+    if not loops.columns:
+        return None
+    values = fields[loops.columns.removeprefix("/")].float()
+    return 1 / values if loops.columns[0] == "/" else values
+
+
+def _groups(loops: RowLoops, packed: PackedWeight, fields: Mapping[str, Tensor], rows: tuple[int, int],
+            ) -> dict[str, _Group] | None:
+    """The numbers of groups of some rows; None where groups have no multiple of 16 columns."""
+    groups: dict[str, _Group] = {}
+    for name in loops.fields:
+        group = _group(packed, name, fields[name], rows)
+        if group is None:
+            return None
+        if name in loops.lookups:
+            values = loops.lookups[name].values[group.values.long()]
+            is_byte = not values.is_floating_point() and bool((values.abs() < 128).all())
+            group = _Group(values.to(torch.int8 if is_byte else torch.float32), group.columns, "int8" if is_byte else "float32")
+        groups[name] = group
+    return groups
+
+
+def _group(packed: PackedWeight, name: str, values: Tensor, rows: tuple[int, int]) -> _Group | None:
+    """A field of groups, [rows, groups]; None where it is no number of 8 bits or a float, or its groups are too short."""
+    field, k = packed.variant.fields[name], packed.shape[1]
+    axes = field.axes if values.dim() else ()
+    kind = field.type if field.type in SMALL_FLOATS else KINDS.get(values.dtype, "")
+    if not kind or any(axis.words != 1 or axis.over or axis.sections for axis in axes):
+        return None
+    values = values.view(torch.uint8) if field.type in SMALL_FLOATS and values.dtype.itemsize == 1 else values
+    kind = kind if values.dtype.itemsize == 1 or kind not in SMALL_FLOATS else KINDS[values.dtype]
+    steps = {axis.dim: axis.by(packed.sizes) for axis in axes}
+    count = rows[1] - rows[0]
+    if "N*K" in steps:
+        columns = math.gcd(k, steps["N*K"])
+        first = rows[0] * k // steps["N*K"] * steps["N*K"]       # where a slice of rows begins
+        at = torch.arange(*rows, device="cpu").unsqueeze(1) * k + torch.arange(0, k, columns, device="cpu") - first
+        values = values[at.div_(steps["N*K"], rounding_mode="floor")]
+    else:
+        columns = min(steps.get("K", k), k)
+        values = values if "K" in steps else values.unsqueeze(-1)
+        if "N" in steps:
+            at = torch.arange(*rows, device="cpu") // steps["N"] - rows[0] // steps["N"]
+            values = values if steps["N"] == 1 else values.index_select(0, at)
+        else:
+            values = values.expand(count, values.shape[-1])
+    if columns >= k:
+        return _Group(values, 0, kind)
+    even = columns & -columns                                    # the largest power of two that divides it
+    if even < ROWS:
+        return None
+    return _Group(values if even == columns else values.repeat_interleave(columns // even, 1), even, kind)
+
+
+def _assembled(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, codes: Tensor, parts: list[dict[str, _Group]],
+               levels: Tensor | None, factor: Tensor | None) -> Placed:
+    """The copy, with numbers of groups interleaved like rows."""
+    n, k = packed.shape
+    table = None if levels is None else levels.data_ptr()
+    weight = Weight(codes=codes.data_ptr(), levels=table, rows=n, columns=-(-k // BLOCK) * BLOCK)
+    kept = [codes, *([levels] if levels is not None else [])]
+    shortest = min((group.columns for group in parts[0].values() if group.columns), default=weight.columns)
+    for place, name in enumerate(loops.fields):
+        columns = parts[0][name].columns
+        groups = -(-weight.columns // columns) if columns else 1
+        values = torch.cat([part[name].values[:, :groups] for part in parts])
+        padded = torch.nn.functional.pad(values, (0, groups - values.shape[1], 0, -n % ROWS))
+        turned = padded.view(-1, ROWS, groups).transpose(1, 2).contiguous()
+        kept.append(turned)
+        weight.fields[place] = turned.data_ptr()
+        weight.bytes[place] = turned.stride(0) * turned.element_size()
+        weight.shift[place] = columns.bit_length() - 1 if columns else 62
+    sums = -(-weight.columns // shortest) if "#define HAS_OFFSET" in loops.source else 0
+    return Placed(functions, weight, packed.shape, sums, factor, tuple(kept))
+
+
+def _functions(packed: PackedWeight, loops: RowLoops, groups: list[_Group]) -> ctypes.CDLL | None:
+    """The compiled loops of a format; None where the compiler fails."""
+    capability = _capability()
+    span = min((group.columns for group in groups if group.columns), default=0)
+    key = (loops.source, capability, span, *(group.kind for group in groups))
+    if key not in _libraries:
+        try:
+            _libraries[key] = _compiled(source_of(loops, [group.kind for group in groups], span), capability)
+        except (library.NoCompiler, OSError):                    # other loops come next, and say it
+            _libraries[key] = None
+    return _libraries[key]
+
+
+def source_for(packed: PackedWeight) -> str:
+    """The C source of the loops for a weight that has a copy."""
+    loops, shape = packed.variant.row_loops, packed.shape
+    part = packed.cut("N", 0, min(shape[0], math.lcm(packed.step("N"), ROWS)))
+    groups = None if loops is None else _groups(loops, packed, {**_defaults(packed), **unpack(part)}, (0, part.shape[0]))
+    assert loops is not None and groups is not None, "only weights with copies have these loops"
+    return source_of(loops, [group.kind for group in groups.values()],
+                     min((group.columns for group in groups.values() if group.columns), default=0))
+
+
+def source_of(loops: RowLoops, kinds: list[str], span: int) -> str:
+    """The C source of a format's loops.  kinds: of its numbers of groups.  span: columns of the shortest group; 0 for all."""
+    lanes = {"AVX512": 16, "AVX2": 8}.get(_capability(), 4)
+    lines = [f"#define LANES {lanes}", f"#define SPAN {span}",
+             *(f"#define KIND_{place} {kind}" for place, kind in enumerate(kinds))]
+    files = [path.read_text(encoding="utf-8") for path in (VECTORS, GROUPS, LOOPS)]
+    return "\n".join([*lines, files[0], loops.source.partition("INLINE")[0], files[1],
+                      "INLINE" + loops.source.partition("INLINE")[2], files[2]])
+
+
+def _compiled(source: str, capability: str) -> ctypes.CDLL:
+    narrow = ("-mavx512bf16",) if has_bfloat16() else ()
+    functions = library.load(source, (*library.machine_options(capability), *narrow))
+    functions.interleave.restype, functions.interleave.argtypes = None, [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
+    return functions

@@ -1,0 +1,192 @@
+"""Products on a CPU with weights whose rows are interleaved: loops of every format, and copies that follow their weight."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qdsl.generated import fp8_channel, int_group, nvfp4, q4_0, q4_k, q6_k
+from qdsl.host import library
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.cpu import linear as cpu
+from qdsl.runtime.cpu import loops, rows
+from qdsl.runtime.weight.packed import FormatError
+from tests.support.covering import covering
+from tests.support.formats import Case, cases, random_fields, shapes, smallest
+
+NUMBER = re.compile(r"-?\b[0-9][0-9.]*(e[+-]?\d+)?f?\b")
+PARTS = 2
+
+
+def lines(case: Case) -> list[str]:
+    """What loops of a case differ in: its C without numbers, the bits of a code, and how numbers of groups are stored."""
+    variant = case.module.FORMAT.variant(case.choice)
+    own = variant.row_loops
+    if own is None or case.storage != next(iter(variant.storages)):
+        return []
+    types = [str(case.choice.get(variant.fields[name].type, variant.fields[name].type)) for name in own.fields]
+    text = own.source.partition("INLINE")[2]
+    return [f"{own.bits} bits", f"columns {own.columns}", f"levels {own.levels}", f"row codes {own.row_codes is not None}",
+            *(f"a {kind}" for kind in types), *NUMBER.sub("0", text).splitlines()]
+
+
+CASES = [case for case in cases() if lines(case)]
+COVERING = covering(CASES, lines)
+
+
+def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 16).to(dtype)
+
+
+def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, what: object = "") -> None:
+    """Against float64: float32 sums of K + 1 terms and products with scales; many rows of bfloat16 round weights, too."""
+    extra = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
+    wanted = x.double() @ weight.double().t() + extra
+    spread = x.double().abs() @ weight.double().abs().t() + extra.abs()
+    info = torch.finfo(x.dtype)
+    rounded = info.eps / 2 if x.dtype == torch.bfloat16 and len(x) > rows.FEW else 0.0
+    sums = (2.02 * (weight.shape[1] + 1) * 2.0 ** -24 + rounded) * spread
+    assert product.dtype == x.dtype and product.shape == wanted.shape
+    allowed = sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps
+    assert ((product.double() - wanted).abs() <= allowed).all(), what
+
+
+def plain(packed: PackedWeight) -> Tensor:
+    """The weight as torch decodes it, in float32."""
+    cpu.compile_products(False)
+    weight: Tensor = packed.format.dequantize(packed, torch.float32)
+    cpu.compile_products()
+    return weight
+
+
+def in_order(case: Case, shape: tuple[int, int]) -> PackedWeight:
+    """A random weight without an order of its columns."""
+    fields = case.module.FORMAT.variant(case.choice).fields
+    stored = {name: value for name, value in random_fields(case, shape, 0).items() if fields[name].type != "index"}
+    packed: PackedWeight = case.module.pack(stored, storage=case.storage, **case.choice)
+    return packed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that the tests of this file share."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+    """Products are compiled in these tests, of small weights too, with few optimizations."""
+    monkeypatch.setenv("QDSL_CACHE", str(folder))
+    monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-O1"))
+    monkeypatch.setattr(rows, "_libraries", {})
+    monkeypatch.setattr(rows, "_entries", {})
+    cpu.compile_products()
+    yield
+    cpu.compile_products(False)
+
+
+# -- every format ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_products_with_interleaved_rows_are_those_of_the_weight(part: int) -> None:
+    """Whole shapes and ragged ones; one row of x, several at once, and tiles, with rest rows; float32 and bfloat16."""
+    count = 0
+    for number, case in list(enumerate(COVERING))[part::PARTS]:
+        whole = next(iter(shapes(case, (128,), (256,))), smallest(case, tiles=2))
+        ragged = [smallest(case), *shapes(case, (7, 160), (33, 256))][-1]
+        for turn, shape in enumerate(dict.fromkeys([whole, ragged])):
+            packed = in_order(case, shape)
+            copy = rows.placed(packed)
+            if copy is None:                                     # blocks of fewer than 16 columns
+                continue
+            weight, dtype = plain(packed), (torch.float32, torch.bfloat16)[(number // PARTS + turn) % 2]
+            for m in (1, 3, 6, 19):
+                x, bias = sample(m, shape[1], seed=m, dtype=dtype), sample(shape[0], dtype=dtype) if m % 2 else None
+                check(copy.product(x, bias), x, weight, bias, (str(case), shape, m))
+                count += 1
+    assert count > 4 * len(COVERING) // PARTS
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+def test_other_vectors_make_the_same_products(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2" and own not in ("AVX2", "AVX512"):
+        pytest.skip("this machine has no AVX2")
+    monkeypatch.setattr(rows, "_capability", lambda: capability)
+    for packed in (q4_k.quantize(sample(33, 256)), q6_k.quantize(sample(48, 512)), fp8_channel.quantize(sample(31, 96)),
+                   int_group.quantize(sample(64, 96), bits=3, group=32)):
+        copy, weight = rows.placed(packed), plain(packed)
+        assert copy is not None
+        for m in (1, 2, 5, 13):
+            x = sample(m, packed.shape[1], seed=m, dtype=torch.bfloat16 if m == 2 else torch.float32)
+            check(copy.product(x, None), x, weight, what=(packed, m))
+
+
+def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:
+    """Of every code: x picks a column."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
+    packed = fp8_channel.pack({"q": codes.view(torch.float8_e4m3fn), "s": torch.ones(16)})
+    copy, weight = rows.placed(packed), plain(packed)
+    assert copy is not None
+    picked = torch.cat([copy.product(row, None) for row in torch.eye(256).split(4)]).t()
+    finite = weight.isfinite().all(0)
+    assert picked.isnan().all() and (~finite).sum() == 2         # a NaN in a row is in every sum
+    weight[:, ~finite], codes[:, ~finite] = 0, 0
+    packed = fp8_channel.pack({"q": codes.view(torch.float8_e4m3fn), "s": torch.ones(16)})
+    copy = rows.placed(packed)
+    assert copy is not None and torch.equal(torch.cat([copy.product(row, None) for row in torch.eye(256).split(4)]).t(), weight)
+    fields = nvfp4.unpack(nvfp4.quantize(sample(64, 64)))
+    scales = nvfp4.pack({**fields, "e": torch.arange(256, dtype=torch.uint8).view(64, 4).view(fields["e"].dtype)})
+    copy, weight = rows.placed(scales), plain(scales)
+    assert copy is not None and torch.equal(torch.cat([copy.product(row, None) for row in torch.eye(64).split(4)]).t(), weight)
+
+
+# -- where they are used -----------------------------------------------------------------------------------------------
+
+
+def test_linear_takes_them_and_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = q4_k.quantize(sample(200, 256))
+    copy = rows.placed(packed)
+    assert copy is not None
+    monkeypatch.setattr(rows, "SHARE", 1)
+    for x in (sample(1, 256), sample(20, 256, dtype=torch.bfloat16), sample(9, 256)):
+        products = []
+        for threads in (1, 3):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            products.append(q4_k.linear(x, packed))
+        assert torch.equal(*products) and torch.equal(products[0], copy.product(x, None))
+
+
+def test_a_changed_weight_is_copied_again() -> None:
+    """Tensors that are changed in place, replaced or loaded; a copy ends with its weight."""
+    first, second, x = q4_0.quantize(sample(64, 256)), q4_0.quantize(sample(64, 256, seed=1)), sample(1, 256)
+    wanted = q4_0.linear(x, second)
+    q4_0.linear(x, first)
+    first.tensors["blocks"].copy_(second.tensors["blocks"])
+    assert torch.equal(q4_0.linear(x, first), wanted)
+    module = q4_0.Linear(q4_0.quantize(sample(64, 256)))
+    module.load_state_dict({"blocks": q4_0.quantize(sample(64, 256)).tensors["blocks"]})
+    assert not torch.equal(module(x), wanted)
+    module.load_state_dict({"blocks": second.tensors["blocks"]})
+    assert torch.equal(module(x), wanted)
+    module.blocks.data = q4_0.quantize(sample(64, 256)).tensors["blocks"]
+    assert not torch.equal(module(x), wanted)
+    del first, second, module
+    gc.collect()
+    assert not rows._entries
+
+
+def test_a_setting_keeps_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = q4_0.quantize(sample(64, 256))
+    monkeypatch.setenv(rows.SETTING, "never")
+    assert rows.placed(packed) is None and q4_0.linear(sample(1, 256), packed).shape == (1, 64) and loops._loops
+    monkeypatch.setenv(rows.SETTING, "maybe")
+    with pytest.raises(FormatError, match="QDSL_CPU_INTERLEAVE is auto or never, not 'maybe'"):
+        rows.placed(packed)
