@@ -37,8 +37,8 @@ from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.gpu.placement import may_change, setting
 from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
+from qdsl.runtime.torch.model import keep_copies, use_fastest_storages
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
-from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.torch.products import product_of
@@ -124,6 +124,7 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
     is_allowed = has_torch_kernels() and not library.has_compiler() and setting() != "never"
     fused = fuse_model(model, is_fused).quantized if is_allowed else {}
     changed = [*fused, *use_fastest_storages(model, is_considered).quantized]
+    keep_copies(model, lambda name: not devices and place(name) in report.packed)
     layers: list[Any] = [model.get_submodule(name) for name in changed]
     for name, layer in zip(changed, layers, strict=True):
         report.packed[place(name)] = f"{layer.format.name}.{layer._packed.storage}"

@@ -104,7 +104,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
     """Products are compiled in these tests, of small weights too, and read them as they are stored."""
-    monkeypatch.setenv("QDSL_CPU_INTERLEAVE", "never")
     monkeypatch.setenv("QDSL_CACHE", str(folder))
     monkeypatch.setattr(loops, "_loops", {})
     product_functions()

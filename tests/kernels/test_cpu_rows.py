@@ -15,7 +15,8 @@ from qdsl.generated import fp8_channel, int_group, nvfp4, q4_0, q4_k, q6_k
 from qdsl.host import library
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
-from qdsl.runtime.cpu import loops, rows
+from qdsl.runtime.cpu import rows
+from qdsl.runtime.torch import model
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.covering import covering
 from tests.support.formats import Case, cases, random_fields, shapes, smallest
@@ -83,6 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
     """Products are compiled in these tests, of small weights too, with few optimizations."""
     monkeypatch.setenv("QDSL_CACHE", str(folder))
+    monkeypatch.setenv(rows.SETTING, "always")
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-O1"))
     monkeypatch.setattr(rows, "_libraries", {})
     monkeypatch.setattr(rows, "_entries", {})
@@ -185,8 +187,12 @@ def test_a_changed_weight_is_copied_again() -> None:
 
 def test_a_setting_keeps_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = q4_0.quantize(sample(64, 256))
-    monkeypatch.setenv(rows.SETTING, "never")
-    assert rows.placed(packed) is None and q4_0.linear(sample(1, 256), packed).shape == (1, 64) and loops._loops
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 64))
+    model.quantize_model(layers, q4_0.FORMAT)
+    for choice, has_copies in (("never", (False, False)), ("auto", (False, True)), ("always", (True, True))):
+        monkeypatch.setenv(rows.SETTING, choice)
+        assert tuple(rows.placed(weight) is not None for weight in (packed, layers[0].packed)) == has_copies
+    assert q4_0.linear(sample(1, 256), packed).shape == (1, 64)
     monkeypatch.setenv(rows.SETTING, "maybe")
-    with pytest.raises(FormatError, match="QDSL_CPU_INTERLEAVE is auto or never, not 'maybe'"):
+    with pytest.raises(FormatError, match="QDSL_CPU_INTERLEAVE is auto, always or never, not 'maybe'"):
         rows.placed(packed)

@@ -4,7 +4,8 @@
 The weight itself stays as it is, so that files, slices and conversions do not change.  A format whose decode is affine in a code
 has such loops; its generated module has their C functions.
 
-QDSL_CPU_INTERLEAVE=never keeps no copies: products then read weights as they are stored.
+QDSL_CPU_INTERLEAVE says which weights have copies: 'auto', the default, those of layers in models that loaders fill; 'always'
+all; 'never' none.  Products with other weights read them as they are stored.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from qdsl.host.system import processor_flags
 from qdsl.runtime.cpu import threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
+from qdsl.runtime.torch.private_apis import allocator
 from qdsl.runtime.weight.layout import SMALL_FLOATS, RowLoops
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import unpack
 
-SETTING, CHOICES = "QDSL_CPU_INTERLEAVE", ("auto", "never")
+SETTING, CHOICES = "QDSL_CPU_INTERLEAVE", ("auto", "always", "never")
 GROUPS, LOOPS = (Path(__file__).with_name(name) for name in ("row_groups.h", "row_loops.h"))
 ROWS, BLOCK, MOST_FIELDS, TABLE = 16, 32, 8, 64                  # as in row_groups.h
 FEW = 8                                                          # rows of x that `dot` takes; more have tiles
@@ -130,7 +132,7 @@ class _Way:
         x = x if x.is_contiguous() else x.contiguous()
         if bias is not None and (self.has_own_bias or bias.dtype not in TYPES):
             bias = bias.float()
-        out = torch.empty(sizes, dtype=self.result, device="cpu")
+        out = _empty(sizes, self.result)
         added = 0 if bias is None else bias.data_ptr()
         places = [ctypes.addressof(placed.weight), added if self.has_own_bias else 0, 0, 0, 0, 0, 0, 0]
         if threads.functions().product(ctypes.byref(self.described), x.data_ptr(), 0 if self.has_own_bias else added,
@@ -145,6 +147,13 @@ class _Entry:
 
     placed: Placed
     versions: dict[bool, tuple[int, ...]]
+
+
+def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A new tensor, without an operator of torch where that is possible."""
+    allocate = allocator("cpu")
+    strides = tuple([math.prod(sizes[axis + 1:]) for axis in range(len(sizes))])
+    return torch.empty(sizes, dtype=dtype, device="cpu") if allocate is None else allocate(sizes, strides, dtype)
 
 
 def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, is_permuted: bool,
@@ -194,7 +203,7 @@ def setting() -> str:
     """The value of QDSL_CPU_INTERLEAVE.  Raises FormatError where it is none of CHOICES."""
     choice = os.environ.get(SETTING, CHOICES[0])
     if choice not in CHOICES:
-        raise FormatError(f"{SETTING} is {' or '.join(CHOICES)}, not {choice!r}")
+        raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {choice!r}")
     return choice
 
 
@@ -203,8 +212,10 @@ def placed(packed: PackedWeight) -> Placed | None:
 
     A changed or replaced tensor gets a new copy.  Memory that is written through `tensor.data` is not noticed: see `forget`.
     """
-    if packed.variant.row_loops is None or packed.is_decoded or packed.has_branch or not packed.tensors \
-            or setting() == "never" or not library.has_compiler():
+    choice = setting()
+    if choice == "never" or (choice == "auto" and not packed.keeps_copy) or packed.variant.row_loops is None:
+        return None
+    if packed.is_decoded or packed.has_branch or not packed.tensors or not library.has_compiler():
         return None
     tensors = [packed.tensors[name] for name in packed.layout.coded
                if name in packed.tensors and name not in packed.in_order]
@@ -212,13 +223,13 @@ def placed(packed: PackedWeight) -> Placed | None:
     entry = _entries.get(key)
     if key in _entries and (entry is None or _is_current(entry, tensors)):
         return None if entry is None else entry.placed
-    made = _place(packed)
-    _entries[key] = entry = None if made is None else _Entry(made, {})
+    copy = _place(packed)
+    _entries[key] = entry = None if copy is None else _Entry(copy, {})
     if entry is not None:
         _is_current(entry, tensors)                              # notes their versions
     for tensor in tensors:                                       # its address may be another tensor's afterwards
         weakref.finalize(tensor.untyped_storage(), _entries.pop, key, None).atexit = False
-    return made
+    return copy
 
 
 def _description(packed: PackedWeight) -> tuple[Any, ...]:
@@ -263,10 +274,10 @@ def _place(packed: PackedWeight) -> Placed | None:
         functions = functions or _functions(packed, loops, list(groups.values()))
         if functions is None:
             return None
-        each = loops.row_codes.codes(**{name: fields[name] for name in loops.row_codes.rows}) if loops.row_codes \
+        own = loops.row_codes.codes(**{name: fields[name] for name in loops.row_codes.rows}) if loops.row_codes \
             else fields[loops.code]
-        each = each.contiguous().view(torch.uint8)
-        functions.interleave(each.data_ptr(), codes.data_ptr() + start // ROWS * blocks * 4 * ROWS * loops.bits, stop - start, k,
+        own = own.contiguous().view(torch.uint8)
+        functions.interleave(own.data_ptr(), codes.data_ptr() + start // ROWS * blocks * 4 * ROWS * loops.bits, stop - start, k,
                              -(-(stop - start) // ROWS))
         levels = torch.nn.functional.pad(fields[loops.levels].float(), (0, TABLE - (1 << loops.bits))) if loops.levels else None
         factor = _factor(loops, fields)
@@ -359,10 +370,10 @@ def _assembled(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, co
         groups = -(-weight.columns // columns) if columns else 1
         values = torch.cat([part[name].values[:, :groups] for part in parts])
         padded = torch.nn.functional.pad(values, (0, groups - values.shape[1], 0, -n % ROWS))
-        turned = padded.view(-1, ROWS, groups).transpose(1, 2).contiguous()
-        kept.append(turned)
-        weight.fields[place] = turned.data_ptr()
-        weight.bytes[place] = turned.stride(0) * turned.element_size()
+        interleaved = padded.view(-1, ROWS, groups).transpose(1, 2).contiguous()
+        kept.append(interleaved)
+        weight.fields[place] = interleaved.data_ptr()
+        weight.bytes[place] = interleaved.stride(0) * interleaved.element_size()
         weight.shift[place] = columns.bit_length() - 1 if columns else 62
     sums = -(-weight.columns // shortest) if "#define HAS_OFFSET" in loops.source else 0
     return Placed(functions, weight, packed.shape, sums, factor, tuple(kept))

@@ -101,6 +101,7 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
     new = format.Linear(packed, old.bias, old.weight.dtype)
     new.bias = old.bias                                          # the same parameter, in case it is trained
     new.replaced = replaced_by(old)
+    new.keeps_copy = may_change(old)
     new.train(old.training)
     tied = [name for name, other in model.named_parameters(remove_duplicate=False)
             if other is old.weight and name.removesuffix(".weight") not in names]
@@ -155,6 +156,13 @@ def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bo
         return packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
 
     return replace_layers(model, "stored planar", rule, filter)
+
+
+def keep_copies(model: nn.Module, filter: Callable[[str], bool]) -> None:
+    """Let products of quantized linear layers keep copies of weights on a CPU (runtime/cpu/rows.py).  filter(name): for which."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear) and filter(name) and may_change(layer):
+            layer.keeps_copy = True
 
 
 def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear], QuantizedLinear | str],

@@ -42,7 +42,8 @@ class PackedModule(SpecializedModule):
 
     `.to`, `.half()` and similar calls keep their dtypes, and `state_dict` has them as the checkpoint does.  `weight` is a
     NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is the dtype that a dense
-    layer's weight would have: the last one that the layer was cast to.
+    layer's weight would have: the last one that the layer was cast to.  keeps_copy: whether products on a CPU may keep a
+    copy of the weight (runtime/cpu/rows.py); loaders set it.
 
     A tensor is validated once, when the layer gets it: its dtype, its shape, and that the groups of an index exist.  Validation
     also records on the tensor whether columns are in order.  A tensor that was replaced without loading has no record and is
@@ -56,6 +57,7 @@ class PackedModule(SpecializedModule):
     format: Format
     compute_dtype: torch.dtype
     _has_branch: bool = False
+    keeps_copy: bool = False
 
     def _hold(self, packed: PackedWeight) -> None:
         """Make the weight's tensors parameters."""
@@ -95,7 +97,7 @@ class PackedModule(SpecializedModule):
             self._undo_casts(tensors)
             tensors = self._note(tensors)
         packed = self._packed.derive({name: tensor.data for name, tensor in tensors.items()}, in_order=_ordered(tensors))
-        packed.plan, packed.dense = self._packed.plan, self._packed.dense
+        packed.plan, packed.dense, packed.keeps_copy = self._packed.plan, self._packed.dense, self.keeps_copy
         return packed
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:

@@ -73,6 +73,7 @@ class PackedWeight:
         self.plan: Plan | None = None                            # products keep these two for the next product with `base`; they
         self.dense: Dense | None = None                          # are neither pickled nor derived
         self.stored_plan: Plan | None = None                     # of the weight that as_stored() returns
+        self.keeps_copy = False                                  # whether a CPU may keep an interleaved copy of it
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The arguments of `pickling.wrapped`; of a part of a module, or a decoded weight, those of the constructor."""
@@ -206,10 +207,12 @@ class PackedWeight:
         name = self.layout.shape
         if shape not in (None, self.shape) and name in tensors:
             tensors = {**tensors, name: shape_tensor(shape, tensors[name].device)}
-        return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
+        derived = PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
                             in_order=self.in_order if in_order is None else in_order, known_finite=self.known_finite,
                             notes=self.notes, names=self.names, is_decoded=self.is_decoded, stream_info=self.stream_info,
                             shape_text="" if shape else self.shape_text)
+        derived.keeps_copy = self.keeps_copy
+        return derived
 
     def decode_streams(self) -> PackedWeight:
         """The weight with its entropy-coded tensors decoded, so that it can be sliced; itself if it has no streams.
