@@ -169,7 +169,8 @@ def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[S
 def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], str | None] | Mapping[str, str] | None = None,
                   device: torch.device | str | None = None, dtype: torch.dtype | None = None, verify: bool = False,
                   copy: bool = False, format: str | None = None, skip: Sequence[str] | None = None,
-                  base: Path | str | None = None, match_dense: bool = False, **options: Any) -> LoadReport:
+                  base: Path | str | None = None, match_dense: bool = False, allow_unknown: bool = False,
+                  **options: Any) -> LoadReport:
     """Fill a model, on meta or not, with the weights of a checkpoint as they are packed, in place, a tensor at a time.
 
     Linear and Embedding layers with packed weights are replaced, stacks of experts become `qdsl.Experts`, groups that are coded
@@ -184,6 +185,7 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     layers become dense, packed ones too; by default heads, embeddings, norms and routers are not quantized on the way.
     base: the folder or repository that a folder's weights were made of, with plain tensors for parameters that have none.
     match_dense: products have the bits of the dequantized model, as `match_dense_` sets it.
+    allow_unknown: go on where settings or tensors change the model, and qdsl does not compute them or does not know them.
 
     Returns which layers are packed, which are dense and why, which tensors were not used, and bytes before and after.  Raises
     qdsl.models.plan.LoadError, with the model unchanged, where a parameter has no weight or shapes differ, and for DF11 where a
@@ -192,7 +194,8 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     from qdsl.checkpoint.files.references import local_path
     from qdsl.models.load import load_weights
 
-    return load_weights(model, local_path(path), rename, device, dtype, verify, copy, format, skip, base, match_dense, **options)
+    return load_weights(model, local_path(path), rename, device, dtype, verify, copy, format, skip, base, match_dense,
+                        allow_unknown, **options)
 
 
 def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] | None = None) -> SaveReport:

@@ -61,12 +61,14 @@ app = Commands(name="qdsl", cls=_Commands, no_args_is_help=True, add_completion=
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
 PRODUCER_HELP = "Whose settings the config gets, such as fp8 for vLLM's own FP8; by default the first producer of the storage."
+ALLOW_HELP = "Go on where settings or tensors change the model and are not computed, or not understood."
 SHARD_HELP = "Write only the I-th of N parts, from 1; `merge-index` completes the folder after all of them."
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as processors and memory "
                                                                       "allow.")]
 Shard = Annotated[str | None, typer.Option("--shard", help=SHARD_HELP)]
 Params = Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP)]
 OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder to write.", show_default=False)]
+AllowUnknown = Annotated[bool, typer.Option("--allow-unknown", help=ALLOW_HELP)]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
          "TIB": 1 << 40}

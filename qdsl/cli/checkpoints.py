@@ -13,6 +13,8 @@ from qdsl.cli.compress import layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
+SUSPICIOUS = ("warnings", "unknown", "acts", "not_understood")
+
 
 @app.command()
 def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of a split one, a .safetensors file, or a folder "
@@ -22,7 +24,8 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
                                      "exit code 1 where DF11's need more.")] = None,
             check: Annotated[bool, typer.Option("--check", help="Read the scales, too, and list those that are NaN or "
                                                 "infinite.")] = False,
-            strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 for notes and warnings, too.")] = False,
+            strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 for notes, warnings, and what models are not run "
+                                                 "with, too.")] = False,
             as_json: Json = False) -> None:
     """List the contents of a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and problems.
 
@@ -50,7 +53,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
             fail(f"{model['file']}: none of its {len(unread)} quantized layers is recognised: {unread[0]['why']}")
     if shared_memory is not None and not all(fits(group) for model in models for group in model.get("groups", ())):
         raise typer.Exit(1)
-    is_suspect = any(model["notes"] or model.get("warnings") or model.get("unknown") for model in models)
+    is_suspect = any(model["notes"] or any(model.get(kind) for kind in SUSPICIOUS) for model in models)
     if any(model.get("contradictions") for model in models) or (strict and is_suspect):
         raise typer.Exit(3)
 
@@ -157,15 +160,15 @@ def _gguf_differences(file: Path, other: Path) -> list[Any]:
             return differences(quantized, source, tell)
 
 
-def language_folder(path: Path, architecture: str | None) -> Any:
-    """A folder of a language model as the source of a GGUF file; None for other folders."""
+def language_folder(path: Path, architecture: str | None, allow_unknown: bool = False) -> Any:
+    """A folder of a language model as the source of a GGUF file; None for other folders.  allow_unknown: of its settings."""
     if architecture is not None or '"model_type"' not in _config_text(path):
         return None
     needs(f"{path}: writing a language model as a GGUF file", "models", "transformers", "gguf")
     try:
         from qdsl.models.gguf_folder import LanguageFolder
 
-        return LanguageFolder(path)
+        return LanguageFolder(path, allow_unknown)
     except ImportError as error:
         fail(f"{path}: writing a language model as a GGUF file: {error}", 2)
 

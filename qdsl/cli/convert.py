@@ -10,6 +10,7 @@ import typer
 
 from qdsl.cli.app import (
     PRODUCER_HELP,
+    AllowUnknown,
     Force,
     Jobs,
     Json,
@@ -45,7 +46,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
                                                              "are: whole names, or parts between dots.")] = None,
             keep_misfits: Annotated[bool, typer.Option("--keep-misfits", help="Leave layers as they are that the storage cannot "
                                                                               "hold.")] = False,
-            jobs: Jobs = None, shard: Shard = None, force: Force = False,
+            jobs: Jobs = None, shard: Shard = None, force: Force = False, allow_unknown: AllowUnknown = False,
             as_json: Json = False) -> None:
     """Write a checkpoint with every quantized layer in another storage of its format, exactly, and everything else unchanged.
 
@@ -63,7 +64,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     patterns = read_patterns(skip)
     with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
-                    keep_misfits=keep_misfits, producer=producer or "")
+                    keep_misfits=keep_misfits, producer=producer or "", allow_unknown=allow_unknown)
     with reported():
         check_folder(out, folder)                                # before layers are detected, which may take long
     with reported(), exit_on_sigterm(), Folder(folder) as source:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Force, Json, Params, app, fail, read_param, refuse_options, reported, without_controls
-from qdsl.cli.models import Device, DType, MatchDense, check_formats, running
+from qdsl.cli.app import AllowUnknown, Force, Json, Params, app, fail, read_param, refuse_options, reported, without_controls
+from qdsl.cli.models import Device, DType, MatchDense, check_formats, print_allowed, running
 
 if TYPE_CHECKING:
     from qdsl.models.generation import Conversation, Generation
@@ -65,7 +65,7 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
              threads: Threads = None, exact: Exact = None, base: Base = None, out: Out = None, size: Size = None,
              steps: Steps = None, guidance: Guidance = None, transformer: Transformer = None, text_encoder: TextEncoder = None,
              against: Against = None, device: Device = None, dtype: DType = "auto", match_dense: MatchDense = False,
-             force: Force = False, as_json: Json = False) -> None:
+             allow_unknown: AllowUnknown = False, force: Force = False, as_json: Json = False) -> None:
     """Run a model on a prompt, with its weights packed, and print how fast it was and what memory it took.
 
     Language models write text: Ctrl-C ends an answer, and a second one the program.  Pipelines draw an image, twice with one
@@ -88,7 +88,7 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
 
         models = {name: ref for name, ref in (("transformer", transformer), ("text_encoder", text_encoder)) if ref is not None}
         options = {"prompt": prompt, "seed": seed, "steps": steps, "guidance": guidance}
-        quantization = {"format": format, "params": params, "match_dense": match_dense}
+        quantization = {"format": format, "params": params, "match_dense": match_dense, "allow_unknown": allow_unknown}
         place = {"device": device, "dtype": dtype}
         draw(model, models, out, {**options, "size": size}, against, quantization, place, force, as_json)
         return
@@ -99,7 +99,8 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
         from qdsl.models.processor import set_processor
 
         set_processor(threads, exact)
-        loaded = language.load_language_model(model, format, device, dtype, params, match_dense, base)
+        loaded = language.load_language_model(model, format, device, dtype, params, match_dense, base, allow_unknown)
+        print_allowed(loaded)
         settings = {"max_new_tokens": max_new_tokens, "context": context, "system": system,
                     "sampling": Sampling(temperature, top_k, top_p, seed)}
         if chat:

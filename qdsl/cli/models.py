@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Force, Json, app, fail, read_param, reported
+from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, read_param, reported, without_controls
 
 if TYPE_CHECKING:
     from qdsl.models.language import LanguageModel
@@ -32,8 +32,8 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
                                ] = None,
              context: Annotated[int, typer.Option("--context", "-c", min=4, help="Tokens of a chunk.")] = 512,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw divergence over bits per weight.")] = None,
-             device: Device = None, dtype: DType = "auto", match_dense: MatchDense = False, force: Force = False,
-             as_json: Json = False) -> None:
+             device: Device = None, dtype: DType = "auto", match_dense: MatchDense = False, allow_unknown: AllowUnknown = False,
+             force: Force = False, as_json: Json = False) -> None:
     """Measure what quantizing cost: perplexity, and divergence from another model, as llama-perplexity defines them.
 
     The row of a model is printed as soon as it is known.
@@ -53,7 +53,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
 
         def load(ref: str, form: str | None = None, **options: Any) -> LanguageModel:
             return language.load_language_model(ref, form, device, language.portable_dtype(ref, dtype), match_dense=match_dense,
-                                                **options)
+                                                allow_unknown=allow_unknown, **options)
 
         base = None if against is None else measure.Base(load(against))
         chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)
@@ -62,6 +62,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         for name, form in [*((name, None) for name in models), *((str(against), form) for form in format or ())]:
             quantized, *params = form.split() if form else (None,)
             loaded = load(name, quantized, params=dict(map(read_param, params)))
+            print_allowed(loaded)
             own = chunks or measure.chunks(loaded.tokenizer, content, context)
             results.append(measure.evaluate(loaded, own, base))
             del loaded
@@ -88,6 +89,12 @@ def check_formats(names: Iterable[str]) -> None:
     with reported():
         for name in names:
             places.find(name)
+
+
+def print_allowed(loaded: LanguageModel) -> None:
+    """Repeat what a checkpoint says that is not computed, which --allow-unknown let pass."""
+    for text in loaded.allowed:
+        typer.echo(f"not computed: {without_controls(text)}", err=True)
 
 
 @contextmanager

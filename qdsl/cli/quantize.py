@@ -13,6 +13,7 @@ from qdsl.cli.app import (
     PARAM_HELP,
     PRODUCER_HELP,
     SHARD_HELP,
+    AllowUnknown,
     Force,
     Jobs,
     Json,
@@ -45,7 +46,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                                         "safetensors, such as fp8_block.", show_default=False)] = None,
              out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE|FOLDER",
                                                       help="The GGUF file or the folder to write.")] = None,
-             jobs: Jobs = None, force: Force = False,
+             jobs: Jobs = None, force: Force = False, allow_unknown: AllowUnknown = False,
              svg: Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")] = None,
              storage: Annotated[str | None, typer.Option("--storage", help="Of the format; its first by default.",
                                                          rich_help_panel=FOLDER)] = None,
@@ -87,7 +88,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
     if format is not None:
         to = f"{format}.{storage}" if storage else format
-        _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, as_json)
+        _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, allow_unknown, as_json)
         return
     from qdsl.jobs.gguf import mixes
 
@@ -98,7 +99,8 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
     if imatrix_power is not None and imatrix is None:
         fail("--imatrix-power is the exponent of importances: give them with --imatrix", 2)
-    _quantize_to_gguf(file, options, out, imatrix, imatrix_power, arch, requantize, jobs, force, dry_run, svg, as_json)
+    _quantize_to_gguf(file, options, out, imatrix, imatrix_power, arch, requantize, jobs, force, dry_run, svg, allow_unknown,
+                      as_json)
 
 
 def _target(mix: str | None, format: str | None, out: Path | None) -> tuple[str | None, str | None]:
@@ -131,7 +133,7 @@ def _target(mix: str | None, format: str | None, out: Path | None) -> tuple[str 
 
 def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, power: float | None,
                       arch: str | None, requantize: bool, jobs: int | None, force: bool, dry_run: bool, svg: Path | None,
-                      as_json: bool) -> None:
+                      allow_unknown: bool, as_json: bool) -> None:
     """Write a GGUF file, or with `dry_run` print its types and sizes."""
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.gguf import plan, quality
@@ -148,7 +150,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
             check_output(out, *inputs, force=force or dry_run)
         if svg is not None:
             check_output(svg, *inputs, *([out] if out else []), force=force)
-        source = language_folder(file, arch) or open_source(file, arch)
+        source = language_folder(file, arch, allow_unknown) or open_source(file, arch, allow_unknown)
         importance = read(imatrix) if imatrix else None
         planned = plan.plan(source, options, importance, requantize)
         costs = {}
@@ -175,7 +177,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
 
 def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, producer: str | None,
                      skip: list[str] | None, component: list[str] | None, jobs: int | None, shard: str | None, force: bool,
-                     svg: Path | None, as_json: bool) -> None:
+                     svg: Path | None, allow_unknown: bool, as_json: bool) -> None:
     """Write a folder of plain safetensors with its Linear layers quantized."""
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.convert import run
@@ -188,7 +190,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     part = None if shard is None else read_part(shard)
     with reported(2):
         aim = aimed(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()),
-                    producer=producer or "")
+                    producer=producer or "", allow_unknown=allow_unknown)
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)

@@ -183,6 +183,20 @@ class TransformSchemes:
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbors:
+    """Tensors next to weights, by patterns of whole names.
+
+    used: qdsl computes with them.  inert: no number of a model depends on them.  coarser: they are for x or caches in few bits.
+    acts: they change what a model computes, which qdsl does not compute -> what they change.
+    """
+
+    used: tuple[str, ...] = ()
+    inert: tuple[str, ...] = ()
+    coarser: tuple[str, ...] = ()
+    acts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Producer:
     """The description of one producer's checkpoints.
 
@@ -192,10 +206,17 @@ class Producer:
     dialects, several if readers differ; the first list is written.  copied_skips: lists that are written with the same
     entries.  diffusers: what is written instead in models of diffusers.  skipped_patterns: the map of patterns that it uses
     instead.  plain_by_default: ends of names that need not be listed there.  only: lists of the only quantized layers.
-    written: further settings to write.  dropped: settings about other things than weights.  follows_tensors:
-    readers require exactly the tensors that settings mention.  experts: one of EXPERT_NAMES.  formats: rules for settings by
-    format.  headers: rules for a header's JSON by format.  tensors: by format and storage, the storage's tensors -> the ends of
-    their names in checkpoints.  transforms, schemes: how transforms of x are stated.
+    written: further settings to write.  follows_tensors: readers require exactly the tensors that settings mention.  experts:
+    one of EXPERT_NAMES.  formats: rules for settings by format.  headers: rules for a header's JSON by format.  tensors: by
+    format and storage, the storage's tensors -> the ends of their names in checkpoints.  transforms, schemes: how transforms of
+    x are stated.
+
+    Settings that no other key of the file names, with dots for nested ones: used, settings that qdsl reads or that repeat what
+    tensors say.  inert: no number of a model depends on them.  coarser: x or caches in few bits, where qdsl computes in more.
+    acts: they change what a model computes, which qdsl does not compute -> what they change.  transformed: those that do not act
+    where layers have transforms.  usual: values that change nothing.  open: objects to which each release adds settings, '*' for
+    the settings themselves.  tagged: objects whose settings may lie under names of layers.  neighbors: tensors.  common: whether
+    the settings of all producers may have these.
     """
 
     name: str
@@ -214,7 +235,6 @@ class Producer:
     only: Mapping[str, str] = field(default_factory=dict)
     groups: GroupSettings | None = None
     written: Mapping[str, Any] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
     follows_tensors: bool = False
     experts: str = "short"
     readers: Readers = field(default_factory=Readers)
@@ -224,6 +244,16 @@ class Producer:
     tensors: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
     transforms: tuple[TransformRule, ...] = ()
     schemes: TransformSchemes | None = None
+    used: tuple[str, ...] = ()
+    inert: tuple[str, ...] = ()
+    coarser: tuple[str, ...] = ()
+    acts: Mapping[str, str] = field(default_factory=dict)
+    transformed: tuple[str, ...] = ()
+    usual: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    open: tuple[str, ...] = ()
+    tagged: tuple[str, ...] = ()
+    neighbors: Neighbors = field(default_factory=Neighbors)
+    common: bool = False
 
     @property
     def skip_list(self) -> str:
@@ -343,7 +373,6 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
                                       "embeddings": _word, "defaults": _mapping_of(_any), "repeated": _words},
                       ["key", "weights", "targets", "every", "name"]),
     "written": _mapping_of(_any),
-    "dropped": _words,
     "follows_tensors": _flag,
     "experts": _one_of(EXPERT_NAMES),
     "readers": _record(Readers, {
@@ -363,6 +392,16 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
         "key": _word, "groups": _word, "targets": _dialect, "every": _word,
         "types": _mapping_of(_one_of(("built", "ones", "matrix"))), "sides": _mapping_of(_one_of((INPUT, OUTPUT))),
         "fused": _words, "pairs": _words}, ["key", "groups", "targets", "every", "types", "sides"]),
+    "used": _words,
+    "inert": _words,
+    "coarser": _words,
+    "acts": _mapping_of(_word),
+    "usual": _mapping_of(_list_of(_any)),
+    "common": _flag,
+    "transformed": _words,
+    "open": _words,
+    "tagged": _words,
+    "neighbors": _record(Neighbors, {"used": _words, "inert": _words, "coarser": _words, "acts": _mapping_of(_word)}),
 }
 
 

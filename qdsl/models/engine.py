@@ -19,6 +19,7 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
@@ -27,7 +28,7 @@ from qdsl.models.shards import Collector, Part, joined, linear
 from qdsl.runtime.gpu.placement import fastest_storage
 from qdsl.runtime.weight import eight
 
-OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify")
+OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify", "allow_unknown")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
 # Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
@@ -45,7 +46,8 @@ class EngineConfig:
     A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
     settings: the config's `quantization_config`.  Keys of qdsl: `format` and its options, to quantize plain Linear layers;
     `ignore`, patterns of layers that stay plain; `quantize_x`, to quantize x to 8 bits in matmuls; `gguf_model`, a GGUF file;
-    `verify`, to compare files with their checksums.
+    `verify`, to compare files with their checksums; `allow_unknown`, to serve folders with settings or tensors that change the
+    model, and that qdsl does not compute or does not know.
 
     layers: the packed layers by the engine's module names, those to be quantized included.  plain: unquantized matrices, which
     may be parts of a layer whose other parts are packed.  served: names of layers that modules have asked for.
@@ -62,7 +64,7 @@ class EngineConfig:
         self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self.quantize_x: bool | str = own.get("quantize_x", False)
         self.gguf_model: str | None = own.get("gguf_model")
-        self.verify = bool(own.get("verify", False))
+        self.verify, self.allow_unknown = bool(own.get("verify", False)), bool(own.get("allow_unknown", False))
         self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
         self.checkpoint, self.is_planned = Served(), False
         self.layers: dict[str, Layer] = {}
@@ -115,8 +117,11 @@ class EngineConfig:
     def plan(self, checkpoint: Served) -> None:
         """Take a checkpoint's layers, and choose those to be quantized: where none is packed, and a format is set.
 
-        Raises ShardError for a folder without packed layers where no format is set, and for contradictory settings.
+        Raises ShardError for a folder without packed layers where no format is set, and for contradictory settings;
+        CheckpointError for settings and tensors that are not computed, unless `allow_unknown`.
         """
+        for text in refuse(checkpoint.path, checkpoint.findings, self.allow_unknown):
+            logging.getLogger("qdsl").warning("%s: not computed: %s", checkpoint.path, text)
         if self.batch_invariant and self.quantize_x and self.quantize_x != AUTO:
             raise ShardError(f"{checkpoint.path}: products that take x in 8 bits are not batch-invariant; leave "
                              '"quantize_x" out of the quantization_config, or serve without batch invariance')

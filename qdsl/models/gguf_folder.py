@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf_metadata import Value
@@ -64,15 +65,18 @@ class Assembly:
 class LanguageFolder:
     """A language model of transformers, to be written as a GGUF file: a `Source` of qdsl.jobs.gguf.
 
-    Only headers, config and tokenizer are read before `rows`.  Raises QuantizeError for models that cannot be written exactly.
+    Only headers, config and tokenizer are read before `rows`.  Raises QuantizeError for models that cannot be written exactly,
+    and CheckpointError for settings and tensors that are not computed, unless `allow_unknown`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, allow_unknown: bool = False) -> None:
         from transformers import AutoConfig  # seconds, which processes that read rows alone do not need
 
         self.path, self.folder = path, Folder(path, copies=True)
         self.paths = self.folder.shards
-        refuse_groups(self.folder, layers(self.folder).groups)
+        detected = layers(self.folder)
+        refuse(path, detected.findings, allow_unknown)
+        refuse_groups(self.folder, detected.groups)
         try:
             config = AutoConfig.from_pretrained(path)
         except Exception as error:                               # of many kinds, by what is wrong

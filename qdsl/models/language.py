@@ -58,6 +58,12 @@ class LanguageModel:
         return tokenizer
 
     @property
+    def allowed(self) -> list[str]:
+        """What its checkpoint says that is not computed, which `allow_unknown` let pass."""
+        report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
+        return [] if report is None else list(report.allowed)
+
+    @property
     def packed_layers(self) -> int:
         """The number of layers with packed weights."""
         report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
@@ -81,11 +87,13 @@ class LanguageModel:
 
 def load_language_model(ref: str, format: str | None = None, device: str | None = None, dtype: str = "auto",
                         params: Mapping[str, Any] | None = None, match_dense: bool = False,
-                        base: str | None = None) -> LanguageModel:
+                        base: str | None = None, allow_unknown: bool = False) -> LanguageModel:
     """Load a folder, a repository or a GGUF file: packed weights as they are, plain ones plain or quantized in a format.
 
-    device: by default a GPU where there is one.  params: of the format's quantizer.  match_dense: as of `QdslConfig`.  base: the
-    model that packed weights were made of, for what a folder or a GGUF file lacks.  Raises LoadError, CheckpointError, OSError.
+    device: by default a GPU where there is one.  params: of the format's quantizer.  match_dense, allow_unknown: as of
+    `QdslConfig`.  base: the model that packed weights were made of, for what a folder or a GGUF file lacks.
+
+    Raises LoadError, CheckpointError, OSError.
     """
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
@@ -96,7 +104,7 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
     is_gguf = gguf_path(path) is not None
     if is_gguf or base is not None or format is not None or _is_packed(path):
-        config = plugin.QdslConfig(format, match_dense=match_dense, **(params or {}))
+        config = plugin.QdslConfig(format, match_dense=match_dense, allow_unknown=allow_unknown, **(params or {}))
         with named_errors(f"{path}: transformers does not load it", *CLEAR):
             model = plugin.from_pretrained(path, base=base, quantization_config=config, **options)
     else:

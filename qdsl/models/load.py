@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.safetensors import CheckpointError
@@ -24,6 +25,7 @@ from qdsl.host import library
 from qdsl.host.system import resident_bytes
 from qdsl.models.base import complete_from
 from qdsl.models.experts import Experts
+from qdsl.models.findings import findings
 from qdsl.models.fused import fuse_model
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
@@ -51,7 +53,7 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                  skip: Sequence[str] | None = None, base: str | Path | None = None, match_dense: bool = False,
-                 **options: Any) -> LoadReport:
+                 allow_unknown: bool = False, **options: Any) -> LoadReport:
     """Fill a model; `qdsl.load_weights_` explains the arguments."""
     if verify:
         checksums.check(path, is_optional=True)
@@ -59,15 +61,15 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
         if base is not None and isinstance(checkpoint.source, FolderSource):
             tie(model)
             complete_from(checkpoint.source, Names(model), base, rename)
-        return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, match_dense=match_dense,
-                          **options)
+        return fill_model(model, checkpoint, rename, device, dtype, verify, copy, format, skip, True, None, True, match_dense,
+                          allow_unknown, **options)
 
 
 @without_autocast
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, planar: bool = True,
-               match_dense: bool = False, **options: Any) -> LoadReport:
+               match_dense: bool = False, allow_unknown: bool = False, **options: Any) -> LoadReport:
     """Fill a model with the weights of an open checkpoint, as `load_weights` does.
 
     plain: False leaves plain tensors, other than those that are quantized, to a library that loads them after this.
@@ -84,8 +86,8 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     if plan.problems:
         problems = [f"  {problem}" for problem in plan.problems]
         raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *problems]))
-    weights = _read_weights(checkpoint, plan, verify)
-    loader = _Loader(model, names, checkpoint, plan, weights, device, dtype, copy)
+    allowed = refuse(checkpoint.path, findings(checkpoint, plan, names, rename, model if plain else None), allow_unknown)
+    loader = _Loader(model, names, checkpoint, plan, _read_weights(checkpoint, plan, verify), device, dtype, copy, allowed)
     loader.fill_plain(format, options, plain)
     loader.fill_biases()
     for step in plan.packed:
@@ -203,19 +205,18 @@ class _Loader:
 
     def __init__(self, model: nn.Module, names: Names, checkpoint: Checkpoint, plan: LoadPlan,
                  weights: Mapping[str, list[PackedWeight]], device: torch.device | str | None, dtype: torch.dtype | None,
-                 copy: bool) -> None:
+                 copy: bool, allowed: list[str]) -> None:
         self.model, self.names, self.plan, self.weights = model, names, plan, weights
         self.source = checkpoint.source
         self.device = None if device is None else torch.device(device)
         self.dtype = dtype
         self.copy = copy
         self.origin = origin_of(self.source)
-        self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=dense_bytes(names, dtype))
+        self.report = LoadReport({}, dict(plan.dense), list(plan.unused), allowed, bytes_before=dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
-        sizes = bytes_by_device(self.model)
-        self.report.device_bytes, self.report.bytes_after = sizes, sum(sizes.values())
-        self.report.resident_bytes = resident_bytes()
+        self.report.device_bytes = bytes_by_device(self.model)
+        self.report.bytes_after, self.report.resident_bytes = sum(self.report.device_bytes.values()), resident_bytes()
         return self.report
 
     # -- plain tensors ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ class LoadReport(Displayed):
 
     packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
     of the checkpoint, that became plain numbers, and why.  unused: tensors of the checkpoint that have no place in the model.
+    allowed: what the checkpoint says that qdsl does not compute, which `allow_unknown` let pass.
     bytes_before: what the model's parameters and buffers would take in plain numbers; bytes_after: what they take now.
     device_bytes: that by device.  resident_bytes: memory of this process after loading, mapped files included.  dtype: of
     products, and why, where the loader chooses it.
@@ -27,6 +28,7 @@ class LoadReport(Displayed):
     packed: dict[str, str] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
     device_bytes: dict[str, int] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class LoadReport(Displayed):
         lines += [f"products in {self.dtype}"] if self.dtype else []
         lines += [f"{counted(len(self.dense), 'layer')} dense"] if self.dense else []
         lines += [f"  {name}: {why}" for name, why in self.dense.items()]
+        lines += [f"not computed: {text}" for text in self.allowed]
         lines += [f"{counted(len(self.unused), 'tensor')} not used: {', '.join(self.unused)}"] if self.unused else []
         return "\n".join(lines)
 

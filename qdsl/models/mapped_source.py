@@ -48,6 +48,7 @@ class MappedSource:
         self.file, self.path, self.config, self.has_experts = file, file.path, config, has_experts
         self.groups: Sequence[Group] = ()
         self.problems: Sequence[str] = file.problems
+        self.findings = file.findings
         tie(model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.names = tensor_names(file)

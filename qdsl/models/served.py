@@ -19,6 +19,7 @@ from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.ledger import Finding
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile
@@ -71,7 +72,8 @@ class Served:
     packed: by name; weights of groups (DF11) are plain layers here, to be quantized one by one.  plain: other unquantized
     matrices.  assemblies: how tensors of the files are converted to those of the layers.  quantizing_x: names of layers
     whose x the checkpoint wants quantized to 8 bits, by its settings or by a static scale.  path: the folder or file.
-    is_gguf: whether it is a GGUF file, which no engine loads by itself.
+    is_gguf: whether it is a GGUF file, which no engine loads by itself.  findings: settings and tensors with which qdsl does not
+    compute.
     """
 
     packed: dict[str, Layer] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Served:
     quantizing_x: frozenset[str] = frozenset()
     path: Path = Path()
     is_gguf: bool = False
+    findings: tuple[Finding, ...] = ()
 
     @classmethod
     def of_folder(cls, path: Path) -> Served:
@@ -104,7 +107,7 @@ class Served:
             settings = quantizations(folder)
             quantizing_x = frozenset(name for name, layer in packed.items()
                                if INPUT_SCALE in layer.others or any(own.has_8_bit_inputs(name) for own in settings))
-            return cls(packed, plain_layers(folder), tuple(assemblies), quantizing_x, path)
+            return cls(packed, plain_layers(folder), tuple(assemblies), quantizing_x, path, findings=tuple(survey.findings))
 
     @classmethod
     def of_gguf(cls, source: MappedSource) -> Served:

@@ -351,7 +351,8 @@ def test_a_folder_of_another_producer(kind: str, plain: Path, tmp_path: Path) ->
     path.mkdir()
     write(path / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
     assert producer.settings is not None
-    settings = {**producer.settings, producer.ignore: [name for name in dense if name not in weights]}
+    left = {producer.ignore: [name for name in dense if name not in weights]} if producer.ignore else {}
+    settings = {**producer.settings, **left}
     config = json.loads((plain / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     is_known = kind.startswith(("bitsandbytes", "modelopt"))

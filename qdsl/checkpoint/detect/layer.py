@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.ledger import Finding
 from qdsl.checkpoint.detect.quantization import Quantization
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import NO_SHAPE
@@ -90,6 +91,7 @@ class Layers:
     left: modules with unquantized matrices.  problems, contradictions: of the checkpoint and not of one layer, as in a Layer.
     notes: on entries of its lists that name nothing.  groups: weights in one entropy code; their tensors are among the others.
     transforms: those of plain modules, by name; tensors of transforms are not among `plain`.
+    findings: settings and tensors with which qdsl does not compute.
     """
 
     layers: list[Layer]
@@ -101,6 +103,7 @@ class Layers:
     notes: list[str] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
     transforms: Mapping[str, tuple[Transform, ...]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
 
     def refuse_contradictions(self, path: Path) -> Layers:
         """These layers, if no settings contradict tensors in what numbers depend on.

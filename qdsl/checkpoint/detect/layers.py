@@ -18,6 +18,8 @@ from qdsl.checkpoint.detect.fit import CLAIMED, UNKNOWN, Candidate, Evidence, ca
 from qdsl.checkpoint.detect.groups import groups
 from qdsl.checkpoint.detect.judge import Judge
 from qdsl.checkpoint.detect.layer import NOT_KNOWN, Layer, Layers
+from qdsl.checkpoint.detect.ledger import header_findings
+from qdsl.checkpoint.detect.neighbors import tensor_findings
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.detect.report import Report
 from qdsl.checkpoint.detect.rules import OWN, Reading, unlisted_lengths
@@ -71,6 +73,7 @@ class _Recognizer:
         self.further = [Judge(self.collector, other) for other in quantized[1:]]
         self.report = Report(folder, quantized, self.groups, formats)
         self.transforms = TransformReader(folder, self.quantization)
+        self.findings = dict.fromkeys(finding for own in quantized for finding in own.findings)
         self._lengths: dict[int, tuple[Mapping[str, Any], Mapping[str, Sequence[Reading]]]] = {}
         self._fitting: dict[tuple[object, ...], list[Candidate] | LayoutMismatch] = {}
 
@@ -102,9 +105,12 @@ class _Recognizer:
                       for full in (*transform.tensors, *transform.repeats)}
         plain = [name for name in self.folder.names() if name not in of_layers]
         wrong += self.transforms.problems(modules)
+        is_computed = bool(transforms) or any(layer.transforms for layer in quantized.values())
+        findings = [*(finding for finding in self.findings if not (finding.is_transform and is_computed)),
+                    *tensor_findings(self.folder, quantized.values(), plain)]
         return Layers(list(quantized.values()), plain, self.report.left(unquantized, quantized), self.quantizations,
                       self.report.problems(quantized, modules), self.groups, self.report.notes(modules),
-                      [*self.report.contradictions(quantized), *wrong], transforms)
+                      [*self.report.contradictions(quantized), *wrong], transforms, findings)
 
     def _transformed(self, layer: Layer, tensors: Mapping[str, str]) -> Layer:
         """A layer with the transforms of its input and output; what cannot be computed contradicts it."""
@@ -141,6 +147,7 @@ class _Recognizer:
         """As _layer, with the caller's shape, or ()."""
         try:
             module = self.collector.module(name, tensors, shape, transposed)
+            self.findings |= dict.fromkeys(header_findings("header", module.claims or {}))
             scheme = self.judge.scheme(name)
             fitting = self._candidates(module, scheme)
         except CheckpointError as error:                         # invalid JSON

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from qdsl.checkpoint.detect.ignored import Budget, Rule, Rules, rules
+from qdsl.checkpoint.detect.ledger import Finding, findings
 from qdsl.checkpoint.detect.producers import ConfigKeys, producers
 from qdsl.checkpoint.detect.rules import at
 from qdsl.checkpoint.files.folder import Folder
@@ -49,7 +50,8 @@ class Quantization:
     source: the place.  method: the producer's name.  settings: of the whole checkpoint.  layers: settings of single layers, None
     if unquantized.  searched: the same by patterns, for layers without.  complete: maps that name every quantized layer.  lists:
     the list of unquantized layers, parsed in each dialect.  only: the only quantized layers; `only_key` is the setting that lists
-    them.  dynamic: patterns, and settings of matching layers, None if unquantized.  problems: unreadable settings.
+    them.  dynamic: patterns, and settings of matching layers, None if unquantized.  problems: unreadable settings.  findings:
+    settings with which qdsl does not compute.
     """
 
     source: str
@@ -64,6 +66,7 @@ class Quantization:
     only_key: str = ""
     dynamic: list[tuple[Rules, Mapping[str, Any] | None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     budget: Budget = field(default_factory=Budget)
 
     @cached_property
@@ -177,7 +180,7 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     method = str(data.get("quant_method") or method or registry.unnamed(data)).lower()
     names, keys = registry.of(method).settings, registry.keys(method)
     settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": method}
-    read = Quantization(source, method, settings, budget=budget)
+    read = Quantization(source, method, settings, findings=findings(method, source, settings), budget=budget)
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)
                   for dialect in dialects]
     read.groups = [group for how in keys.groups.values() for group in _groups(settings, how, keys, budget)]

@@ -14,6 +14,7 @@ from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layers import detected_layers, layers
+from qdsl.checkpoint.detect.ledger import Finding
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
@@ -32,7 +33,8 @@ class Source(Protocol):
     """A checkpoint's tensors, as packed layers, groups that are coded together, and plain tensors.
 
     layers: by module names.  plain: all other tensors.  problems: of the checkpoint and not of one layer.  transforms: of
-    modules with plain weights, by name; layers have their own.
+    modules with plain weights, by name; layers have their own.  findings: settings and
+    tensors with which qdsl does not compute.
     """
 
     path: Path
@@ -47,6 +49,8 @@ class Source(Protocol):
     def problems(self) -> Sequence[str]: ...
     @property
     def transforms(self) -> Mapping[str, Sequence[Transform]]: ...
+    @property
+    def findings(self) -> Sequence[Finding]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor.  Raises CheckpointError for an unknown name."""
@@ -92,12 +96,14 @@ class FolderSource:
         self.shapes = shapes
 
     @cached_property
-    def _layers(self) -> tuple[dict[str, Layer], list[Group], list[str], list[str], Mapping[str, tuple[Transform, ...]]]:
+    def _layers(self) -> tuple[dict[str, Layer], list[Group], list[str], list[str], Mapping[str, tuple[Transform, ...]],
+                               list[Finding]]:
         recognised = (detected_layers if self.is_described else layers)(self.folder, shapes=self.shapes)
         coded = {full for group in recognised.groups for full in group.tensors.values()}
         return ({layer.name: layer for layer in recognised.layers}, recognised.groups,
                 [name for name in recognised.plain if name not in coded],
-                [*recognised.problems, *recognised.contradictions], recognised.transforms)
+                [*recognised.problems, *recognised.contradictions], recognised.transforms,
+                recognised.findings)
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -123,6 +129,11 @@ class FolderSource:
     def transforms(self) -> Mapping[str, Sequence[Transform]]:
         """Transforms of modules with plain weights, by name."""
         return self._layers[4]
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """Settings and tensors with which qdsl does not compute."""
+        return self._layers[5]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor.  Raises CheckpointError."""
@@ -175,6 +186,7 @@ class GgufSource:
         self.groups: Sequence[Group] = ()
         self.transforms: Mapping[str, Sequence[Transform]] = {}
         self.problems: Sequence[str] = self.file.notes
+        self.findings: Sequence[Finding] = ()
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:

@@ -11,9 +11,11 @@ from typing import Any
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import SHARED_MEMORY, Group, memory
 from qdsl.checkpoint.detect.layer import Layer, Layers
+from qdsl.checkpoint.detect.ledger import Finding, Kind
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.core.transforms import transform_of
 
+KINDS = {"acts": Kind.ACTS, "not_understood": Kind.UNKNOWN, "coarser": Kind.COARSER}      # the report's words for findings
 PROBLEMS = 20                                                    # that are shown of a kind
 
 _NUMBER = re.compile(r"\d+")
@@ -23,7 +25,8 @@ def survey(folder: Folder, layers: Layers, limit: int = SHARED_MEMORY) -> dict[s
     """Layers, groups, plain tensors and problems of a checkpoint, as plain data.  limit: bytes of shared memory that a GPU gives
     the kernel of a group.
 
-    contradictions: what numbers depend on, so that no weight is read.  warnings: problems that change no number, and layers that
+    contradictions: what numbers depend on, so that no weight is read.  acts, not_understood: settings and tensors with which
+    models are not run.  coarser: those for x and caches in few bits.  warnings: problems that change no number, and layers that
     alone are not read.
     """
     groups = [_group(folder, entry, limit) for entry in layers.groups]
@@ -33,6 +36,7 @@ def survey(folder: Folder, layers: Layers, limit: int = SHARED_MEMORY) -> dict[s
                       *({"layer": entry.name, "what": text} for entry in layers.layers for text in entry.contradictions),
                       *({"layer": entry["name"], "what": text} for entry in groups for text in entry["problems"])]
     warnings = [*({"what": text} for text in layers.problems),
+                *({"what": str(finding)} for finding in layers.findings if finding.kind is Kind.NEW),
                 *({"layer": entry.name, "what": entry.why} for entry in layers.layers
                   if entry.why and not entry.is_unknown and not entry.contradictions),
                 *({"layer": entry.name, "what": text} for entry in layers.layers for text in entry.problems),
@@ -42,7 +46,12 @@ def survey(folder: Folder, layers: Layers, limit: int = SHARED_MEMORY) -> dict[s
             "layers": [_layer(folder, entry) for entry in layers.layers], "groups": groups,
             "plain": [_plain(folder, name, left) for name in layers.plain if name not in inside],
             "unknown": [{"layer": entry.name, "what": entry.why} for entry in layers.layers if entry.is_unknown],
-            "contradictions": contradictions, "warnings": warnings}
+            "contradictions": contradictions, "warnings": warnings,
+            **{name: [_finding(finding) for finding in layers.findings if finding.kind is kind] for name, kind in KINDS.items()}}
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {"place": finding.place, "key": finding.key, "value": finding.value, "what": str(finding)}
 
 
 def weights(folder: Folder, layers: Layers) -> tuple[int, int]:
@@ -122,7 +131,8 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
              for name, alike in _grouped(data["plain"], lambda row: (row["type"], tuple(row["shape"]), row["by"]))
              for first in alike[:1]]
     problems = {head: _problem_rows(data[kind]) for head, kind in (
-        ("not known", "unknown"), ("contradictions", "contradictions"), ("warnings", "warnings"))}
+        ("not known", "unknown"), ("contradictions", "contradictions"), ("acts, and is not computed", "acts"),
+        ("not understood", "not_understood"), ("computed in more bits", "coarser"), ("warnings", "warnings"))}
     return [(["layers", "", "format", "shape", "bits", "parameters", "beside", "by"], layers, " >"),
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),

@@ -30,7 +30,8 @@ class Aim:
     params: of the format to requantize to; others have their defaults.  ignore: patterns of plain layers that stay plain; None
     where quantized layers are converted.  only: the models of a pipeline to quantize, () for all.  skip: patterns of quantized
     layers that stay unchanged.  keep_misfits: leave quantized layers unchanged that the storage cannot represent.
-    producer: whose settings the config gets; '' for the storage's first.
+    producer: whose settings the config gets; '' for the storage's first.  allow_unknown: convert folders with settings or tensors
+    that change the model, and that qdsl does not compute or does not know.
     """
 
     format: str
@@ -42,6 +43,7 @@ class Aim:
     skip: Sequence[str] = ()
     keep_misfits: bool = False
     producer: str = ""
+    allow_unknown: bool = False
 
     @property
     def is_from_plain(self) -> bool:
@@ -55,7 +57,8 @@ class Aim:
 
     def data(self) -> dict[str, Any]:
         """The fields for JSON; options of plain layers only if plain layers are quantized."""
-        further = ("ignore", "only", "skip", "keep_misfits", *(() if self.producer else ("producer",)))
+        unset = (name for name in ("producer", "allow_unknown") if not getattr(self, name))
+        further = ("ignore", "only", "skip", "keep_misfits", *unset)
         fields = {name: value for name, value in asdict(self).items() if name not in further}
         if self.ignore is not None:
             return {**fields, "ignore": list(self.ignore), "only": list(self.only)}
@@ -81,19 +84,20 @@ class Aim:
 
 
 def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None, ignore: Sequence[str] | None = None,
-          only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False, producer: str = "") -> Aim:
+          only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False, producer: str = "",
+          allow_unknown: bool = False) -> Aim:
     """Parses a target: 'STORAGE', or 'FORMAT.STORAGE' for layers of that format only; to requantize, 'FORMAT' is enough.
 
     to: also in other letters, or a name that has one meaning (targets.py).
 
-    ignore, only, producer: as of Aim, the first two for plain layers that are quantized.  skip, keep_misfits: for layers that are
-    quantized already.
+    ignore, only, producer, allow_unknown: as of Aim, the first two for plain layers that are quantized.  skip, keep_misfits: for
+    layers that are quantized already.
 
     Raises RewriteError for an unknown format, storage or parameter, and for entropy codes of plain numbers.
     """
     if not requantize:
         format, _, storage = storage_target(to).rpartition(".")
-        return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer)
+        return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)
     from qdsl.runtime.weight.packed import FormatError
 
     name, _, storage = format_target(to).partition(".")
@@ -107,7 +111,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
                            f"`qdsl compress --format {name}` compresses plain matrices without loss")
     if ignore is not None and "safetensors" in description(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
-    return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer)
+    return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer, allow_unknown)
 
 
 def description(name: str) -> Description:

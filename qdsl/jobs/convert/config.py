@@ -137,21 +137,21 @@ def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | 
 
 def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers,
               ) -> tuple[dict[str, Any], list[str]]:
-    """The settings for the new storage, empty for plain floats, and notes on them."""
-    if "safetensors" in description(plan.format).detect:
-        return {}, []
-    new, note = _renewed(folder, old, method, plan, layers)
-    names = producers().of(method).dropped
-    after = _present(new, names)
-    return new, [*([note] if note else []),
-                 *(f"the settings do not say {name} any more" for name in _present(old, names) if name not in after)]
+    """The settings for the new storage, empty for plain floats, and notes on them.
 
-
-def _present(settings: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The names that settings of the checkpoint, or of a group of layers, contain."""
-    groups = [group for how in producers().keys("").groups for group in _mappings(settings.get(how))]
-    wholes: list[Mapping[str, Any]] = [settings, *groups]
-    return [name for name in names if any(whole.get(name) for whole in wholes)]
+    What nobody understands is kept, so that no reader takes the new folder for one without it.
+    """
+    refused = {own.key for own in layers.findings if own.is_refused}
+    claims = [own for own in (quantization(old, "", method).findings if old else ()) if not own.is_refused or own.key in refused]
+    is_plain = "safetensors" in description(plan.format).detect
+    new, note = ({}, "") if is_plain else _renewed(folder, old, method, plan, layers)
+    absent = [own.key for own in claims if own.is_refused and own.key in old.keys() - new]
+    kept = {} if is_plain else {key: old[key] for key in absent}
+    after = {own.key.rpartition(".")[2] for own in quantization(new | kept, "", "").findings} if new else set()
+    before = dict.fromkeys(own.key.rpartition(".")[2] for own in claims)
+    return new | kept, [*([note] if note else []),
+                        *(f"the settings keep {key}, which their readers may not know" for key in kept),
+                        *(f"the settings do not say {name} any more" for name in before if name not in after)]
 
 
 def stale(folder: Folder, plan: Plan) -> list[str]:

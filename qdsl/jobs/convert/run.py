@@ -17,6 +17,7 @@ from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.ignored import unmatched
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within
@@ -65,6 +66,7 @@ def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int 
     Raises RewriteError, CheckpointError and OSError.
     """
     check_folder(out, folder.path)
+    refuse(folder.path, detected.findings, aim.allow_unknown)
     return _rewrite(folder.path, [_Model("", folder, detected, plan(folder, detected, aim))], aim, out, jobs, part, force, tell)
 
 
@@ -90,6 +92,7 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
     quantized = []
     for name, folder in models.items():
         detected = layers(folder)
+        refuse(folder.path, detected.findings, aim.allow_unknown)
         is_selected = name in aim.only or not aim.only
         if is_selected and detected.layers:
             raise RewriteError(f"{folder.path}: layer {shown(detected.layers[0].name)} is quantized already; `qdsl convert "
@@ -191,7 +194,8 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
     """
     request = stage.read_request(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
                                        "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
-                                       "skip": ([str], None), "keep_misfits": (bool, None), "producer": (str, None)})
+                                       "skip": ([str], None), "keep_misfits": (bool, None), "producer": (str, None),
+                                       "allow_unknown": (bool, None)})
     path = Path(request["from"])
     aim = Aim(**{option.name: request[option.name] for option in fields(Aim) if request.get(option.name) is not None})
     if aim.requantize:                                           # what a request names may not be there
@@ -240,7 +244,9 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
     readable = [(model, readers(model.folder, model.plan, model.layers)) for model in models if model.plan.changed]
     named = {layer.name for model in models for layer in (*model.plan.changed, *model.plan.kept)}
     named |= {name for model in models for name in (*model.left, *model.plan.left)}
-    notes = [*unmatched(aim.ignore or aim.skip, sorted(named)), *(note for model in models for note in model.layers.notes),
+    allowed = [text for model in models for text in refuse(model.folder.path, model.layers.findings, allow_unknown=True)]
+    notes = [*(f"not computed: {text}" for text in allowed), *unmatched(aim.ignore or aim.skip, sorted(named)),
+             *(note for model in models for note in model.layers.notes),
              *(f"layer {shown(layer.name)}: {problem}" for layer in changed_layers for problem in layer.problems), *notes]
     return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
             "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,

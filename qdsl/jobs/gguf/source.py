@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.files.components import PIPELINE
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
@@ -54,15 +55,16 @@ class Source(Weights, Protocol):
         """The ranges of files that a tensor is read from."""
 
 
-def open_source(path: Path, architecture: str | None = None) -> Source:
+def open_source(path: Path, architecture: str | None = None, allow_unknown: bool = False) -> Source:
     """Opens a GGUF file or the first of a split one, or a diffusion model: a .safetensors file, a folder of them, a pipeline.
 
-    architecture: of a diffusion model, where its names do not tell.  Raises QuantizeError, CheckpointError and OSError.
+    architecture: of a diffusion model, where its names do not tell.  allow_unknown: go on where its settings or
+    tensors change a model and are not computed.  Raises QuantizeError, CheckpointError and OSError.
     """
     if (path / PIPELINE).is_file():
         path = next((path / name for name in ("transformer", "unet") if (path / name).is_dir()), path)
     if path.is_dir() or path.suffix == ".safetensors":
-        return Safetensors(path, architecture)
+        return Safetensors(path, architecture, allow_unknown)
     if architecture is not None:
         raise QuantizeError(f"{path}: a GGUF file says its architecture itself; --arch is for safetensors")
     return Gguf(path)
@@ -152,14 +154,16 @@ class Gguf:
 class Safetensors:
     """A diffusion model in the files of its authors, or in a folder of diffusers, with the authors' names."""
 
-    def __init__(self, path: Path, architecture: str | None) -> None:
+    def __init__(self, path: Path, architecture: str | None, allow_unknown: bool = False) -> None:
         from qdsl.checkpoint.files.folder import Folder
 
         self.path = path
-        self._arguments = path, architecture
+        self._arguments = path, architecture, allow_unknown
         self.folder = Folder(path, copies=True)
         self.paths = self.folder.shards
-        refuse_groups(self.folder, layers(self.folder).groups)
+        detected = layers(self.folder)
+        refuse(path, detected.findings, allow_unknown)
+        refuse_groups(self.folder, detected.groups)
         shapes = {name: self.folder.entry(name).shape for name in self.folder.names()}
         wrapped = {name: shape for name, shape in shapes.items() if name.startswith(diffusion.PREFIX)}
         own, table = CLASSES.get(str(self.folder.config.get("_class_name")), (None, ()))

@@ -70,12 +70,12 @@ class ImageDifference:
 
 def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, format: str | None = None, device: str | None = None,
                         dtype: str = "auto", params: Mapping[str, Any] | None = None, is_quiet: bool = False,
-                        match_dense: bool = False) -> ImagePipeline:
+                        match_dense: bool = False, allow_unknown: bool = False) -> ImagePipeline:
     """Loads a folder or repository of a pipeline; packed weights stay packed, plain ones are quantized if a format is named.
 
     models: references of models that come from elsewhere, by their names in the pipeline.  device: by default a GPU where there
-    is one.  dtype: by default that of most plain numbers.  is_quiet: without a progress bar of steps.  match_dense:
-    as of `QdslConfig`.  Raises LoadError, CheckpointError, OSError.
+    is one.  dtype: by default that of most plain numbers.  is_quiet: without a progress bar of steps.  match_dense,
+    allow_unknown: as of `QdslConfig`.  Raises LoadError, CheckpointError, OSError.
     """
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
@@ -83,7 +83,7 @@ def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, forma
     device = usable_device(device)
     folder = pipeline_folder(ref, [*(models or {})])
     try:
-        pipeline = from_pretrained(folder, format=format, params=params, device=device,
+        pipeline = from_pretrained(folder, format=format, params=params, device=device, allow_unknown=allow_unknown,
                                    dtype=_stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype), **(models or {}))
     except (LoadError, CheckpointError, OSError):
         raise

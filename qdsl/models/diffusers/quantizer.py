@@ -109,7 +109,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
         unexpected = [f".*(?:{pattern}).*" for pattern in may_be_unexpected(model)]
         skip = [*config.ignore, *map(re.escape, kept), *unexpected, *((*SKIPPED, *precise) if config.format else ())]
         self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, verify=config.verify,
-                                 match_dense=config.match_dense, **config.options)
+                                 match_dense=config.match_dense, allow_unknown=config.allow_unknown, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         _drop_variant(model)

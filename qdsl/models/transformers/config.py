@@ -41,12 +41,13 @@ class QdslConfig(QuantizationConfigMixin):
     states, which is also what `to_dict` gives then.  weights: those of a GGUF file, or of all files of a folder, in place of
     those that transformers reads.
     verify: compare files with the checksums that qdsl wrote with them, and decode every stream, before layers are placed.
+    allow_unknown: load files with settings or tensors that change the model, and that qdsl does not compute or does not know.
     match_dense: products have the bits of the dequantized model, as `qdsl.match_dense_` sets it.
     """
 
     def __init__(self, format: str | None = None, storage: str | None = None, ignore: Sequence[str] = (), *,
                  settings: Mapping[str, Any] | None = None, weights: Weights | None = None, verify: bool = False,
-                 match_dense: bool = False, **params: Any) -> None:
+                 match_dense: bool = False, allow_unknown: bool = False, **params: Any) -> None:
         if (method := params.pop("quant_method", OWN)) != OWN:
             raise ValueError(f"quant_method of a QdslConfig is {OWN!r}, not {method!r}")
         self.quant_method = Method.QDSL
@@ -55,7 +56,7 @@ class QdslConfig(QuantizationConfigMixin):
         if isinstance(ignore, str):
             raise ValueError(f"QdslConfig: ignore is a list of patterns: give [{ignore!r}]")
         self.format, self.storage, self.ignore, self.params = format, storage, list(ignore), params
-        self.weights, self.verify, self.match_dense = weights, verify, match_dense
+        self.weights, self.verify, self.match_dense, self.allow_unknown = weights, verify, match_dense, allow_unknown
         self.settings = None if settings is None else copy.deepcopy(dict(settings))
 
     @property
@@ -73,7 +74,7 @@ class QdslConfig(QuantizationConfigMixin):
 
     def _with(self, settings: Mapping[str, Any] | None, weights: Weights | None) -> QdslConfig:
         return QdslConfig(self.format, self.storage, self.ignore, settings=settings, weights=weights, verify=self.verify,
-                          match_dense=self.match_dense, **self.params)
+                          match_dense=self.match_dense, allow_unknown=self.allow_unknown, **self.params)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

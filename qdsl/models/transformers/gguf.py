@@ -40,7 +40,7 @@ SWITCHES = {"attention_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "att
 
 
 def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_class: Any = None,
-              quantization_config: QdslConfig | None = None, config: Any = None, allow_unknown: bool = False,
+              quantization_config: QdslConfig | None = None, config: Any = None,
               **kwargs: Any) -> Any:
     """A model of transformers with the packed weights of a GGUF file; `from_pretrained` explains the arguments."""
     options = quantization_config or QdslConfig()
@@ -56,7 +56,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         if is_read and not own.reads_config:
             raise LoadError(f"{path}: transformers does not read all of the config of model type {own.model_type!r} from GGUF "
                             f"files: {BASE}")
-        _check(config, file, own, allow_unknown)
+        allowed = _check(config, file, own, options.allow_unknown)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
         dtype, why = chosen_dtype(_file_dtype(file), kwargs.get("device_map"))
@@ -72,7 +72,8 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
         quantization_config=QdslConfig(ignore=options.ignore, weights=weights, verify=options.verify,
-                                       match_dense=options.match_dense), **kwargs)
+                                       match_dense=options.match_dense, allow_unknown=options.allow_unknown), **kwargs)
+    model.hf_quantizer.report.allowed += allowed
     weights.state.clear()
     model.hf_quantizer.report.dtype = f"{str(dtype).removeprefix('torch.')}, {why}"
     if base is not None:
@@ -95,16 +96,17 @@ def _architecture(file: GgufFile) -> str:
     return str(file.metadata["general.architecture"])
 
 
-def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool) -> None:
-    """Raise LoadError for metadata that a config contradicts; and, unless allowed, for what nothing explains."""
+def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool) -> list[str]:
+    """Sentences about metadata that nothing explains.  Raises LoadError for them unless allowed, and for contradictions."""
     problems = [*contradictions(config, file.metadata, own), *rotary_contradictions(config, file, own.architecture)]
     if problems:
         raise LoadError("\n".join([f"{file.path}: the file and the config of {own.model_class} contradict each other:",
                                    *(f"  {problem}" for problem in problems)]))
-    problems = [] if allow_unknown else unknown(config, file.metadata, own)
-    if problems:
-        raise LoadError("\n".join([f"{file.path}: metadata is not understood; allow_unknown=True loads the file all the same:",
-                                   *(f"  {problem}" for problem in problems)]))
+    problems = unknown(config, file.metadata, own)
+    if problems and not allow_unknown:
+        raise LoadError("\n".join([f"{file.path}: metadata is not understood; --allow-unknown, or allow_unknown=True, loads the "
+                                   "file all the same:", *(f"  {problem}" for problem in problems)]))
+    return problems
 
 
 def _vocabulary(file: GgufFile, path: Path) -> Vocabulary | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +19,18 @@ import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.guard import FIELD, REPLACED, is_guard, unguarded
 from qdsl.checkpoint.detect.ignored import SKIPPED
+from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.detect.rules import OWN
-from qdsl.checkpoint.detect.sources import Source
+from qdsl.checkpoint.detect.sources import FolderSource, Source
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.base import Base
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
+from qdsl.models.findings import without_place
 from qdsl.models.load import fill_model, use_planar
 from qdsl.models.load_report import LoadReport, bytes_by_device
+from qdsl.models.names import Names
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.parameters import num_parameters
@@ -116,7 +120,7 @@ class QdslHfQuantizer(HfQuantizer):
                                              **names.stacks(_shapes(source, config.format))}
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
                                  stacks=stacks, format=config.format, verify=config.verify, planar=False,
-                                 match_dense=config.match_dense, **config.options)
+                                 match_dense=config.match_dense, allow_unknown=config.allow_unknown, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         if config.format is not None:
@@ -133,6 +137,10 @@ class QdslHfQuantizer(HfQuantizer):
         hook = model.register_state_dict_post_hook(partial(_hide, placed))
         origin = origin_in(model)                                # its unused tensors are small ones of packed layers
         unused = {*self.report.unused, *source.plain} - (origin.unused.keys() if origin else set())
+        if names is not None and isinstance(source, FolderSource):
+            places = {full: target for full in unused if (target := names.target(full)[0]) not in names.tensors}
+            unplaced = without_place(source, Names(model), places, model)
+            self.report.allowed += refuse(checkpoint.path, unplaced, config.allow_unknown)
         targets = set() if names is None else {names.target(full)[0] for full in unused} - names.tensors.keys()
         left = [name for name in sorted(targets) if source.groups and not ignored(name, config.ignore)
                 and not any(re.search(pattern, name) for pattern in may_be_unexpected(model))]
@@ -232,7 +240,7 @@ class QdslHfQuantizer(HfQuantizer):
 
 
 def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quantization_config: QdslConfig | None = None,
-                    base: str | Path | None = None, fetch: Base | None = None, **kwargs: Any) -> Any:
+                    base: str | Path | None = None, fetch: Base | None = None, allow_unknown: bool = False, **kwargs: Any) -> Any:
     """Loads a GGUF file, or a folder or repository with packed weights of any producer, as a model of transformers.
 
     It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
@@ -240,8 +248,11 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
 
     A GGUF file, or the first of a split one, is a path, a URL, OWNER/NAME/FILE.gguf or OWNER/NAME:QUANT.  base: a folder or
     repository of the model that the weights were made of.  Its config is taken where `ref` has none that describes the model,
-    its generation settings, and for a folder its plain tensors for parameters that have none.
+    its generation settings, and for a folder its plain tensors for parameters that have none.  allow_unknown: as of QdslConfig.
     """
+    if allow_unknown:
+        quantization_config = copy.copy(quantization_config or QdslConfig())
+        quantization_config.allow_unknown = True
     if (path := gguf_path(ref)) is not None:
         return load_gguf(path, *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
     hub = {key: kwargs[key] for key in HUB if key in kwargs}
