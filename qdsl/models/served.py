@@ -93,8 +93,8 @@ class Served:
         with Folder(path) as folder:
             survey, packed = layers(folder), packed_layers(folder)
             transforms = {layer.name: layer.transforms for layer in packed.values() if layer.transforms} | dict(survey.transforms)
-            for name, own in transforms.items():
-                raise ShardError(f"{path}: {shown(name)}: {why_transforms(own)}")
+            for name, of_layer in transforms.items():
+                raise ShardError(f"{path}: {shown(name)}: {why_transforms(of_layer)}")
             is_streamed = folder.config.get("model_type") == STREAMED
             assemblies = [Assembly(frozenset(layer.tensors.values()), partial(_unstacked, layer, is_streamed))
                           for layer in survey.layers if layer.experts is not None]
