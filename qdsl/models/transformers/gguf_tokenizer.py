@@ -44,8 +44,18 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
     templates = vocabulary.templates
     if templates:
         options.setdefault("chat_template", templates["default"] if list(templates) == ["default"] else dict(templates))
-    return PreTrainedTokenizerFast(**{"tokenizer_object": core, "model_input_names": ["input_ids", "attention_mask"],
+    return PreTrainedTokenizerFast(**{"tokenizer_object": _Uncopied(core), "model_input_names": ["input_ids", "attention_mask"],
                                       "clean_up_tokenization_spaces": False, **special, **options})
+
+
+class _Uncopied:
+    """Stands for a tokenizer of which transformers makes a deep copy: a second one takes 33 MB and 0.1 s for 49,000 tokens."""
+
+    def __init__(self, core: Tokenizer) -> None:
+        self._core = core
+
+    def __deepcopy__(self, memo: object) -> Tokenizer:
+        return self._core
 
 
 def core_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
