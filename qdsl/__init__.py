@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qdsl.checkpoint.checkpoint import Checkpoint
     from qdsl.models.load_report import LoadReport
     from qdsl.models.save import SaveReport
-    from qdsl.runtime.torch.model import Report
+    from qdsl.runtime.torch.model import Report, Skip
     from qdsl.runtime.weight.packed import PackedWeight
 
 __version__ = "0.1.0"
@@ -54,44 +54,44 @@ def load(spec: Path | str) -> ModuleType:
     return load_spec(path)
 
 
-def quantize_(model: nn.Module, format: ModuleType | Path | str, filter: Callable[[nn.Module, str], bool] | None = None,
-              **options: Any) -> Report:
+def quantize_(model: nn.Module, format: ModuleType | Path | str, skip: Skip = None, **options: Any) -> Report:
     """Replace the nn.Linear layers of a model by layers of a format, in place, one at a time.
 
-    format: a generated module, or what `load` takes.  filter: whether a layer, given with its name, is to be replaced; all are
-    without it.  options: those of the format's `quantize`.  Returns what was replaced, and what was left and why.  Raises
-    qdsl.runtime.FormatError for options that the format does not have, before anything changes.
+    format: a generated module, or what `load` takes.  skip: layers to leave: patterns of their names or of parts of them, such as
+    "lm_head", or a function of a layer and its name; none without it.  options: those of the format's `quantize`.  Returns what
+    was replaced, and what was left and why.  Raises FormatError for options that the format does not have, before anything
+    changes.
     """
     from qdsl.runtime.torch.model import quantize_model
 
     module = format if isinstance(format, ModuleType) else load(format)
-    return quantize_model(model, module.FORMAT, filter, **options)
+    return quantize_model(model, module.FORMAT, skip, **options)
 
 
-def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None, larger: bool = False) -> Report:
+def planar_(model: nn.Module, skip: Skip = None, larger: bool = False) -> Report:
     """Store the weights of a model's qdsl layers as GPU kernels read them fastest, in place, one at a time; exact and reversible.
 
-    filter: whether a layer, given with its name, is considered; all are without it.  larger: also weights that take more memory
-    so, by more than 4 %, or 12 % for codes of fewer than 4 bits.  Returns what was stored anew, and what was left and why.
+    skip: layers to leave, as `quantize_` takes them.  larger: also weights that take more memory so, by more than 4 %, or 12 %
+    for codes of fewer than 4 bits.  Returns what was stored anew, and what was left and why.
     """
     from qdsl.runtime.torch.model import planar_model
 
-    return planar_model(model, filter, larger)
+    return planar_model(model, skip, larger)
 
 
-def fuse_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+def fuse_(model: nn.Module, skip: Skip = None) -> Report:
     """Store int4 weights of a model's qdsl layers for torch's own int4 operations, in place, one at a time; exact and reversible.
 
     Layers on a CPU run `torch.ops.aten._weight_int4pack_mm_for_cpu`, layers on an XPU
     `torch.ops.aten._weight_int4pack_mm_with_scales_and_zeros`.  Fill the model first, move it to its device, then call this.
     On a CPU torch's operation is fast in bfloat16 alone; layers called with other dtypes run as before.
-    `save_model` writes fused layers as the checkpoint has them.  filter: whether a layer, given with its name, is fused; all are
-    without it.  Returns which layers were fused, and why others were left: a number would change, torch has no such operation for
+    `save_model` writes fused layers as the checkpoint has them.  skip: layers to leave, as `quantize_` takes
+    them.  Returns which layers were fused, and why others were left: a number would change, torch has no such operation for
     their device, or the operation does not take their rows or groups.
     """
     from qdsl.models.fused import fuse_model
 
-    return fuse_model(model, filter)
+    return fuse_model(model, skip)
 
 
 def match_dense_(model: nn.Module, on: bool = True) -> None:

@@ -79,7 +79,7 @@ def quantized(dense: nn.Module, name: str, chosen: dict[str, Any], compiled: boo
     """A row: how far logits are from those of the same weights in float32, those of dense layers in bfloat16 too, and seconds."""
     model = copy.deepcopy(dense)
     begun = time.monotonic()
-    qdsl.quantize_(model, name, lambda module, path: "lm_head" not in path, **chosen)
+    qdsl.quantize_(model, name, "lm_head", **chosen)
     torch.cuda.synchronize()
     row: dict[str, Any] = {"what": name, "quantized_in": round(time.monotonic() - begun, 2)}
     row["storage"] = model.model.layers[0].mlp.gate_proj.packed.storage  # type: ignore[union-attr,index]

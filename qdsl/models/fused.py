@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from qdsl.runtime.cpu.int4 import (
 )
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.linear import check_bias, check_x
-from qdsl.runtime.torch.model import Report, replace_layers
+from qdsl.runtime.torch.model import Report, Skip, replace_layers
 from qdsl.runtime.torch.ops import autocast, is_differentiated
 from qdsl.runtime.weight.arrays import common
 from qdsl.runtime.weight.convert import default_tensors
@@ -251,7 +251,7 @@ def _different(before: PackedWeight, after: PackedWeight) -> str:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+def fuse_model(model: nn.Module, skip: Skip = None) -> Report:
     """Replace a model's quantized linear layers with FusedLinear layers; `qdsl.fuse_` explains the arguments."""
     stacked = {id(part) for module in model.modules() if isinstance(module, Experts) for part in module.parts}
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
@@ -272,7 +272,7 @@ def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None
         except FormatError as error:
             return str(error)
 
-    report = replace_layers(model, "stored for torch's fused int4 operations", fused, filter)
+    report = replace_layers(model, "stored for torch's fused int4 operations", fused, skip)
     for name in report.quantized:
         layer = model.get_submodule(name)
         assert isinstance(layer, FusedLinear)

@@ -116,16 +116,16 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
         """The name in the report of a layer, which may be one of experts."""
         return name if name in report.packed else name.rpartition(".")[0]
 
-    def is_considered(layer: Any, name: str) -> bool:
-        return place(name) in report.packed and (not devices or layer.device.type in devices)
+    def is_left(layer: Any, name: str) -> bool:
+        return place(name) not in report.packed or bool(devices and layer.device.type not in devices)
 
-    def is_fused(layer: Any, name: str) -> bool:
+    def is_unfused(layer: Any, name: str) -> bool:
         is_fast = layer.device.type == "cpu" and layer.compute_dtype in OPERATIONS["cpu"].dtypes
-        return is_fast and is_considered(layer, name) and may_change(layer)
+        return not is_fast or is_left(layer, name) or not may_change(layer)
 
     is_allowed = has_torch_kernels() and not library.has_compiler() and setting() != "never"
-    fused = fuse_model(model, is_fused).quantized if is_allowed else {}
-    changed = [*fused, *use_fastest_storages(model, is_considered).quantized]
+    fused = fuse_model(model, is_unfused).quantized if is_allowed else {}
+    changed = [*fused, *use_fastest_storages(model, is_left).quantized]
     keep_copies(model, lambda name: not devices and place(name) in report.packed)
     layers: list[Any] = [model.get_submodule(name) for name in changed]
     for name, layer in zip(changed, layers, strict=True):

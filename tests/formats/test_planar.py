@@ -124,7 +124,7 @@ def test_what_has_no_planar_form_stays() -> None:
 
 def test_a_model_in_place() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32, bias=False))
-    qdsl.quantize_(model, q8_0, filter=lambda layer, name: name == "0")
+    qdsl.quantize_(model, q8_0, skip=lambda layer, name: name != "0")
     x = torch.randn(3, 256)
     before = model(x)
     bias = model[0].bias

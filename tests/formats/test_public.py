@@ -247,3 +247,24 @@ def test_a_hostile_file_makes_no_weight() -> None:
     for wrong, message in ((outside, "'g_idx'"), (short, "blocks"), (PACKED.derive(PACKED.tensors, (128, 128)), "blocks")):
         with pytest.raises(FormatError, match=message):
             loaded(wrong)
+
+
+# -- layers to skip ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("skip", "left"), [
+    (None, []), ("up", ["up"]), (["up", "down"], ["down", "up"]), (["d.*"], ["down"]), ((), []),
+    (lambda layer, name: layer.in_features == 64, ["up"])], ids=["none", "name", "names", "pattern", "nothing", "function"])
+def test_layers_are_skipped_by_patterns_or_a_function(skip: Any, left: list[str]) -> None:
+    model = nn.ModuleDict({"block": nn.ModuleDict({"up": nn.Linear(64, 128), "down": nn.Linear(128, 64)})})
+    report = qdsl.quantize_(model, "q4_0", skip)
+    assert sorted(report.quantized) == [f"block.{name}" for name in ("down", "up") if name not in left]
+
+
+@pytest.mark.parametrize("function", [lambda model, skip: qdsl.quantize_(model, "q4_0", skip), qdsl.planar_, qdsl.fuse_])
+def test_a_wrong_pattern_is_told_before_anything_changes(function: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    for wrong in (["("], 5, [None]):
+        with pytest.raises(FormatError, match=r"skip is regular expressions of layers' names, or a function"):
+            function(model, wrong)
+    assert type(model[0]) is nn.Linear

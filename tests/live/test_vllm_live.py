@@ -262,7 +262,7 @@ def test_server(engine: Engine, tmp_path: Path) -> None:
 
 @in_live_vllm_all
 def test_plain_folders_are_quantized(engine: Engine, tmp_path: Path) -> None:
-    """All Linear layers but those of `ignore` and the head."""
+    """All Linear layers but those of `skip` and the head."""
     plain = language_models.write_plain(tmp_path / "plain", "qwen3")
     decoded: dict[str, Tensor] = {}
     for name, tensor in language_models.weights("qwen3").items():
@@ -271,7 +271,7 @@ def test_plain_folders_are_quantized(engine: Engine, tmp_path: Path) -> None:
             packed = Stored("fp8_block", "safetensors").pack(tensor.float())
             decoded[name] = packed.format.dequantize(packed, torch.float32)
     reference = write_decoded(tmp_path / "decoded", decoded, language_models.config_json("qwen3"))
-    settings = {"quantization_config": {"quant_method": "qdsl", "format": "fp8_block", "ignore": ["down_proj"]}}
+    settings = {"quantization_config": {"quant_method": "qdsl", "format": "fp8_block", "skip": ["down_proj"]}}
     assert_same(engine(plain, hf_overrides=settings), engine(reference), "quantized on the way")
 
 

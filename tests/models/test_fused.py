@@ -443,7 +443,7 @@ def test_a_filter_and_shared_weights(tmp_path: Path) -> None:
     model["head"] = tied
     stack = qdsl.Experts(packed(64), 2)
     model["stack"] = stack
-    report = qdsl.fuse_(model, lambda module, name: name != "b")
+    report = qdsl.fuse_(model, "b")
     assert report.quantized.keys() == {"a", "twice"} and model["twice"] is model["a"]
     assert isinstance(model["b"], int_group.Linear)
     assert report.skipped == {"head": "another module has the same tensors",

@@ -169,9 +169,9 @@ def test_divisors_of_rotary_frequencies_come_from_the_file(tmp_path: Path) -> No
 
 
 def test_options_reach_the_model(llama: tuple[Path, Any]) -> None:
-    """`ignore` keeps layers dense, dtype is that of products, and other options are transformers' own."""
+    """`skip` keeps layers dense, dtype is that of products, and other options are transformers' own."""
     path, reference = llama
-    config = plugin.QdslConfig(ignore=["q_proj", "lm_head"])
+    config = plugin.QdslConfig(skip=["q_proj", "lm_head"])
     model = plugin.from_pretrained(path, base=path.parent, quantization_config=config, dtype=torch.float32)
     assert type(model.lm_head) is type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     check_same(model, reference)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+import qdsl
 from qdsl.cli import app
 
 diffusers = pytest.importorskip("diffusers")
@@ -176,3 +177,11 @@ def test_what_a_pipeline_cannot_do_is_an_error(files: Path) -> None:
     one, other = (images.GeneratedImage(image_module.new("RGB", size), None, 1, 0.0) for size in ((8, 8), (8, 16)))
     with pytest.raises(ValueError, match="have 8x8 and 8x16 pixels"):
         images.image_difference(one, other)
+
+
+def test_one_word_leaves_layers_out() -> None:
+    """In signatures of public functions, and of the configs of other libraries."""
+    functions = [value for name in qdsl.__all__ if inspect.isroutine(value := getattr(qdsl, name))]
+    functions += [pipelines.QdslConfig, pipelines.from_pretrained]
+    words = {word for function in functions for word in inspect.signature(function).parameters}
+    assert "skip" in words and not words & {"filter", "ignore", "ignored", "exclude", "only"}

@@ -222,14 +222,14 @@ def test_a_bias_stays_the_parameter_it_was() -> None:
 
 
 def test_which_layers_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filter by layer and name; options of the format; a format by its spec."""
+    """Layers to skip by pattern, and by layer and name; options of the format; a format by its spec."""
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "w4.yaml").write_text(W4)
     model = Model()
     report = qdsl.quantize_(model, tmp_path / "w4.yaml",
-                            lambda layer, name: name.startswith("blocks") and layer.in_features == 64)
+                            lambda layer, name: not name.startswith("blocks") or layer.in_features != 64)
     assert list(report.quantized) == ["blocks.1.0", "again"] and not report.skipped
-    report = qdsl.quantize_(model, int_group, lambda layer, name: name == "first", storage="awq", bits=4, group=64)
+    report = qdsl.quantize_(model, int_group, lambda layer, name: name != "first", storage="awq", bits=4, group=64)
     assert model.first.packed.storage == "awq" and model.first.packed.params == {"bits": 4, "group": 64, "scale_type": "f16"}
 
 

@@ -133,7 +133,7 @@ def test_a_plain_file_may_be_quantized(tmp_path: Path) -> None:
     file, model = gguf_models.written(tmp_path, "llama", type="F16")
     with closing(open_gguf(file, model.config)) as source:
         served = Served.of_gguf(source)
-    config = EngineConfig({"quant_method": "qdsl", "format": "q8_0", "ignore": ["down_proj"]})
+    config = EngineConfig({"quant_method": "qdsl", "format": "q8_0", "skip": ["down_proj"]})
     config.plan(served)
     assert config.encoded == {name for name in served.plain if "_proj" in name and "down_proj" not in name}
     with pytest.raises(CheckpointError, match=r"model\.gguf has no packed layers, and 'q9' is no format"):
@@ -181,7 +181,7 @@ def test_a_plain_model_needs_a_format(tmp_path: Path) -> None:
     plain = Served.of_folder(language_models.write_plain(tmp_path / "plain", "qwen3"))
     with pytest.raises(CheckpointError, match="None is no format to quantize them in"):
         EngineConfig({"quant_method": "qdsl"}).plan(plain)
-    config = EngineConfig({"quant_method": "qdsl", "format": "q8_0", "ignore": ["down_proj"]})
+    config = EngineConfig({"quant_method": "qdsl", "format": "q8_0", "skip": ["down_proj"]})
     config.plan(plain)
     assert config.encoded == {name.removesuffix(".weight") for name in language_models.weights("qwen3")
                               if language_models.is_projection(name) and "down_proj" not in name}

@@ -57,7 +57,7 @@ def test_a_plain_folder_is_quantized_on_the_way(plain: Path, own: Path) -> None:
     """Linears but the head are packed, as `quantize_` packs them; a folder of them is guarded, and loads without settings."""
     online = Auto.from_pretrained(plain, quantization_config=QdslConfig("q4_0"))
     by_hand = Auto.from_pretrained(plain)
-    qdsl.quantize_(by_hand, "q4_0", lambda _, name: name != "lm_head")
+    qdsl.quantize_(by_hand, "q4_0", ["lm_head"])
     assert language_models.logits(online).equal(language_models.logits(by_hand))
     assert type(online.lm_head) is torch.nn.Linear and isinstance(online.model.layers[0].mlp.up_proj, QuantizedLinear)
     config = json.loads((own / "config.json").read_text())
@@ -79,9 +79,9 @@ def test_damaged_files_are_found_on_request(own: Path, tmp_path: Path) -> None:
     Auto.from_pretrained(folder, quantization_config=QdslConfig())
 
 
-def test_options_ignore_and_dictionaries(plain: Path) -> None:
-    """Options reach the quantizer, `ignore` keeps layers dense, and a dictionary does as a QdslConfig."""
-    config = QdslConfig("int_group", storage="gptq_v2", bits=4, group=32, ignore=["up_proj"])
+def test_options_skip_and_dictionaries(plain: Path) -> None:
+    """Options reach the quantizer, `skip` keeps layers dense, and a dictionary does as a QdslConfig."""
+    config = QdslConfig("int_group", storage="gptq_v2", bits=4, group=32, skip=["up_proj"])
     model = Auto.from_pretrained(plain, quantization_config=config)
     packed = model.model.layers[0].mlp.down_proj.packed
     assert (packed.storage, packed.params["group"]) == ("gptq_v2", 32)
@@ -102,7 +102,7 @@ def test_a_config_needs_a_format_for_options() -> None:
     with pytest.raises(ValueError, match="needs a format"):
         QdslConfig(storage="gguf")
     with pytest.raises(ValueError, match="give \\['lm_head'\\]"):
-        QdslConfig("q4_0", ignore="lm_head")
+        QdslConfig("q4_0", skip="lm_head")
 
 
 def test_a_format_that_contradicts_the_folder_is_an_error(own: Path, fp8: Path) -> None:
@@ -269,9 +269,9 @@ def test_embeddings_are_resized_where_they_are_dense(own: Path, tmp_path: Path) 
     model.resize_token_embeddings(200, mean_resizing=False)
     assert model(language_models.IDS).logits.shape[-1] == 200
     producer_folders.write_folder(tmp_path / "in", "hlane", "tied")
-    with pytest.raises(ValueError, match="QdslConfig\\(ignore="):
+    with pytest.raises(ValueError, match="QdslConfig\\(skip="):
         Auto.from_pretrained(tmp_path / "in").resize_token_embeddings(200)
-    dense = Auto.from_pretrained(tmp_path / "in", quantization_config=QdslConfig(ignore=["embed_tokens", "lm_head"]))
+    dense = Auto.from_pretrained(tmp_path / "in", quantization_config=QdslConfig(skip=["embed_tokens", "lm_head"]))
     dense.resize_token_embeddings(200, mean_resizing=False)
     assert dense(language_models.IDS).logits.shape[-1] == 200 and dense.lm_head.weight is dense.model.embed_tokens.weight
 
@@ -362,7 +362,7 @@ def test_no_matrix_is_left_random(own: Path, tmp_path: Path) -> None:
     classifier = transformers.AutoModelForSequenceClassification
     with pytest.raises(LoadError, match=r"1 weights of the model are not in the checkpoint: score\.weight"):
         classifier.from_pretrained(own)
-    model = classifier.from_pretrained(own, quantization_config=QdslConfig(ignore=["score"]))
+    model = classifier.from_pretrained(own, quantization_config=QdslConfig(skip=["score"]))
     assert model.score.weight.float().std() > 0
 
 

@@ -33,14 +33,14 @@ LIBRARY = ("cache_dir", "custom_pipeline", "custom_revision", "device_map", "dis
            "token", "trust_remote_code", "use_flashpack", "use_onnx", "use_safetensors", "variant")
 
 
-def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Sequence[str] = (),
+def from_pretrained(ref: str | Path, *, format: str | None = None, skip: Sequence[str] = (),
                     params: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
                     device: torch.device | str | None = None, allow_unknown: bool = False, **kwargs: Any) -> Any:
     """Loads a pipeline whose models are packed, plain, or passed as files: GGUF, safetensors, or folders of one model.
 
     ref: a pipeline's folder or repository.  kwargs: references of models by their names, as `transformer="z_image-Q4_K.gguf"`,
     models themselves, and what `DiffusionPipeline.from_pretrained` takes.  Packed folders need no settings: DF11 as it is
-    published, too.  format: in which plain transformers, UNets and text encoders are quantized; ignore: patterns of their modules
+    published, too.  format: in which plain transformers, UNets and text encoders are quantized; skip: patterns of their modules
     that stay dense; params: options of the format's quantizer.  dtype, or torch_dtype: of plain numbers and of products.
     allow_unknown: as of QdslConfig.
     Raises LoadError where files do not fill a model, and for a name that is no component of the pipeline.
@@ -53,7 +53,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     _check_names(ref, index, kwargs)
     sources = _model_sources(ref, folder, index, kwargs)
     packed = {name for name, (_, path) in sources.items() if _is_packed(path)}
-    online = {} if format is None else {name: QdslConfig(format, ignore=ignore, allow_unknown=allow_unknown, **(params or {}))
+    online = {} if format is None else {name: QdslConfig(format, skip=skip, allow_unknown=allow_unknown, **(params or {}))
                                         for name in sources.keys() - packed if name.startswith(QUANTIZED)}
     if format is not None and not online:
         raise LoadError(f"{ref}: no plain model to quantize in {format}; `qdsl decompress` undoes hlane, fix4 and DF11")
@@ -62,7 +62,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
         # The library would fill missing weights of a plain text encoder with random numbers.
         is_plain_encoder = issubclass(cls, PreTrainedModel) and name not in online and dtype is not None and not library_options
         if name in kwargs or is_plain_encoder or name in packed:
-            options = QdslConfig(ignore=ignore, allow_unknown=allow_unknown) if name in packed else online.pop(name, None)
+            options = QdslConfig(skip=skip, allow_unknown=allow_unknown) if name in packed else online.pop(name, None)
             fetch = partial(_tensors_of, ref, name, [own for own in passed if own != name])
             kwargs[name] = load_component(cls, path, folder / name, dtype, device, options, fetch)
     config = PipelineQuantizationConfig(quant_mapping=online) if online else None

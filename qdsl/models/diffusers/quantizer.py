@@ -107,7 +107,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
                 model.get_submodule(owner)._parameters[leaf] = nn.Parameter(parameter.float(), parameter.requires_grad)
         precise = [f".*(?:{pattern}).*" for pattern in uncast_patterns(model)]
         unexpected = [f".*(?:{pattern}).*" for pattern in may_be_unexpected(model)]
-        skip = [*config.ignore, *map(re.escape, kept), *unexpected, *((*SKIPPED, *precise) if config.format else ())]
+        skip = [*config.skip, *map(re.escape, kept), *unexpected, *((*SKIPPED, *precise) if config.format else ())]
         self.report = fill_model(model, checkpoint, device=device, skip=skip, format=config.format, verify=config.verify,
                                  match_dense=config.match_dense, allow_unknown=config.allow_unknown, **config.options)
         if config.format is not None and not self.report.packed:

@@ -36,7 +36,7 @@ class QdslConfig(QuantizationConfigMixin):
     """How `from_pretrained` loads a folder: with its packed weights, or quantized on the way.
 
     format, storage, params: in which plain Linear layers are quantized, as `qdsl.load_weights_` takes them; none for a folder
-    whose layers are packed, of any producer.  ignore: patterns of modules that become dense or stay so, such as "lm_head"; and
+    whose layers are packed, of any producer.  skip: patterns of modules that become dense or stay so, such as "lm_head"; and
     of parameters that transformers may initialise, such as the "score" of a new classifier.  settings: what the folder's config
     states, which is also what `to_dict` gives then.  weights: those of a GGUF file, or of all files of a folder, in place of
     those that transformers reads.
@@ -45,7 +45,7 @@ class QdslConfig(QuantizationConfigMixin):
     match_dense: products have the bits of the dequantized model, as `qdsl.match_dense_` sets it.
     """
 
-    def __init__(self, format: str | None = None, storage: str | None = None, ignore: Sequence[str] = (), *,
+    def __init__(self, format: str | None = None, storage: str | None = None, skip: Sequence[str] = (), *,
                  settings: Mapping[str, Any] | None = None, weights: Weights | None = None, verify: bool = False,
                  match_dense: bool = False, allow_unknown: bool = False, **params: Any) -> None:
         if (method := params.pop("quant_method", OWN)) != OWN:
@@ -53,9 +53,9 @@ class QdslConfig(QuantizationConfigMixin):
         self.quant_method = Method.QDSL
         if format is None and (storage is not None or params):
             raise ValueError(f"QdslConfig: {', '.join([*(['storage'] if storage else []), *params])} needs a format")
-        if isinstance(ignore, str):
-            raise ValueError(f"QdslConfig: ignore is a list of patterns: give [{ignore!r}]")
-        self.format, self.storage, self.ignore, self.params = format, storage, list(ignore), params
+        if isinstance(skip, str):
+            raise ValueError(f"QdslConfig: skip is a list of patterns: give [{skip!r}]")
+        self.format, self.storage, self.skip, self.params = format, storage, list(skip), params
         self.weights, self.verify, self.match_dense, self.allow_unknown = weights, verify, match_dense, allow_unknown
         self.settings = None if settings is None else copy.deepcopy(dict(settings))
 
@@ -73,7 +73,7 @@ class QdslConfig(QuantizationConfigMixin):
         return self._with(self.settings, weights)
 
     def _with(self, settings: Mapping[str, Any] | None, weights: Weights | None) -> QdslConfig:
-        return QdslConfig(self.format, self.storage, self.ignore, settings=settings, weights=weights, verify=self.verify,
+        return QdslConfig(self.format, self.storage, self.skip, settings=settings, weights=weights, verify=self.verify,
                           match_dense=self.match_dense, allow_unknown=self.allow_unknown, **self.params)
 
     @classmethod
@@ -86,7 +86,7 @@ class QdslConfig(QuantizationConfigMixin):
         """The folder's own settings where it has some, so that saving keeps the format of another producer."""
         if self.settings is not None:
             return copy.deepcopy(self.settings)
-        named = {"format": self.format, "storage": self.storage, "ignore": self.ignore or None}
+        named = {"format": self.format, "storage": self.storage, "skip": self.skip or None}
         return {"quant_method": OWN, **{key: value for key, value in named.items() if value is not None}, **self.params}
 
     def to_diff_dict(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Conversions:
         stack = [[firsts[row] for row in expert if row in firsts] for expert in order]
         if len(result) > 1 or [[row for name in expert for row in rows[name]] for expert in stack] != order:
             raise LoadError(f"{shown(target)}: transformers makes it of {shown(members[0][0])} and others in a way that packed "
-                            "weights cannot follow: name it in ignore= and give plain numbers")
+                            "weights cannot follow: name it in skip= and give plain numbers")
         return stack
 
 

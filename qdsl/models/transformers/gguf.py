@@ -71,7 +71,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         dtype, why = kwargs["dtype"], "as asked"
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
-        quantization_config=QdslConfig(ignore=options.ignore, weights=weights, verify=options.verify,
+        quantization_config=QdslConfig(skip=options.skip, weights=weights, verify=options.verify,
                                        match_dense=options.match_dense, allow_unknown=options.allow_unknown), **kwargs)
     model.hf_quantizer.report.allowed += allowed
     weights.state.clear()

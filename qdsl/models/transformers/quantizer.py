@@ -114,7 +114,7 @@ class QdslHfQuantizer(HfQuantizer):
         config, source = self.quantization_config, checkpoint.source
         if names is not None:
             check_format(checkpoint, config.format)
-        skip = [*config.ignore, *((*SKIPPED, *map(re.escape, float32_modules(model))) if config.format else ())]
+        skip = [*config.skip, *((*SKIPPED, *map(re.escape, float32_modules(model))) if config.format else ())]
         before, device = _tensors(model), single_device(self._device_map)
         stacks = None if names is None else {**usual_stacks(dict(model.named_parameters()), source, names.place, config.format),
                                              **names.stacks(_shapes(source, config.format))}
@@ -142,11 +142,11 @@ class QdslHfQuantizer(HfQuantizer):
             unplaced = without_place(source, Names(model), places, model)
             self.report.allowed += refuse(checkpoint.path, unplaced, config.allow_unknown)
         targets = set() if names is None else {names.target(full)[0] for full in unused} - names.tensors.keys()
-        left = [name for name in sorted(targets) if source.groups and not ignored(name, config.ignore)
+        left = [name for name in sorted(targets) if source.groups and not ignored(name, config.skip)
                 and not any(re.search(pattern, name) for pattern in may_be_unexpected(model))]
         if left:
             raise LoadError(f"{checkpoint.path}: {len(left)} tensors have no place in {type(model).__name__}: {listed(left)}; "
-                            "name those to leave out in QdslConfig(ignore=...)")
+                            "name those to leave out in QdslConfig(skip=...)")
         self._is_whole = bool(source.groups)
         model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, targets, placed)
         if any(isinstance(module, Experts) for module in model.modules()):
@@ -161,12 +161,12 @@ class QdslHfQuantizer(HfQuantizer):
         del model.mark_tied_weights_as_initialized
         loading_info.unexpected_keys = unexpected                # the tensors of packed layers are not among them
         axes = 1 if self._is_whole else 2
-        missing = _missing_parameters(model, loading_info.missing_keys, self.quantization_config.ignore, axes)
+        missing = _missing_parameters(model, loading_info.missing_keys, self.quantization_config.skip, axes)
         if missing:
             unused = self.report.unused if self.report else []
             hint = f"; the checkpoint has, and the model does not: {listed(unused)}" if unused else ""
             raise LoadError(f"{len(missing)} weights of the model are not in the checkpoint: {listed(missing)}{hint}; "
-                            "name those that transformers shall initialise in QdslConfig(ignore=...)")
+                            "name those that transformers shall initialise in QdslConfig(skip=...)")
         if isinstance(self._device_map, Mapping):
             move(model, placed, self._device_map)
         config = self.quantization_config
@@ -310,7 +310,7 @@ def _configs(model: Any) -> list[str]:
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ValueError("resize_token_embeddings: embeddings or the head are packed; load the model with "
-                     "quantization_config=QdslConfig(ignore=['embed_tokens', 'lm_head']), which makes them dense, then resize")
+                     "quantization_config=QdslConfig(skip=['embed_tokens', 'lm_head']), which makes them dense, then resize")
 
 
 def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
@@ -351,7 +351,7 @@ def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix
         state.pop(prefix + name, None)
 
 
-def _missing_parameters(model: Any, missing: set[str], ignore: Sequence[str], axes: int) -> list[str]:
+def _missing_parameters(model: Any, missing: set[str], skip: Sequence[str], axes: int) -> list[str]:
     """Parameters of so many axes or more that were not loaded, and share no loaded tensor."""
     shared: dict[str, set[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
@@ -359,7 +359,7 @@ def _missing_parameters(model: Any, missing: set[str], ignore: Sequence[str], ax
     loaded = {name for group in shared.values() if not group <= missing for name in group}
     tensors = dict(model.named_parameters(remove_duplicate=False))
     return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() >= axes
-                  and not ignored(name, ignore) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))
+                  and not ignored(name, skip) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))
 
 
 def _with_floats(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from qdsl.runtime.weight.packed import FormatError
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
+Skip = str | Sequence[str] | Callable[[nn.Module, str], bool] | None
 
 @dataclass(slots=True, repr=False)
 class Report(Displayed):
@@ -47,21 +49,36 @@ class Report(Displayed):
         return "\n".join([*lines, *(f"  {name}: {why}" for name, why in self.skipped.items())])
 
 
-def quantize_model(model: nn.Module, format: Format, filter: Callable[[nn.Module, str], bool] | None = None, **options: Any,
-                   ) -> Report:
+def skipping(skip: Skip) -> Callable[[nn.Module, str], bool]:
+    """Whether to leave a layer, as a function of it and its name.
+
+    skip: a regular expression, or several, for whole names or for parts of them between dots; or such a function.  Raises
+    FormatError for what is none of these.
+    """
+    if skip is None or callable(skip):
+        return skip or (lambda layer, name: False)
+    try:
+        patterns = [re.compile(pattern) for pattern in ([skip] if isinstance(skip, str) else skip)]
+    except (re.error, TypeError) as error:
+        raise FormatError(f"skip is regular expressions of layers' names, or a function of a layer and its name, not {skip!r}: "
+                          f"{error}") from None
+    return lambda layer, name: any(pattern.fullmatch(part) for pattern in patterns for part in (name, *name.split(".")))
+
+
+def quantize_model(model: nn.Module, format: Format, skip: Skip = None, **options: Any) -> Report:
     """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
 
-    filter(layer, name): whether to replace a layer.  options: of the format's `quantize`.  Only one weight at a time exists in
-    both forms.  If an error stops this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps
+    skip: the layers to leave, see `skipping`.  options: of the format's `quantize`.  Only one weight at a time exists in both
+    forms.  If an error stops this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps
     its bias, device and mode.  Layers that cannot be replaced are skipped, and the report says why.  Raises FormatError, before
     anything changes, for options that the format does not have.
     """
     format.chosen(options)
     if isinstance(model, nn.Linear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
-    report = Report(f"quantized to {format.name}")
+    report, is_skipped = Report(f"quantized to {format.name}"), skipping(skip)
     for names in _places(model):
-        if filter is None or filter(model.get_submodule(names[0]), names[0]):
+        if not is_skipped(model.get_submodule(names[0]), names[0]):
             why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, options, report)
             report.skipped.update(dict.fromkeys(names, why) if why else {})
     return report                                                # no local variable kept a layer alive during the next one
@@ -120,13 +137,13 @@ def match_dense(model: nn.Module, on: bool = True) -> None:
             layer.match_dense = on
 
 
-def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None, larger: bool = False) -> Report:
+def planar_model(model: nn.Module, skip: Skip = None, larger: bool = False) -> Report:
     """Convert the weights of a model's quantized layers to storage planar, one after the other.
 
-    filter(layer, name): whether a layer may change.  Layers without a planar form, or that would grow (Format.planar), are
-    skipped, and the report says why.  larger: they may grow.
+    skip: the layers to leave, see `skipping`.  Layers without a planar form, or that would grow (Format.planar), are left, and
+    the report says why.  larger: they may grow.
     """
-    return replace_layers(model, "stored for matrix units", partial(_planar_layer, larger=larger), filter)
+    return replace_layers(model, "stored for matrix units", partial(_planar_layer, larger=larger), skip)
 
 
 def _planar_layer(old: QuantizedLinear, larger: bool) -> QuantizedLinear | str:
@@ -138,10 +155,10 @@ def _planar_layer(old: QuantizedLinear, larger: bool) -> QuantizedLinear | str:
     return packed.format.Linear(old.format.planar(packed, larger), old.bias, old.compute_dtype, input_scale=old.input_scale)
 
 
-def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bool]) -> Report:
+def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
     """Convert weights of quantized layers to planar if placement.fastest_storage does, in place, one at a time.
 
-    filter(layer, name): whether a layer may change.  Layers that share tensors with other modules, that accelerate offloads, or
+    skip: the layers to leave, see `skipping`.  Layers that share tensors with other modules, that accelerate offloads, or
     that FSDP shards are skipped.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
@@ -155,7 +172,7 @@ def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bo
             return f"{packed.storage} is not slower"
         return packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
 
-    return replace_layers(model, "stored planar", rule, filter)
+    return replace_layers(model, "stored planar", rule, skip)
 
 
 def keep_copies(model: nn.Module, filter: Callable[[str], bool]) -> None:
@@ -166,19 +183,19 @@ def keep_copies(model: nn.Module, filter: Callable[[str], bool]) -> None:
 
 
 def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear], QuantizedLinear | str],
-                   filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+                   skip: Skip = None) -> Report:
     """Replace a model's quantized linear layers by layers that store the same weights differently, in place, one at a time.
 
-    rule(layer): the new layer, or why the old one stays.  done: the report's text for replaced layers.  filter(layer, name):
-    whether a layer may change; by default all may.  A layer keeps its bias, mode and hooks.  Only one weight at a time exists in
-    both storages.  Raises FormatError for a model that is itself a linear layer.
+    rule(layer): the new layer, or why the old one stays.  done: the report's text for replaced layers.  skip: the layers to
+    leave, see `skipping`.  A layer keeps its bias, mode and hooks.  Only one weight at a time exists in both storages.  Raises
+    FormatError for a model that is itself a linear layer.
     """
     if isinstance(model, QuantizedLinear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
-    report = Report(done)
+    report, is_skipped = Report(done), skipping(skip)
     for names in _places(model):
         old = model.get_submodule(names[0])
-        if isinstance(old, QuantizedLinear) and (filter is None or filter(old, names[0])):
+        if isinstance(old, QuantizedLinear) and not is_skipped(old, names[0]):
             sizes = _replace_layer(model, names, old, rule)
             if isinstance(sizes, str):
                 report.skipped.update(dict.fromkeys(names, sizes))

@@ -124,7 +124,7 @@ class NoWeight:
     def _advice(self) -> str:
         return (f"a {self._layer.format.name} layer holds no dense weight: dequantize() gives it, dense() a layer that does. If "
                 "a model computes with the weight itself, load that layer dense: name it in skip= of qdsl.load_weights_, or in "
-                "ignore= of QdslConfig. To merge adapters, call qdsl.models.peft.merge(model). For DoRA, import qdsl.models.peft "
+                "skip= of QdslConfig. To merge adapters, call qdsl.models.peft.merge(model). For DoRA, import qdsl.models.peft "
                 "before adding it. PiSSA, OLoRA and CorDA change the weight: use them on the dense model and quantize it "
                 "afterwards")
 
