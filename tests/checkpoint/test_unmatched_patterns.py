@@ -32,7 +32,7 @@ def test_a_single_name_is_a_list_of_one(method: str, key: str) -> None:
 
 
 def test_an_engine_takes_a_single_pattern() -> None:
-    assert EngineConfig({"quant_method": "qdsl", "ignore": "lm_head"}).ignore == ("lm_head",)
+    assert EngineConfig({"quant_method": "qdsl", "skip": "lm_head"}).skip == ("lm_head",)
 
 
 def quantized(path: Path, **settings: object) -> Path:
