@@ -63,8 +63,8 @@ PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
 PRODUCER_HELP = "Whose settings the config gets, such as fp8 for vLLM's own FP8; by default the first producer of the storage."
 ALLOW_HELP = "Go on where settings or tensors change the model and are not computed, or not understood."
 SHARD_HELP = "Write only the I-th of N parts, from 1; `merge-index` completes the folder after all of them."
-Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as processors and memory "
-                                                                      "allow.")]
+JOBS_HELP = "Processes; by default as many as processors and memory allow."
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help=JOBS_HELP)]
 Shard = Annotated[str | None, typer.Option("--shard", help=SHARD_HELP)]
 Params = Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP)]
 OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder to write.", show_default=False)]

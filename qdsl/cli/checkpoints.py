@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, needs, read_size, reported
+from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, needs, read_size, reported
 from qdsl.cli.compress import layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
@@ -56,32 +56,6 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
     is_suspect = any(model["notes"] or any(model.get(kind) for kind in SUSPICIOUS) for model in models)
     if any(model.get("contradictions") for model in models) or (strict and is_suspect):
         raise typer.Exit(3)
-
-
-@app.command()
-def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first of a split one.")],
-               out: Annotated[Path, typer.Option("--out", "-o", help="The .safetensors file to write.", show_default=False)],
-               dtype: Annotated[str, typer.Option("--dtype", metavar="f32|bf16|f16", help="f32 is exact.")] = "f32",
-               force: Force = False, as_json: Json = False) -> None:
-    """Write the weights of a GGUF file as plain floats in a safetensors file, one tensor after the other.
-
-    Run the same command again to resume.
-    """
-    from qdsl.host.files import check_output
-    from qdsl.jobs.gguf.dequantize import DTYPES, dequantize_file
-
-    if dtype not in DTYPES:
-        fail(f"no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
-    with reported(), exit_on_sigterm():
-        check_output(out, file, force=force)
-        if out.suffix != ".safetensors":
-            fail(f"--out is a .safetensors file, not '{out}'; "
-                 f"`qdsl quantize {file} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
-        written = dequantize_file(file, out, dtype, force)
-    if as_json:
-        typer.echo(json.dumps({"schema": 1, **written}))
-    else:
-        typer.echo(f"written  {out}: {counted(written['tensors'], 'tensor')}, {written['nbytes']} bytes")
 
 
 @app.command()

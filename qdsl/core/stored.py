@@ -21,6 +21,7 @@ NO_SHAPE = "; give shape=(N, K)"                                 # ending of mes
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "i64": "int64",
             "index": "int32", "shape": "int64"}
 INPUT_SCALE = "input_scale"                                      # the tensor next to a weight by which x is quantized
+OF_QUANTIZED_X = (INPUT_SCALE, "input_zero_point", "input_global_scale")     # all tensors by which x is quantized
 # Tensors that x is multiplied by before the weight, so that the weight alone is not equivalent.
 OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale", "prequant_scaling_factor")
 

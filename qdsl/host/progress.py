@@ -7,12 +7,13 @@ one, so that fast copies at the beginning do not promise a fast end.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+Piece = TypeVar("Piece", bound="bytes | bytearray | memoryview")
 COPY = "copy"
 COPY_PACE = 1e-9                                                 # seconds for a byte, before one is copied
 COLUMNS = 5
@@ -130,10 +131,21 @@ def advance(nbytes: int) -> None:
         _steps[-1].count(nbytes)
 
 
-def skip(kind: str, nbytes: int) -> None:
-    """Counts bytes that an interrupted command has written."""
-    if counters:
-        counters[-1].add(kind, Row(before=nbytes))
+def counted(kind: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces of a step, counted when the next one is taken, so with the time that writing them takes."""
+    current = _Step(kind)
+    for piece in pieces:
+        yield piece
+        if counters:
+            current.count(memoryview(piece).nbytes)
+            _begun.add(kind)
+
+
+def skip_before(sizes: Iterable[tuple[str, int]]) -> None:
+    """Counts what an interrupted command has written, where this one has done nothing yet.  sizes: kinds and bytes."""
+    if counters and not counters[-1].done:
+        for kind, nbytes in sizes:
+            counters[-1].add(kind, Row(before=nbytes))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
 from qdsl.core.shapes import granule, shared_blocks
-from qdsl.core.stored import Description
+from qdsl.core.stored import OF_QUANTIZED_X, Description
 from qdsl.host.files import digest, identity
 from qdsl.host.progress import COPY
 from qdsl.jobs.convert import encoded, header
@@ -198,12 +198,15 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
 
 
 def _folded_tensors(layers: Layers, changed: Sequence[Layer], aim: Aim) -> set[str]:
-    """Tensors of transforms that new weights contain, and no other layer needs."""
+    """Tensors of transforms that new weights contain, and no other layer needs; and scales of the inputs of layers that become plain.
+    """
     names = {layer.name for layer in changed if is_plain_target(layer, aim)}
     others = [layer.transform_tensors for layer in layers.layers if layer.name not in names]
     others += [frozenset(own.tensors) for every in layers.transforms.values() for own in every]
     repeats = {full for layer in changed if layer.name in names for own in layer.transforms for full in own.repeats}
-    return repeats | {full for layer in changed if layer.name in names for full in layer.transform_tensors}.difference(*others)
+    inputs = {full for layer in changed if layer.name in names for leaf, full in layer.others.items() if leaf in OF_QUANTIZED_X}
+    folded = {full for layer in changed if layer.name in names for full in layer.transform_tensors}
+    return repeats | inputs | folded.difference(*others)
 
 
 def is_plain_target(layer: Layer, aim: Aim) -> bool:

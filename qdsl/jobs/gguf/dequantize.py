@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.resume import Resume
 from qdsl.checkpoint.files.safetensors import Buffer, CheckpointError, Chunks, bytes_of, shown, write_chunks
 from qdsl.host.files import check_output, digest, identity
+from qdsl.host.progress import COPY, counted, skip_before
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +25,12 @@ WEIGHTS = 1 << 20                                                # of one chunk:
 
 
 def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32", force: bool = True,
-                    ) -> dict[str, Any]:
+                    tell: Callable[[Mapping[str, int]], AbstractContextManager[Any]] = nullcontext) -> dict[str, Any]:
     """Write every tensor of a GGUF file under its name, in the model's shape; returns the number of tensors and their bytes.
 
     Checksums are written next to the file, for `qdsl verify`.
 
-    force: whether an existing file is replaced.
+    force: whether an existing file is replaced.  tell: called with the bytes to write by kind of work, shows progress.
     dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Scale tensors of other weights are multiplied in,
     and not written.  Re-run to resume with the first tensor that is not complete.
     Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
@@ -37,16 +39,44 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
         check_output(out, *file.paths)
         entries = [file.entry(name) for name in file.tensors]
         used = {other for entry in entries for other in companions(file, entry).values()}
-        plan = {entry.name: _chunks(file, entry, dtype) for entry in entries if entry.name not in used}
+        written = [entry for entry in entries if entry.name not in used]
+        sizes = [(_kind(entry, dtype), _size(entry, dtype)) for entry in written]
+        amounts: dict[str, int] = {}
+        for kind, nbytes in sizes:
+            amounts[kind] = amounts.get(kind, 0) + nbytes
+        plan = {entry.name: _counted(_chunks(file, entry, dtype), sizes, number) for number, entry in enumerate(written)}
         inputs = {path: identity(path) for path in file.paths}
         reads = {entry.name: [file.range(name) for name in (entry.name, *companions(file, entry).values())] for entry in entries}
         resume = Resume(digest("dequantize", list(inputs.values()), dtype), inputs, reads, force=force)
-        write_chunks(out, plan, {"format": "pt"}, resume, state_checksums=True)
+        with tell(amounts):
+            write_chunks(out, plan, {"format": "pt"}, resume, state_checksums=True)
     return {"file": str(out), "tensors": len(plan), "nbytes": Path(out).stat().st_size}
 
 
+def _kind(entry: GgufTensor, dtype: str) -> str:
+    return COPY if _is_copied(entry, dtype) else entry.type.name
+
+
+def _size(entry: GgufTensor, dtype: str) -> int:
+    """Bytes of a tensor in the new file."""
+    return entry.nbytes if _is_copied(entry, dtype) else math.prod(entry.shape) * (4 if dtype == "f32" else 2)
+
+
+def _is_copied(entry: GgufTensor, dtype: str) -> bool:
+    return entry.type.name in WEIGHTLESS or entry.type.name == DTYPES[dtype]
+
+
+def _counted(chunks: Chunks, sizes: Sequence[tuple[str, int]], number: int) -> Chunks:
+    """The chunks of a tensor, counted as progress.  sizes: kind and bytes of all tensors.  number: of this one."""
+    def pieces() -> Iterator[Buffer]:
+        skip_before(sizes[:number])
+        yield from counted(sizes[number][0], chunks.pieces)
+
+    return Chunks(chunks.dtype, chunks.shape, pieces())
+
+
 def _chunks(file: GgufFile, entry: GgufTensor, dtype: str) -> Chunks:
-    if entry.type.name in WEIGHTLESS or entry.type.name == DTYPES[dtype]:
+    if _is_copied(entry, dtype):
         return Chunks(entry.type.name, entry.logical_shape,
                       (bytes_of(file.rows(entry.name, *rows)) for rows in _row_ranges(math.prod(entry.shape[:-1]), entry)))
     return Chunks(DTYPES[dtype], entry.logical_shape, _rounded(file, entry, dtype))

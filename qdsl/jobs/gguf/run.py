@@ -72,8 +72,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
         """The bytes of a tensor; the first call starts the work for all tensors from `number` on."""
         nonlocal encoded
         if encoded is None:
-            for step in plan.steps[:number]:                     # complete in an unfinished file
-                progress.skip(step.kind, step.nbytes)
+            progress.skip_before((step.kind, step.nbytes) for step in plan.steps[:number])
             encoded = _results([task for some in tasks[number:] for task in some], source, jobs, resume.read)
         step, cost = plan.steps[number], None
         if step.copied:

@@ -1,0 +1,110 @@
+"""The command that writes plain floats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qdsl.cli.app import (
+    JOBS_HELP,
+    SHARD_HELP,
+    Force,
+    Json,
+    app,
+    exit_on_sigterm,
+    fail,
+    input_argument,
+    print_report,
+    read_part,
+    read_patterns,
+    refuse_options,
+    reported,
+)
+from qdsl.cli.compress import layer_shapes
+from qdsl.cli.progress import progress
+from qdsl.core.text import counted
+
+FOLDERS = "Folders"                                              # the heading of options for folders of safetensors
+
+
+@app.command()
+def dequantize(context: typer.Context,
+               file: Annotated[Path, input_argument("A GGUF file, or the first of a split one; a folder of safetensors files, or "
+                                                    "one file.")],
+               out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE|FOLDER", show_default=False,
+                                                 help="The .safetensors file to write; of a folder, the folder.")],
+               dtype: Annotated[str, typer.Option("--dtype", metavar="f32|bf16|f16", help="f32 is exact.")] = "f32",
+               jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, rich_help_panel=FOLDERS, help=JOBS_HELP)] = None,
+               skip: Annotated[list[str] | None, typer.Option("--skip", rich_help_panel=FOLDERS, help="A regular expression for "
+                                                              "layers that stay quantized: whole names, or parts between dots."),
+                               ] = None,
+               shard: Annotated[str | None, typer.Option("--shard", help=SHARD_HELP, rich_help_panel=FOLDERS)] = None,
+               force: Force = False, as_json: Json = False) -> None:
+    """Write the weights of a quantized model as plain floats: a GGUF file as a safetensors file, a folder as a folder.
+
+    A folder keeps its plain tensors and other files.  Run the same command again to resume.
+    """
+    from qdsl.jobs.gguf.dequantize import DTYPES
+
+    if dtype not in DTYPES:
+        fail(f"no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
+    if file.is_dir() or file.suffix == ".safetensors":
+        _dequantize_folder(file, out, dtype, jobs, skip, shard, force, as_json)
+    else:
+        refuse_options(context, FOLDERS, "folders of safetensors files")
+        _dequantize_gguf(file, out, dtype, force, as_json)
+
+
+def _dequantize_gguf(file: Path, out: Path, dtype: str, force: bool, as_json: bool) -> None:
+    from qdsl.host.files import check_output
+    from qdsl.jobs.gguf.dequantize import dequantize_file
+
+    with reported(), exit_on_sigterm():
+        check_output(out, file, force=force)
+        if out.suffix != ".safetensors":
+            fail(f"--out is a .safetensors file, not '{out}'; "
+                 f"`qdsl quantize {file} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
+        written = dequantize_file(file, out, dtype, force, progress)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, **written}))
+    else:
+        typer.echo(f"written  {out}: {counted(written['tensors'], 'tensor')}, {written['nbytes']} bytes")
+
+
+def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip: list[str] | None, shard: str | None,
+                       force: bool, as_json: bool) -> None:
+    from qdsl.checkpoint.detect.shaped import shaped_layers
+    from qdsl.checkpoint.files.folder import Folder
+    from qdsl.jobs.compress.units import FORMATS
+    from qdsl.jobs.convert import run
+    from qdsl.jobs.convert.aim import aimed
+    from qdsl.jobs.engine.others import check_folder
+
+    part, patterns = None if shard is None else read_part(shard), read_patterns(skip)
+    with reported(), exit_on_sigterm():
+        check_folder(out, path)
+        with Folder(path) as source:
+            detected = shaped_layers(source, layer_shapes)
+            if detected.groups or any(layer.format in FORMATS for layer in detected.layers):
+                fail(f"{path} is compressed without loss: `qdsl decompress {path} --out {out}` writes the plain folder")
+            if not detected.layers:
+                fail(f"{path}: no quantized layer")
+            report = run.convert(source, detected, aimed(dtype, True, skip=patterns), out, jobs=jobs,
+                                 part=part, force=force, tell=progress)
+    print_dequantized(report, dtype, as_json, "" if part is None else f"part {shard} of ")
+
+
+def print_dequantized(report: dict[str, Any], dtype: str, as_json: bool, part: str = "") -> None:
+    """Print the report of a folder.  part: words for a part of it."""
+    from qdsl.jobs.convert.report import left_lines
+
+    if print_report(report, as_json):
+        return
+    for line in left_lines(report):
+        typer.echo(line)
+    for layers in report["layers"]:
+        typer.echo(f"{counted(layers['count'], 'layer')} of {layers['from']} as {dtype}")
+    typer.echo(f"written  {part}{report['out']}: {counted(len(report['shards']), 'file')} of tensors, {report['nbytes']} bytes")
