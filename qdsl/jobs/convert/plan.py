@@ -198,8 +198,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
 
 
 def _folded_tensors(layers: Layers, changed: Sequence[Layer], aim: Aim) -> set[str]:
-    """Tensors of transforms that new weights contain, and no other layer needs; and scales of the inputs of layers that become plain.
-    """
+    """Tensors that go with layers that become plain: transforms that their weights contain, and scales of inputs."""
     names = {layer.name for layer in changed if is_plain_target(layer, aim)}
     others = [layer.transform_tensors for layer in layers.layers if layer.name not in names]
     others += [frozenset(own.tensors) for every in layers.transforms.values() for own in every]
