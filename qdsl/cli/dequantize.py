@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from errno import ENOENT
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from qdsl.cli.app import (
     exit_on_sigterm,
     fail,
     input_argument,
+    os_message,
     print_report,
     read_part,
     read_patterns,
@@ -51,6 +53,8 @@ def dequantize(context: typer.Context,
 
     if dtype not in DTYPES:
         fail(f"no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
+    if not file.exists():
+        fail(os_message(FileNotFoundError(ENOENT, "No such file or directory", str(file))))
     if file.is_dir() or file.suffix == ".safetensors":
         _dequantize_folder(file, out, dtype, jobs, skip, shard, force, as_json)
     else:
