@@ -32,6 +32,9 @@ ROW_FUNCTIONS = """
 #define FIELDS 1
 static const float numbers[16] = {-1.0f, 0.0f, 1.0f, 2.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-1)
+#define UNIT 1.0f
+INLINE vb bytes_of_codes(vb codes) { return codes; }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf s = FIELD(0);
     *scale = s;

@@ -38,6 +38,10 @@ ROW_FUNCTIONS = """
 #define HAS_OFFSET
 static const float numbers[16] = {-31.0f, -13.0f, 1.0f, 17.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-31)
+#define UNIT 1.0f
+static const uint8_t byte_numbers[16] = {0, 18, 32, 48};
+INLINE vb bytes_of_codes(vb codes) { return lookup(vload_16(byte_numbers), codes); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     const vf sc = FIELD(1);

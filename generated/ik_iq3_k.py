@@ -41,6 +41,10 @@ ROW_FUNCTIONS = """
 #define HAS_OFFSET
 static const float numbers[16] = {-63.0f, -40.0f, -23.0f, -10.0f, 1.0f, 13.0f, 28.0f, 47.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-63)
+#define UNIT 1.0f
+static const uint8_t byte_numbers[16] = {0, 23, 40, 53, 64, 76, 91, 110};
+INLINE vb bytes_of_codes(vb codes) { return lookup(vload_16(byte_numbers), codes); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     const vf sc = FIELD(1);

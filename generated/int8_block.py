@@ -33,6 +33,9 @@ ROW_FUNCTIONS = """
 #define BITS 8
 #define FIELDS 1
 INLINE vf number(const Weight *w, vu codes) { return signed_number(codes); }
+#define BASE (-128)
+#define UNIT 1.0f
+INLINE vb bytes_of_codes(vb codes) { return codes ^ 128; }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf s = FIELD(0);
     *scale = s;

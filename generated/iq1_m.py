@@ -163,6 +163,10 @@ ROW_FUNCTIONS = """
 #define FIELDS 2
 static const float numbers[16] = {-9.0f, -7.0f, -1.0f, 1.0f, 7.0f, 9.0f, 9.0f, 9.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-9)
+#define UNIT 1.0f
+static const uint8_t byte_numbers[16] = {0, 2, 8, 10, 16, 18, 18, 18};
+INLINE vb bytes_of_codes(vb codes) { return lookup(vload_16(byte_numbers), codes); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     const vf sc = FIELD(1);

@@ -104,6 +104,10 @@ ROW_FUNCTIONS = """
 #define FIELDS 2
 static const float numbers[16] = {-43.0f, -25.0f, -8.0f, 8.0f, 25.0f, 43.0f, 43.0f, 43.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-43)
+#define UNIT 1.0f
+static const uint8_t byte_numbers[16] = {0, 18, 35, 51, 68, 86, 86, 86};
+INLINE vb bytes_of_codes(vb codes) { return lookup(vload_16(byte_numbers), codes); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     const vf sc = FIELD(1);

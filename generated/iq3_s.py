@@ -67,6 +67,10 @@ ROW_FUNCTIONS = """
 static const float numbers[16] = {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f,
         6.5f, 7.5f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-15)
+#define UNIT 0.5f
+static const uint8_t byte_numbers[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+INLINE vb bytes_of_codes(vb codes) { return lookup(vload_16(byte_numbers), codes); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     const vf sc = FIELD(1);

@@ -64,6 +64,10 @@ ROW_FUNCTIONS = """
 static const float numbers[16] = {-62.0f, -52.0f, -44.0f, -36.0f, -28.0f, -20.0f, -12.0f, -4.0f, 4.0f, 12.0f, 20.0f, 28.0f, 36.0f,
         44.0f, 52.0f, 62.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-62)
+#define UNIT 1.0f
+static const uint8_t byte_numbers[16] = {0, 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98, 106, 114, 124};
+INLINE vb bytes_of_codes(vb codes) { return lookup(vload_16(byte_numbers), codes); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     const vf sc = FIELD(1);

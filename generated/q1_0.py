@@ -32,6 +32,10 @@ ROW_FUNCTIONS = """
 #define FIELDS 1
 static const float numbers[16] = {-0.5f, 0.5f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (-1)
+#define UNIT 0.5f
+static const uint8_t byte_numbers[16] = {0, 2};
+INLINE vb bytes_of_codes(vb codes) { return lookup(vload_16(byte_numbers), codes); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     *scale = 2.0f * d;

@@ -32,6 +32,9 @@ ROW_FUNCTIONS = """
 #define BITS 6
 #define FIELDS 2
 INLINE vf number(const Weight *w, vu codes) { return unsigned_number(codes) - 32.0f; }
+#define BASE (-32)
+#define UNIT 1.0f
+INLINE vb bytes_of_codes(vb codes) { return codes; }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf d = FIELD(0);
     const vf sc = FIELD(1);

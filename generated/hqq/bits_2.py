@@ -27,6 +27,9 @@ ROW_FUNCTIONS = """
 #define HAS_OFFSET
 static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (0)
+#define UNIT 1.0f
+INLINE vb bytes_of_codes(vb codes) { return codes; }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf s = FIELD(0);
     const vf z = FIELD(1);

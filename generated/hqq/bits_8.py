@@ -26,6 +26,9 @@ ROW_FUNCTIONS = """
 #define FIELDS 2
 #define HAS_OFFSET
 INLINE vf number(const Weight *w, vu codes) { return unsigned_number(codes); }
+#define BASE (0)
+#define UNIT 1.0f
+INLINE vb bytes_of_codes(vb codes) { return codes; }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf s = FIELD(0);
     const vf z = FIELD(1);

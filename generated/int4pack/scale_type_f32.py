@@ -29,6 +29,9 @@ ROW_FUNCTIONS = """
 static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
         15.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
+#define BASE (0)
+#define UNIT 1.0f
+INLINE vb bytes_of_codes(vb codes) { return codes; }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf s = FIELD(0);
     const vf z = FIELD(1);

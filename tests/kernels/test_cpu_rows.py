@@ -45,14 +45,18 @@ def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 16).to(dtype)
 
 
-def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, what: object = "") -> None:
-    """Against float64: float32 sums of K + 1 terms and products with scales; many rows of bfloat16 round weights, too."""
+def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, what: object = "",
+          terms: int = 2) -> None:
+    """Against float64: float32 sums of K + 1 terms and products with scales; many rows of bfloat16 round weights, too.
+
+    terms: as many roundings of a product, or as many times as large its terms are.
+    """
     extra = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
     wanted = x.double() @ weight.double().t() + extra
     spread = x.double().abs() @ weight.double().abs().t() + extra.abs()
     info = torch.finfo(x.dtype)
     rounded = info.eps / 2 if x.dtype == torch.bfloat16 and len(x) > rows.FEW else 0.0
-    sums = (2.02 * (weight.shape[1] + 1) * 2.0 ** -24 + rounded) * spread
+    sums = (1.01 * terms * (weight.shape[1] + 1) * 2.0 ** -24 + rounded) * spread
     assert product.dtype == x.dtype and product.shape == wanted.shape
     allowed = sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps
     assert ((product.double() - wanted).abs() <= allowed).all(), what
@@ -114,6 +118,36 @@ def test_products_with_interleaved_rows_are_those_of_the_weight(part: int) -> No
                 check(copy.product(x, bias), x, weight, bias, (str(case), shape, m))
                 count += 1
     assert count > 4 * len(COVERING) // PARTS
+
+
+def in_8_bits(x: Tensor) -> Tensor:
+    """x rounded to 8 bits in blocks of 32 columns."""
+    blocks = x.float().unflatten(1, (-1, 32))
+    most = blocks.abs().amax(-1, keepdim=True)
+    return (torch.round(blocks * torch.where(most > 0, 127 / most, 0)) * (most / 127)).flatten(1)
+
+
+# Codes of 1, 2, 4, 5, 6 and 8 bits, of both signs, in a table, in groups of 16 columns, and with offsets.
+@pytest.mark.parametrize("capability", ["", "AVX2", "DEFAULT"])
+def test_products_of_x_in_8_bits_are_those_of_x_so_rounded(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2" and own not in ("AVX2", "AVX512"):
+        pytest.skip("this machine has no AVX2")
+    monkeypatch.setattr(rows, "_capability", lambda: capability or own)
+    names = ("q1_0", "q4_0", "q4_k", "q5_k", "q6_k", "q2_k", "q8_0", "iq4_nl", "nvfp4") if not capability else ("q5_k", "q6_k")
+    for name in names:
+        case = next(case for case in CASES if str(case) == f"{name}.gguf")
+        packed = in_order(case, (33, 512))
+        copy, weight, x = rows.placed(packed), plain(packed), sample(5, 512)
+        x[0, :64] = 0
+        assert copy is not None and rows.takes_bytes(packed)
+        for m in (1, 5):
+            check(copy.product(x[:m], None, rounds_x=True), in_8_bits(x[:m]), weight, what=(name, m), terms=4)
+        x[1, 100] = torch.nan
+        assert copy.product(x, None, rounds_x=True).isnan().any(1).tolist() == [False, True, False, False, False]
+        monkeypatch.setenv("QDSL_CPU_INT8", "1")
+        assert torch.equal(case.module.linear(x[:1], packed), copy.product(x[:1], None, rounds_x=True))
+        monkeypatch.delenv("QDSL_CPU_INT8")
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])

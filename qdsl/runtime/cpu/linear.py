@@ -101,9 +101,12 @@ def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candi
     if loops.are_compiled(packed) and dtype != torch.float64:
         together = loops.TOGETHER if rows > 2 else 1
         rounds_x = rows <= loops.FEW and os.environ.get(ROUNDING, "0") not in ("", "0")
-        if rounds_x and loops.find(packed, together, loops.ROUNDED) is not None:
+        has_copy = row_copies.placed(packed) is not None
+        if rounds_x and has_copy and row_copies.takes_bytes(packed):
+            yield Candidate(ROWS, {"INT8": 1})
+        elif rounds_x and loops.find(packed, together, loops.ROUNDED) is not None:
             yield Candidate(loops.ROUNDED, {"ROWS": together})
-        if row_copies.placed(packed) is not None:
+        if has_copy:
             yield Candidate(ROWS)
         for way in LOOPS[1:] if rows <= loops.FEW else ():
             if loops.find(packed, together, way) is not None:
@@ -119,7 +122,7 @@ def _prepared(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tenso
               is_permuted: bool = False) -> PreparedProduct | None:
     kind = None if bias is None else bias.dtype
     if candidate.kind == ROWS:
-        return row_copies.prepare(packed, x.shape[0], x.dtype, kind, is_permuted)
+        return row_copies.prepare(packed, x.shape[0], x.dtype, kind, is_permuted, "INT8" in candidate.config)
     return prepare(packed, candidate.kind, candidate.config["ROWS"], x.shape[0], x.dtype, kind, is_permuted)
 
 

@@ -105,6 +105,113 @@ void run(const void *const *tensors, const float *x, const float *ordered, float
     }
 }
 
+/* -- dot with x in 8 bits ---------------------------------------------------------------------------------------------------
+
+   A lane's word has four codes as bytes, which one instruction multiplies by four of x: those of columns 2c + 8h + 16b + e, in
+   byte 2e + b.  A block of x has 32 integers in that order, then its scale d, and d times the sums of both halves. */
+#ifdef BASE
+typedef struct { float d, sums[2]; } Scale;
+#define HALF 0x00FF00FF                                          /* bytes of the first 16 columns of a block */
+
+INLINE vb block_bytes(Words v, int h) {
+#if BITS == 8
+    return bytes_of_codes((vb)(h ? v.high : v.low));
+#elif BITS > 4
+    return bytes_of_codes((vb)((v.low >> 4 * h & 0x0F0F0F0F) | (v.high >> 4 * h & 0x0F0F0F0F) << 4));
+#else
+    return bytes_of_codes((vb)(v.low >> 4 * h & 0x0F0F0F0F));
+#endif
+}
+
+INLINE void dot_bytes(const Weight *w, const float *x, int64_t step, float *out, int64_t N, Place at, const int M) {
+    const int64_t K = w->columns;
+    const uint8_t *block = w->codes + at.group * (K / BLOCK) * BLOCK_BYTES + 4 * at.lane;
+    vf total[M], scale[2], offset[2];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) total[m] = (vf){0};
+    for (int64_t k = 0; k < K; k += BLOCK, block += BLOCK_BYTES) {
+        vi p[M][2];
+        prefetch_block(block);
+        if (SPAN ? k % (SPAN ? SPAN : 1) < BLOCK : !k) group(w, at, k, &scale[0], &offset[0]);
+        if (SHORT_GROUPS) group(w, at, k + 16, &scale[1], &offset[1]);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) p[m][0] = p[m][1] = (vi){0};
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const vb bytes = block_bytes(words(block, i >> 1), i & 1);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) {
+                const vb four = (vb)all_int(load_int32((const uint8_t *)(x + m * step) + k + 4 * i));
+                if (SHORT_GROUPS) {
+                    p[m][0] = add_dot(p[m][0], (vb)((vu)bytes & HALF), four);
+                    p[m][1] = add_dot(p[m][1], (vb)((vu)bytes & ~HALF), four);
+                } else p[m][i & 1] = add_dot(p[m][i & 1], bytes, four);
+            }
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+            Scale s;
+            memcpy(&s, x + m * step + K / 4 + k / BLOCK * 3, sizeof s);
+            for (int half = 0; half < 1 + SHORT_GROUPS; half++) {
+                const float sum = SHORT_GROUPS ? s.sums[half] : s.sums[0] + s.sums[1];
+                const vi products = SHORT_GROUPS ? p[m][half] : p[m][0] + p[m][1];
+                const vf value = multiply_add(to_float(products), all_float(s.d), all_float(BASE * sum));
+                total[m] = multiply_add(value, scale[half] * UNIT, total[m]);
+#ifdef HAS_OFFSET
+                total[m] = multiply_add(offset[half], all_float(sum), total[m]);
+#endif
+            }
+        }
+    }
+    const int64_t row = at.group * GROUP_ROWS + at.lane;
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < LANES && row + i < w->rows; i++) out[m * N + row + i] = total[m][i];
+}
+
+/* A row of x rounded to 8 bits, with a scale for every block of 32 columns. */
+void arrange_bytes(const float *x, float *arranged, int64_t K) {
+    const int64_t columns = (K + BLOCK - 1) / BLOCK * BLOCK;
+    int8_t *bytes = (int8_t *)arranged;
+    for (int64_t k = 0; k < columns; k += BLOCK, bytes += BLOCK) {
+        float part[BLOCK] = {0};
+        int32_t whole[BLOCK];
+        memcpy(part, x + k, (K - k < BLOCK ? K - k : BLOCK) * sizeof *part);
+        vi all = {0};                                            /* magnitudes as integers: NaN is the largest */
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const vi bits = vload_int32((const uint8_t *)(part + i)) & 0x7FFFFFFF;
+            all = select_int(bits > all, bits, all);
+        }
+        const float most = bits_to_float(largest(all));
+        const vf inverse = all_float(most > 0 ? 127 / most : 0);
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const vi rounded = to_int(vload_float32((const uint8_t *)(part + i)) * inverse);
+            memcpy(whole + i, &rounded, sizeof rounded);
+        }
+        int32_t sums[2] = {0};
+        for (int i = 0; i < BLOCK; i++) {
+            const int c = i >> 3, h = i >> 2 & 1, e = i >> 1 & 1, b = i & 1;
+            sums[i >> 4] += whole[i];
+            bytes[i] = (int8_t)whole[2 * c + 8 * h + 16 * b + e];
+        }
+        const Scale s = {most / 127, {most / 127 * sums[0], most / 127 * sums[1]}};
+        memcpy(arranged + columns / 4 + k / BLOCK * 3, &s, sizeof s);
+    }
+}
+
+/* As `run`.  ordered: what `arrange_bytes` made of x. */
+void run_bytes(const void *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, int64_t K,
+               int64_t first, int64_t last, int64_t units) {
+    const Weight *w = tensors[0];
+    const int64_t step = w->columns / 4 + w->columns / BLOCK * 3;
+    for (int64_t g = first; g < last; g++) for (int lane = 0; lane < GROUP_ROWS; lane += LANES) {
+        const Place at = {g, lane};
+        int64_t m = 0;
+        for (; m + 4 <= units; m += 4) dot_bytes(w, ordered + m * step, step, out + m * N, N, at, 4);
+        for (; m < units; m++) dot_bytes(w, ordered + m * step, step, out + m * N, N, at, 1);
+    }
+}
+#endif
+
 /* -- gemm: many rows of x -------------------------------------------------------------------------------------------------
 
        panel: 32 rows of w, DEPTH columns, decoded       part: rows of x times 32; in registers while k runs over the panel

@@ -82,9 +82,9 @@ class Placed:
         """K, rounded up to whole blocks."""
         return int(self.weight.columns)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [M, K] @ w.T + bias: [M, N] in x's dtype."""
-        way = _Way.of(self, x.shape[0], x.dtype, None if bias is None else bias.dtype)
+    def product(self, x: Tensor, bias: Tensor | None, rounds_x: bool = False) -> Tensor:
+        """x [M, K] @ w.T + bias: [M, N] in x's dtype.  rounds_x: up to 8 rows are rounded to 8 bits."""
+        way = _Way.of(self, x.shape[0], x.dtype, None if bias is None else bias.dtype, rounds_x)
         return way.product(self, x, bias, (x.shape[0], self.shape[0]))
 
 
@@ -102,8 +102,8 @@ class _Way:
     has_own_bias: bool
 
     @classmethod
-    def of(cls, placed: Placed, m: int, dtype: torch.dtype, bias: torch.dtype | None) -> _Way:
-        """The way for m rows of a dtype, and a bias of one."""
+    def of(cls, placed: Placed, m: int, dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool = False) -> _Way:
+        """The way for m rows of a dtype, and a bias of one.  rounds_x: few rows are rounded to 8 bits."""
         n, k = placed.shape
         is_known = dtype in TYPES and bias in TYPES
         few = threads.Product(n=n, k=k, step=1, parts=PARTS, share=SHARE, together=m, units=m, tensors=1)
@@ -113,6 +113,9 @@ class _Way:
             few.run, few.tiles = _address_of(placed.functions.run), -(-n // ROWS)
             few.arrange = _address_of(placed.functions.arrange) if is_arranged else 0
             few.arranged = placed.columns + placed.sums
+            if rounds_x:
+                few.run, few.arrange = _address_of(placed.functions.run_bytes), _address_of(placed.functions.arrange_bytes)
+                few.arranged = placed.columns // 4 + placed.columns // BLOCK * 3
             few.type, few.bias_type = TYPES[kind], TYPES[bias if bias in TYPES else torch.float32]
             return cls(few, m, kind, kind, False)
         is_narrow = dtype == torch.bfloat16 and has_bfloat16() and placed.factor is None
@@ -157,15 +160,16 @@ def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, is_permuted: bool,
-            ) -> PreparedProduct | None:
+            rounds_x: bool = False) -> PreparedProduct | None:
     """x [m, K] @ w.T + bias for all weights of one description that have copies; None where this one has none.
 
-    bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.
+    bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.  rounds_x: up to 8
+    rows are rounded to 8 bits.
     """
     first, description = placed(packed), _description(packed)
     if first is None:
         return None
-    way, n = _Way.of(first, m, dtype, bias), packed.shape[0]
+    way, n = _Way.of(first, m, dtype, bias, rounds_x), packed.shape[0]
 
     def bind(sizes: tuple[int, ...]) -> Run:
         def run(x: Tensor, tensors: Sequence[Tensor], added: Tensor | None) -> Tensor | None:
@@ -242,6 +246,11 @@ def _is_current(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
     """Whether tensors have not changed since their copy was made."""
     versions = tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
     return entry.versions.setdefault(isinstance(tensors[0], torch.nn.Parameter), versions) == versions
+
+
+def takes_bytes(packed: PackedWeight) -> bool:
+    """Whether a copy's loops multiply x in 8 bits: numbers of codes are small integers."""
+    return packed.variant.row_loops is not None and "#define BASE" in packed.variant.row_loops.source
 
 
 def forget(tensors: Mapping[str, Tensor]) -> None:

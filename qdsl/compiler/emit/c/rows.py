@@ -1,7 +1,8 @@
 """Prints the C functions that complete the loops over interleaved rows (runtime/cpu/row_loops.h).
 
 A format whose decode is affine in a code has two: `number`, the numbers of a vector of codes, and `group`, the scale and the
-offset of a group of columns.  Lanes are rows of the weight.  A constant zero point is part of the numbers.
+offset of a group of columns.  Lanes are rows of the weight.  A constant zero point is part of the numbers.  Where these are small
+integers times a power of two, UNIT, a third function makes bytes of codes, for x in 8 bits: number = UNIT * (byte + BASE).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from qdsl.core.numbers import Number, round_to_f32
 NAME = "ROW_FUNCTIONS"                                           # the constant of a module
 LOOKED_UP = (16, 32, 64)                                         # lengths of tables in registers
 BYTE_FLOATS = ("e4m3", "e5m2")                                   # codes that are converted by arithmetic
+UNITS = (1.0, 0.5, 0.25, 0.125)                                  # of numbers that x in 8 bits is multiplied by
 MOST_FIELDS = 8
 TAKEN = frozenset(("w", "at", "k", "scale", "offset", "codes", "levels"))
 
@@ -28,7 +30,8 @@ def row_functions(programs: Sequence[Program]) -> list[list[str]]:
     program = _planar(programs)
     if program is None:
         return []
-    return [[f'{NAME} = """', *_comment(program), *_definitions(program), *_number(program), *_group(program), '"""']]
+    functions = [*_number(program), *_bytes(program), *_group(program)]
+    return [[f'{NAME} = """', *_comment(program), *_definitions(program), *functions, '"""']]
 
 
 def row_loops(programs: Sequence[Program]) -> list[str]:
@@ -142,6 +145,29 @@ def _number(program: Program) -> list[str]:
         text = f"float_of_{kind.name}((vi)(codes & 255))" if kind.is_float else f"{kind.kind}_number(codes)"
         text += f" {'-' if zero < 0 else '+'} {_float(abs(zero))}" if zero else ""
     return [f"INLINE vf number(const Weight *w, vu codes) {{ return {text}; }}"]
+
+
+def _bytes(program: Program) -> list[str]:
+    """The function that makes bytes of a vector of codes, BASE and UNIT; none where numbers are no integers of 8 bits."""
+    affine, _ = _parts(program)
+    kind, zero, numbers = _kind(program), _zero(program) or 0.0, _numbers(program)
+    if numbers and kind.bits <= 5:
+        unit = next((unit for unit in UNITS if all(number % unit == 0 for number in numbers)), 0.0)
+        integers = [int(number / unit) for number in numbers] if unit else [0, 256]
+        base = min(integers)
+        is_linear = integers == list(range(base, base + len(integers)))
+        if max(integers) - base > 255 or (kind.bits > 4 and not is_linear):
+            return []
+        shown = ", ".join(str(integer - base) for integer in integers)
+        text = "codes" if is_linear else "lookup(vload_16(byte_numbers), codes)"
+        table = [] if is_linear else wrapped("static const uint8_t byte_numbers[16] = {", shown.split(", "), "};")
+    elif not numbers and not affine.table and not kind.is_float and zero == int(zero):
+        high = 1 << kind.bits - 1 if kind.kind == "signed" else 0
+        unit, base, text, table = 1.0, int(zero) - high, f"codes ^ {high}" if high else "codes", []
+    else:
+        return []
+    return [f"#define BASE ({base})", f"#define UNIT {_float(unit)}", *table,
+            f"INLINE vb bytes_of_codes(vb codes) {{ return {text}; }}"]
 
 
 def _group(program: Program) -> list[str]:
