@@ -147,6 +147,8 @@ class TransformRule:
     itself.  optional: the settings state it, and the tensor may be missing.  siblings: ends of the names of the layers that take
     a tensor of their parent module.  when: settings and their values.  size: the setting with the size of blocks, or the name of
     a tensor of one number.  eps: the setting with that of a norm.  repeats: tensors of one number that state nothing else.
+    listed: the setting with the names of layers that share a tensor of the checkpoint, whose name `tensor` and the size end.
+    based: a matrix without a tensor may have a base; one of all columns is then transposed.
     """
 
     kind: str
@@ -160,6 +162,8 @@ class TransformRule:
     dtype: str = "float32"
     eps: str = ""
     repeats: tuple[str, ...] = ()
+    listed: str = ""
+    based: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +267,7 @@ class Producer:
     def states(self, transform: Transform) -> bool:
         """Whether its own readers know a transform by the tensor alone."""
         return any(rule.kind == transform.kind and not rule.when and transform.tensor.endswith(f".{rule.tensor}")
-                   for rule in self.transforms if rule.tensor)
+                   for rule in self.transforms if rule.tensor and not rule.listed)
 
     @property
     def of_diffusers(self) -> Producer:
@@ -387,7 +391,7 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "transforms": _list_of(_record(TransformRule, {
         "kind": _one_of(KINDS), "tensor": _word, "optional": _flag, "siblings": _words, "when": _mapping_of(_list_of(_any)),
         "size": _word, "normalized": _flag, "transposed": _flag, "dtype": _any, "eps": _word,
-        "repeats": _words}, ["kind"])),
+        "repeats": _words, "listed": _word, "based": _flag}, ["kind"])),
     "schemes": _record(TransformSchemes, {
         "key": _word, "groups": _word, "targets": _dialect, "every": _word,
         "types": _mapping_of(_one_of(("built", "ones", "matrix"))), "sides": _mapping_of(_one_of((INPUT, OUTPUT))),

@@ -7,8 +7,11 @@ Transforms of one side are applied in the order of their list.  A permutation of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 INPUT, OUTPUT = "input", "output"
@@ -23,6 +26,7 @@ class Transform:
     kind: 'multiply' or 'divide' by a tensor [K]; 'rms_norm' with a weight [K]; 'rotate': blocks of `size` elements times a
     matrix.  side: 'input' or 'output'.  tensor: its name in the checkpoint.  Without one a rotation is the Hadamard matrix of
     Sylvester, whose columns have length 1, and a norm has a weight of ones.
+    base: of the built matrix, whose Kronecker product with Sylvester's it is: 1, or a size in hadamard.json.
     size: of the blocks.  normalized: whether the matrix is divided by sqrt(size).  transposed: whether it is transposed.
     perm: name of an index by which rows and columns of the matrix are permuted, '' for none.
     dtype: the dtype in which a rotation is computed, '' for that of x.  eps: of a norm.  repeats: tensors that only state what
@@ -36,6 +40,7 @@ class Transform:
     normalized: bool = False
     transposed: bool = False
     perm: str = ""
+    base: int = 1
     dtype: str = "float32"
     eps: float = 0.0
     repeats: tuple[str, ...] = ()
@@ -57,6 +62,22 @@ class Transform:
         """The transform as JSON: what differs from the defaults."""
         own = asdict(self)
         return {field.name: own[field.name] for field in fields(self) if field.name == "kind" or own[field.name] != field.default}
+
+
+@cache
+def bases() -> dict[int, str]:
+    """Hadamard matrices whose size is no power of two -> their elements by rows as bits in hexadecimal digits, 1 for +1.
+
+    Those of N. J. A. Sloane's library that QuaRot, SpinQuant, Quark and AutoRound take, in their order.
+    """
+    data = json.loads(Path(__file__).with_name("hadamard.json").read_text())
+    return {int(size): digits for size, digits in data.items()}
+
+
+def base_of(size: int) -> int:
+    """The base of the Hadamard matrix of a size: 1 for powers of two and where no base fits."""
+    fits = [base for base in bases() if size % base == 0 and (size // base) & (size // base - 1) == 0]
+    return fits[0] if fits and size & (size - 1) else 1
 
 
 def transform_of(data: Any) -> Transform:
@@ -87,8 +108,9 @@ def unfit(transform: Transform, extent: int, shapes: Mapping[str, tuple[int, ...
         return f"blocks of {size} do not divide {extent} elements"
     matrix = transform.kind == "rotate"
     if not transform.tensor:
-        if matrix and (size & (size - 1) or size > MOST_BUILT):
-            return f"a Hadamard matrix of {size} columns is not stored, and only powers of two up to {MOST_BUILT} are built"
+        blocks = size // transform.base if transform.base in (1, *bases()) and size % transform.base == 0 else 0
+        if matrix and (blocks < 1 or blocks & (blocks - 1) or size > MOST_BUILT):
+            return f"a Hadamard matrix of {size} columns is not stored, and none of its size is built"
         return "" if matrix or transform.kind == "rms_norm" else f"'{transform.kind}' has no tensor"
     wanted = {transform.tensor: (size, size) if matrix else (size,), transform.perm: (size,)}
     for name in transform.tensors:

@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.checkpoint.report.shards import ShardError
-from qdsl.core.transforms import INPUT, Transform
+from qdsl.core.transforms import INPUT, Transform, base_of, bases
 from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.run import convert
 from qdsl.jobs.engine import RewriteError
@@ -208,7 +208,7 @@ def scheme(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("settings", "message"), [
     (scheme(head_dim=36), "blocks of 36 do not divide 96 elements"),
-    (scheme(head_dim=24), "a Hadamard matrix of 24 columns is not stored, and only powers of two"),
+    (scheme(head_dim=24), "a Hadamard matrix of 24 columns is not stored, and none of its size is built"),
     (scheme(type="givens"), "has the type 'givens'; known are hadamard, random-hadamard, random-matrix"),
     (scheme(type="random-hadamard"), "there is no tensor 'up.g_weight'"),
     (scheme(randomize=True), "there is no tensor 'up.g_weight'"),
@@ -315,6 +315,18 @@ def test_large_matrices_are_multiplied_as_factors(size: int, signs: bool) -> Non
         built = Rotation(Transform("rotate", size=size))
         reference = (x.view(3, 2, size) @ sylvester(size) / size ** 0.5).view(3, -1)
         assert error(built(x), reference) < 1e-6
+
+
+@pytest.mark.parametrize("base", bases())
+def test_bases_are_hadamard_matrices(base: int) -> None:
+    """And so are their products with Sylvester's, of which large ones are multiplied as factors."""
+    for transposed, size in ((False, base), (True, 8 * base)):
+        own = Transform("rotate", size=size, base=base, transposed=transposed)
+        matrix = rotation(own, None, None)
+        assert base_of(size) in bases()
+        torch.testing.assert_close(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64))
+        x = random(2, 2 * size)
+        assert error(Rotation(own)(x), (x.view(2, 2, size).double() @ matrix).reshape(2, -1).float()) < 1e-6
 
 
 def test_any_other_large_matrix_is_multiplied_whole() -> None:

@@ -134,6 +134,12 @@ def quark() -> Iterator[tuple[str, Case]]:
 
             yield f"quark {size}{' prescale' if prescale else ''}", case(QUARK, "up", "fp8_channel.safetensors", tensors, apply,
                                                                         "quark")
+    settings = QUARK | {"algo_config": [{"name": "rotation", "rotation_size": 32, "online_config": {
+        "online_rotation_layers": ["up"]}}]}
+    matrix, _ = hadamard._get_hadamard_K(32)
+    yield "quark shared", case(settings, "up", "fp8_channel.safetensors",
+                               {"shared_input_rotation_32": utils.build_input_rotation_int8(matrix, 32, 1)},
+                               utils.HadamardTransform(32, False, matrix.float()), "quark")
     trained = torch.linalg.qr(random(32, 32, seed=5).double()).Q
     yield "quark trained", case(QUARK, "up", "fp8_channel.safetensors", {"up.input_rotation": trained},
                                 utils.OrthogonalTransform(trained), "quark")
@@ -174,11 +180,12 @@ def _spinquant() -> Iterator[tuple[str, Case]]:
     hadamard = import_module("auto_round.algorithms.transforms.hadamard.utils.math").random_hadamard_matrix
     drawn = hadamard(32, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(3)).sign()
     trained = torch.linalg.qr(random(32, 32, seed=6)).Q
-    for name, prefix, matrix, is_random, is_trained in (
-            ("plain", "spinquant_r1", None, False, False), ("random", "spinquant_r1", drawn, True, False),
-            ("trained", "spinquant_r4", trained, False, True), ("r4", "spinquant_r4", None, False, False)):
+    for name, prefix, size, matrix, is_random, is_trained in (
+            ("plain", "spinquant_r1", 32, None, False, False), ("random", "spinquant_r1", 32, drawn, True, False),
+            ("trained", "spinquant_r4", 32, trained, False, True), ("24", "spinquant_r4", 24, None, False, False),
+            ("whole", "spinquant_r4", K, None, False, False)):
         module = nn.Module()
-        serialize._inject_rotation_buffers(module, prefix, 32, is_random, is_trained, matrix)
+        serialize._inject_rotation_buffers(module, prefix, size, is_random, is_trained, matrix)
         yield f"spinquant {name}", case(
             AUTO_ROUND | {"spinquant_config": {"algorithm": "spinquant", "r1": True, "r4": True}}, "up", "int_group.gptq_v1",
             {f"up.{own}": tensor for own, tensor in module.named_buffers()},

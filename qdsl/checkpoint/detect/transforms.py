@@ -18,7 +18,7 @@ from qdsl.checkpoint.detect.rules import OWN, at, same
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.producer import TransformRule, TransformSchemes
-from qdsl.core.transforms import INPUT, OUTPUT, Transform, transform_of, unfit
+from qdsl.core.transforms import INPUT, OUTPUT, Transform, base_of, transform_of, unfit
 
 OWN_TRANSFORMS = "transforms"                                            # qdsl's own setting: layers -> their transforms
 HEAD = "lm_head"                                                 # has no tensor where it shares the embedding's weight
@@ -35,8 +35,9 @@ class TransformReader:
         self.source = quantization.source if quantization else ""
         own = producers().of(quantization.method) if quantization else None
         self.listed = self.settings.get(OWN_TRANSFORMS) if own is not None and own.name == OWN else None
-        by_settings = [rule for rule in own.transforms if rule.when] if own is not None else []
-        self.rules = [*by_settings, *(rule for producer in producers().every for rule in producer.transforms if not rule.when)]
+        by_settings = [rule for rule in own.transforms if rule.when or rule.listed] if own is not None else []
+        self.rules = [*(rule for producer in producers().every for rule in producer.transforms
+                        if not (rule.when or rule.listed)), *by_settings]
         self.names = dict.fromkeys(folder.names())
         self.schemes = None
         if own is not None and own.schemes is not None and self.settings.get(own.schemes.key):
@@ -47,6 +48,9 @@ class TransformReader:
         outside: set[str] = set()
         for rule in self.rules if self.listed is None else ():
             end = f".{rule.tensor}"
+            if rule.listed:
+                outside |= {full for full in self.names if full.rpartition(".")[2].startswith(rule.tensor)}
+                continue
             for full in (name for name in self.names if "." in rule.tensor and name.endswith(end)):
                 owner = full.removesuffix(end)
                 layers = [f"{owner}.{last}" for last in rule.siblings] if rule.siblings else [owner]
@@ -66,7 +70,8 @@ class TransformReader:
             transforms, problems = [], []
             for rule in self.rules if is_quantized else [rule for rule in self.rules if rule.tensor and not rule.when]:
                 try:
-                    transforms += self._by_rule(rule, name, tensors)
+                    is_shared = rule.listed and not any(own.kind == rule.kind for own in transforms)
+                    transforms += self._shared(rule, name, shape) if is_shared else self._by_rule(rule, name, shape, tensors)
                 except ValueError as error:
                     problems.append(str(error))
             if self.schemes is not None:
@@ -93,9 +98,19 @@ class TransformReader:
         except ValueError as error:
             return [], [f"{self.source}: {OWN_TRANSFORMS}: {error}"]
 
-    def _by_rule(self, rule: TransformRule, name: str, tensors: Mapping[str, str]) -> Iterator[Transform]:
+    def _shared(self, rule: TransformRule, name: str, shape: Sequence[int]) -> Iterator[Transform]:
+        """The transform of a layer that settings list, with a tensor of its size that such layers share."""
+        if name in [own for listed in _every(self.settings, rule.listed) for own in _listed(listed)]:
+            size = next((own for own in _every(self.settings, rule.size) if type(own) is int), shape[1])
+            full = next((full for full in self.names if full.rpartition(".")[2] == f"{rule.tensor}{size}"), "")
+            is_integer = bool(full) and self.folder.entry(full).dtype in INTEGERS
+            yield Transform(rule.kind, tensor=full or f"{rule.tensor}{size}", size=size, normalized=is_integer,
+                            dtype=rule.dtype)
+
+    def _by_rule(self, rule: TransformRule, name: str, shape: Sequence[int], tensors: Mapping[str, str]) -> Iterator[Transform]:
         """The transform that a rule states for a layer, if any.  Raises ValueError for one of unknown size."""
-        if not all(any(same(at(self.settings, key), value) for value in values) for key, values in rule.when.items()):
+        is_stated = all(any(same(at(self.settings, key), value) for value in values) for key, values in rule.when.items())
+        if rule.listed or not is_stated:
             return
         full, size_of = self._tensor(rule.tensor, rule, name, tensors), self._tensor(rule.size, rule, name, tensors)
         if not rule.when and not full and not (rule.optional and size_of):
@@ -108,9 +123,11 @@ class TransformReader:
             size = self._number(size_of) if size_of else at(self.settings, rule.size)
             if type(size) is not int or size < 1:
                 raise ValueError(f"{self.source}: {rule.size} is {shown(str(size))}, which says no size of the blocks to rotate")
+        base = base_of(size) if rule.based and not full else 1
         eps = at(self.settings, rule.eps) if rule.eps else 0.0
         repeats = tuple(other for leaf in rule.repeats if (other := self._tensor(leaf, rule, name, tensors)))
-        yield Transform(rule.kind, tensor=full, size=size, normalized=normalized, transposed=rule.transposed, dtype=rule.dtype,
+        yield Transform(rule.kind, tensor=full, size=size, normalized=normalized, base=base, dtype=rule.dtype,
+                        transposed=rule.transposed or (base > 1 and size == shape[1]),
                         eps=float(1e-6 if eps is None else eps), repeats=repeats)
 
     def _tensor(self, leaf: str, rule: TransformRule, name: str, tensors: Mapping[str, str]) -> str:
@@ -234,6 +251,15 @@ def why_not_contained(layer: Layer) -> str:
         if own.side == OUTPUT and "bias" in layer.others:
             return f"its output is transformed ({own.label}), and its bias with it"
     return ""
+
+
+def _every(settings: Any, key: str) -> list[Any]:
+    """The settings of a name with dots, of all entries of lists on the way."""
+    values = [settings]
+    for part in key.split("."):
+        values = [own for value in values for own in _listed(value) if isinstance(own, Mapping)]
+        values = [own[part] for own in values if own.get(part) is not None]
+    return values
 
 
 def _listed(value: Any) -> list[Any]:

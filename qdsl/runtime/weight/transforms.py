@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qdsl.core.transforms import INPUT, OUTPUT, Transform
+from qdsl.core.transforms import INPUT, OUTPUT, Transform, bases
 from qdsl.runtime.weight.packed import FormatError
 
 WHOLE = 256                                                      # columns of a matrix that is multiplied whole
@@ -28,6 +28,22 @@ def sylvester(size: int) -> Tensor:
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
+
+
+def built(transform: Transform) -> Tensor:
+    """The Hadamard matrix of a rotation without a tensor, of ones and minus ones."""
+    size, base = transform.size, transform.base
+    if base == 1:
+        return sylvester(size)
+    return torch.kron(_base(transform), sylvester(size // base))
+
+
+def _base(transform: Transform) -> Tensor:
+    size = transform.base
+    digits = bases()[size]
+    bits = torch.tensor([int(bit) for bit in f"{int(digits, 16):0{size * size}b}"], dtype=torch.float32, device="cpu")
+    matrix = (2 * bits - 1).view(size, size)
+    return matrix.t().contiguous() if transform.transposed else matrix
 
 
 def oriented(transform: Transform, tensor: Tensor, perm: Tensor | None) -> Tensor:
@@ -47,9 +63,11 @@ def factors_of(transform: Transform, tensor: Tensor | None, perm: Tensor | None)
     if tensor is not None:
         return factored(oriented(transform, tensor, perm))
     if transform.size <= WHOLE:
-        return sylvester(transform.size), None, None, None
-    bits = transform.size.bit_length() - 1
-    return None, None, sylvester(1 << bits - bits // 2), sylvester(1 << bits // 2)
+        return built(transform), None, None, None
+    power = transform.size // transform.base
+    columns = min(power, 1 << (transform.size.bit_length() - 1) // 2)             # of the right factor: about the square root
+    left = sylvester(power // columns)
+    return None, None, left if transform.base == 1 else torch.kron(_base(transform), left), sylvester(columns)
 
 
 def factored(matrix: Tensor) -> Factors:
@@ -74,7 +92,7 @@ def factored(matrix: Tensor) -> Factors:
 
 def rotation(transform: Transform, tensor: Tensor | None, perm: Tensor | None) -> Tensor:
     """The matrix R [size, size] of a rotation in float64, with its scale."""
-    matrix = sylvester(transform.size) if tensor is None else oriented(transform, tensor, perm)
+    matrix = built(transform) if tensor is None else oriented(transform, tensor, perm)
     return matrix.double() * scale_of(transform)
 
 
