@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from qdsl.checkpoint.checkpoint import Checkpoint
+    from qdsl.encode.calibrated.hessian import Hessian
     from qdsl.models.load_report import LoadReport
     from qdsl.models.save import SaveReport
     from qdsl.runtime.torch.model import Report, Skip
@@ -28,7 +29,7 @@ _LAZY = {"Checkpoint": "checkpoint.checkpoint.Checkpoint", "CheckpointError": "c
          "PackedWeight": "runtime.weight.packed.PackedWeight", "SpecError": "compiler.spec.source.SpecError",
          "write_gguf": "checkpoint.files.gguf_write.write"}
 __all__ = ["GGML_TYPES", "Checkpoint", "CheckpointError", "Experts", "FormatError", "GgufFile", "GgufTensor", "GgufValue",
-           "PackedWeight", "SpecError", "compile_products", "fuse_", "generated", "ignore_packed_", "load", "load_weights_",
+           "PackedWeight", "SpecError", "calibrate", "compile_products", "fuse_", "generated", "ignore_packed_", "load", "load_weights_",
            "match_dense_", "open", "open_headers", "packed_parameters", "planar_", "quantize_", "save_model", "tune",
            "write_gguf"]
 
@@ -54,18 +55,34 @@ def load(spec: Path | str) -> ModuleType:
     return load_spec(path)
 
 
-def quantize_(model: nn.Module, format: ModuleType | Path | str, skip: Skip = None, **options: Any) -> Report:
+def quantize_(model: nn.Module, format: ModuleType | Path | str, skip: Skip = None,
+              hessians: Mapping[str, Hessian] | None = None, **options: Any) -> Report:
     """Replace the nn.Linear layers of a model by layers of a format, in place, one at a time.
 
     format: a generated module, or what `load` takes.  skip: layers to leave: patterns of their names or of parts of them, such as
-    "lm_head", or a function of a layer and its name; none without it.  options: those of the format's `quantize`.  Returns what
-    was replaced, and what was left and why.  Raises FormatError for options that the format does not have, before anything
-    changes.
+    "lm_head", or a function of a layer and its name; none without it.  hessians: what `calibrate` returned, by which the codes
+    of layers are chosen.  options: those of the format's `quantize`.  Returns what was replaced, and what was left and why.
+    Raises FormatError for options that the format does not have, before anything changes.
     """
     from qdsl.runtime.torch.model import quantize_model
 
     module = format if isinstance(format, ModuleType) else load(format)
-    return quantize_model(model, module.FORMAT, skip, **options)
+    return quantize_model(model, module.FORMAT, skip, hessians or {}, **options)
+
+
+def calibrate(model: nn.Module, data: Sequence[torch.Tensor], format: ModuleType | Path | str | None = None,
+              **options: Any) -> dict[str, Hessian]:
+    """The second moments of the inputs of a language model's linear layers, by name, for `quantize_(hessians=...)`.
+
+    data: tokens int64 [1, length], all of one length; 128 samples of 2048 are usual.  format, options: what the model will be
+    quantized to: each block then gets the outputs of the quantized block before it, as it will when the model runs.  The model is
+    as before when this returns.  Memory: the activations of all samples, and a float32 matrix [K, K] for each input.  Raises
+    qdsl.models.plan.LoadError for a model that is not a list of blocks.
+    """
+    from qdsl.models.calibrate import calibrate as run
+
+    module = None if format is None else format if isinstance(format, ModuleType) else load(format)
+    return run(model, data, None if module is None else lambda name: (module.FORMAT, options))
 
 
 def planar_(model: nn.Module, skip: Skip = None, larger: bool = False) -> Report:

@@ -28,6 +28,7 @@ from qdsl.cli.app import (
     refuse_options,
     reported,
 )
+from qdsl.cli.calibration import HEADING, CalibrationRun
 from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
 from qdsl.cli.progress import progress
@@ -79,6 +80,18 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                                       rich_help_panel=GGUF)] = None,
              dry_run: Annotated[bool, typer.Option("--dry-run", help="Show types and sizes; write nothing.",
                                                    rich_help_panel=GGUF)] = False,
+             calibrate: Annotated[Path | None, typer.Option("--calibrate", metavar="TEXT", help="Run the model on this text, and "
+                                  "choose codes by what its layers get as inputs.")] = None,
+             samples: Annotated[int, typer.Option("--samples", min=1, help="Runs of tokens.",
+                                                  rich_help_panel=HEADING)] = 128,
+             length: Annotated[int, typer.Option("--length", min=4, help="Tokens of a run.",
+                                                 rich_help_panel=HEADING)] = 2048,
+             method: Annotated[str, typer.Option("--method", help="gptq: carry errors to later columns; importance: choose scales "
+                                                 "alone.", rich_help_panel=HEADING)] = "gptq",
+             sequential: Annotated[bool, typer.Option("--sequential/--one-shot", help="Give each block the outputs of the "
+                                   "quantized block before it, or of the plain one.", rich_help_panel=HEADING)] = True,
+             device: Annotated[str | None, typer.Option("--device", help="That runs the model, such as cuda; by default a GPU "
+                               "where there is one.", rich_help_panel=HEADING)] = None,
              as_json: Json = False) -> None:
     """Write a model in smaller types, as a GGUF file or as a folder, and print what that cost in quality.
 
@@ -86,9 +99,11 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     """
     mix, format = _target(mix, format, out)
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
+    run = CalibrationRun.of(context, calibrate, samples, length, method, sequential, device)
     if format is not None:
         to = f"{format}.{storage}" if storage else format
-        _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, allow_unknown, as_json)
+        _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, allow_unknown,
+                         as_json, run)
         return
     from qdsl.jobs.gguf import mixes
 
@@ -100,7 +115,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     if imatrix_power is not None and imatrix is None:
         fail("--imatrix-power is the exponent of importances: give them with --imatrix", 2)
     _quantize_to_gguf(file, options, out, imatrix, imatrix_power, arch, requantize, jobs, force, dry_run, svg, allow_unknown,
-                      as_json)
+                      as_json, run)
 
 
 def _target(mix: str | None, format: str | None, out: Path | None) -> tuple[str | None, str | None]:
@@ -133,7 +148,8 @@ def _target(mix: str | None, format: str | None, out: Path | None) -> tuple[str 
 
 def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, power: float | None,
                       arch: str | None, requantize: bool, jobs: int | None, force: bool, dry_run: bool, svg: Path | None,
-                      allow_unknown: bool, as_json: bool) -> None:
+                      allow_unknown: bool, as_json: bool,
+                      calibration: CalibrationRun | None) -> None:
     """Write a GGUF file, or with `dry_run` print its types and sizes."""
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.gguf import plan, quality
@@ -157,9 +173,11 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
         if out is not None and not dry_run:
             from qdsl.jobs.gguf import run
 
-            with progress(planned.amounts) as tell, exit_on_sigterm():
-                costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
-                                          power=power, force=force, tell=tell)
+            with exit_on_sigterm():
+                moments = calibration and calibration.for_gguf(file, planned, out)
+                with progress(planned.amounts) as tell:
+                    costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
+                                              power=power, force=force, tell=tell, calibration=moments)
         report = plan.data(planned, file, costs)
         if svg is not None:
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))
@@ -177,7 +195,8 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
 
 def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, producer: str | None,
                      skip: list[str] | None, component: list[str] | None, jobs: int | None, shard: str | None, force: bool,
-                     svg: Path | None, allow_unknown: bool, as_json: bool) -> None:
+                     svg: Path | None, allow_unknown: bool, as_json: bool,
+                      calibration: CalibrationRun | None) -> None:
     """Write a folder of plain safetensors with its Linear layers quantized."""
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.convert import run
@@ -186,6 +205,8 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
 
     if out is None:
         fail("give --out with the folder to write", 2)
+    if calibration is not None and shard is not None:
+        fail("--calibrate runs the whole model: quantize it without --shard", 2)
     patterns = read_patterns(skip)
     part = None if shard is None else read_part(shard)
     with reported(2):
@@ -194,7 +215,9 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
-        report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=progress)
+        aim, calibrate = (aim, None) if calibration is None else calibration.for_folder(path, aim)
+        report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=progress,
+                              calibrate=calibrate)
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]
             write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))

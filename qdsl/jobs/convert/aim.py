@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
@@ -31,7 +32,8 @@ class Aim:
     where quantized layers are converted.  only: the models of a pipeline to quantize, () for all.  skip: patterns of quantized
     layers that stay unchanged.  keep_misfits: leave quantized layers unchanged that the storage cannot represent.
     producer: whose settings the config gets; '' for the storage's first.  allow_unknown: convert folders with settings or tensors
-    that change the model, and that qdsl does not compute or does not know.
+    that change the model, and that qdsl does not compute or does not know.  calibration: what moments of inputs depend on; empty
+    without calibration.  moments: the folder that has them (encode/calibrated/store.py).
     """
 
     format: str
@@ -44,6 +46,8 @@ class Aim:
     keep_misfits: bool = False
     producer: str = ""
     allow_unknown: bool = False
+    calibration: Mapping[str, int | str | bool] = field(default_factory=dict)
+    moments: str = ""
 
     @property
     def is_from_plain(self) -> bool:
@@ -57,8 +61,8 @@ class Aim:
 
     def data(self) -> dict[str, Any]:
         """The fields for JSON; options of plain layers only if plain layers are quantized."""
-        unset = (name for name in ("producer", "allow_unknown") if not getattr(self, name))
-        further = ("ignore", "only", "skip", "keep_misfits", *unset)
+        unset = (name for name in ("producer", "allow_unknown", "calibration") if not getattr(self, name))
+        further = ("ignore", "only", "skip", "keep_misfits", "moments", *unset)
         fields = {name: value for name, value in asdict(self).items() if name not in further}
         if self.ignore is not None:
             return {**fields, "ignore": list(self.ignore), "only": list(self.only)}
@@ -121,7 +125,13 @@ def description(name: str) -> Description:
 
 def target(layer: Layer, aim: Aim) -> Format:
     """The format that a layer gets."""
-    format: Format = (module_of(layer) if aim.exact(layer) else import_module(f"qdsl.generated.{aim.format}")).FORMAT
+    format: Format = module_of(layer).FORMAT if aim.exact(layer) else target_format(aim)
+    return format
+
+
+def target_format(aim: Aim) -> Format:
+    """The format that weights are quantized to."""
+    format: Format = import_module(f"qdsl.generated.{aim.format}").FORMAT
     return format
 
 
@@ -143,7 +153,15 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = No
 
         return with_indices(weight.format.convert(weight, aim.storage))
     options: dict[str, Any] = {**aim.options, **({} if amax is None else {"amax": amax})}
-    return target(layer, aim).quantize(values(weight) if floats is None else floats, aim.storage, **options)
+    floats = values(weight) if floats is None else floats
+    if aim.moments:
+        from qdsl.encode.calibrated import solve, store
+
+        moments = store.opened(Path(aim.moments))
+        if layer.name in moments:
+            return solve.quantize(target(layer, aim), floats, moments[layer.name], str(aim.calibration["method"]),
+                                  storage=aim.storage, **options)
+    return target(layer, aim).quantize(floats, aim.storage, **options)
 
 
 def values(weight: PackedWeight) -> torch.Tensor:

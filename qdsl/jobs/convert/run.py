@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -41,6 +41,9 @@ from qdsl.jobs.engine.work import Telling, quiet, write
 from qdsl.jobs.gguf.quality import Sums
 
 
+MOMENTS = "moments"                                             # of the stage
+
+
 @dataclass(frozen=True, slots=True)
 class _Model:
     """A folder that is rewritten: the checkpoint itself (''), or a model of a pipeline.  left: matrices that stay plain, and why.
@@ -71,18 +74,19 @@ def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int 
 
 
 def quantize(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None, force: bool = False,
-             tell: Telling = quiet) -> dict[str, Any]:
+             tell: Telling = quiet, calibrate: Callable[[Path], None] | None = None) -> dict[str, Any]:
     """Write a checkpoint with its plain Linear layers quantized, and everything else unchanged.
 
     path: a folder of one or more models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, force, tell, resuming: as
-    of `convert`.
+    of `convert`.  calibrate: writes the moments of inputs into a folder, before weights are quantized by them; it resumes, too.
     Memory: per process the largest quantized tensor, torch, and some float32 weights.
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
     check_folder(out, path)
     with components.open_models(path) as models:
-        aim = replace(aim, only=components.selected_models(models, aim.only))
-        return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell)
+        moments = str((out / stage.STAGE / MOMENTS).absolute()) if calibrate else ""
+        aim = replace(aim, only=components.selected_models(models, aim.only), moments=moments)
+        return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell, calibrate)
 
 
 def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Model]:
@@ -111,7 +115,8 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
 
 
 def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int | None,
-             part: tuple[int, int] | None, force: bool, tell: Telling) -> dict[str, Any]:
+             part: tuple[int, int] | None, force: bool, tell: Telling, calibrate: Callable[[Path], None] | None = None,
+             ) -> dict[str, Any]:
     for model in models:
         check_producer(model.folder, model.plan)
     shards = [shard for model in models for shard in model.plan.shards]
@@ -122,6 +127,8 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
         shards = [replace(shard, size=(out / shard.name).stat().st_size) for shard in shards]     # entropy codes have theirs
         return _report(models, aim, out, shards, 0, [f"{out} was complete already; what it cost is not measured again"], {})
     place = stage.begin(out, request, force)
+    if calibrate is not None:
+        calibrate(Path(aim.moments))
     pieces = encoded.pieces(shards, place)
     if pieces:
         _encode(pieces if part is None else share(pieces, *part), jobs, models, tell)

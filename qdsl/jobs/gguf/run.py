@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.checkpoint.files.resume import Resume
 from qdsl.checkpoint.files.safetensors import Buffer, bytes_of, shown
+from qdsl.encode.calibrated import solve, store
 from qdsl.host import progress
 from qdsl.host.files import check_output, digest, identity
 from qdsl.host.processes import affordable, needed, results
@@ -38,7 +40,8 @@ Tell = Callable[[int, str], None]
 class Task:
     """Rows [start, stop) of a tensor, all of one matrix of it, and their new type.
 
-    importance: of its columns, float32 [K].  power: the exponent of importances when scales are chosen.
+    importance: of its columns, float32 [K].  power: the exponent of importances when scales are chosen.  moments: the folder and
+    layer with the moments of its inputs, and the method of quantizing by them.
     """
 
     name: str
@@ -47,15 +50,30 @@ class Task:
     stop: int
     importance: Tensor | None = field(default=None, compare=False)
     power: float = 1.0
+    moments: tuple[Path, str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Moments of inputs.  folder: has them.  layers: their names there, by the names of tensors.  what: a digest of all that they
+    depend on.  method: of encode/calibrated/solve.py.
+    """
+
+    folder: Path
+    layers: Mapping[str, str]
+    what: str
+    method: str
 
 
 def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
-                  power: float | None = None, force: bool = True, tell: Tell = lambda done, name: None) -> dict[str, Sums]:
+                  power: float | None = None, force: bool = True, tell: Tell = lambda done, name: None,
+                  calibration: Calibration | None = None) -> dict[str, Sums]:
     """Write the GGUF file of a plan; returns the error of each quantized tensor, measured on the stored weights.
 
     force: whether an existing file is replaced.
     power: the exponent of importances when scales are chosen, 0 to 1; None for that of the type (IMATRIX_POWERS, else 1).
     tell: progress in bytes, after each tensor.  Memory: some chunks for each process.
+    calibration: tensors whose inputs it knows are quantized by them.
     Re-run to resume with the first tensor that is not complete.
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
@@ -63,9 +81,10 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     _check(plan, options, imatrix)
     inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
     powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
-    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers), inputs,
+    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers,
+                           *([calibration.what] if calibration else [])), inputs,
                     {step.tensor.name: source.ranges(step.tensor.name) for step in plan.steps}, force=force)
-    tasks = [list(_tasks(step, imatrix, powers)) for step in plan.steps]
+    tasks = [list(_tasks(step, imatrix, powers, calibration)) for step in plan.steps]
     encoded: Generator[tuple[Buffer, Sums], None, None] | None = None
 
     def chunks(number: int) -> Iterator[Buffer]:
@@ -93,6 +112,12 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     return {name: Sums(*cost) for name, cost in resume.notes.items() if cost}
 
 
+def quantizer_of(type: str) -> Any:
+    """The generated module that quantizes to a type; None for one without."""
+    module = None if type in TORCH else module_of(type)
+    return module if module is not None and module.FORMAT.variant(module.FORMAT.complete({})).encode is not None else None
+
+
 def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
     """Raise QuantizeError for what cannot be written, before any weight is read."""
     if missing := without_imatrix(plan.steps, options, imatrix):
@@ -109,18 +134,21 @@ def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
             raise QuantizeError(f"{type} needs another tensor for each weight, {others[0]}, which is not written")
 
 
-def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float]) -> Iterator[Task]:
+def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float], calibration: Calibration | None) -> Iterator[Task]:
     if step.copied or not step.weights:
         return
     tensor = step.tensor
     importance = imatrix.values(tensor) if imatrix and step.type not in TORCH else None
     rows = tensor.rows // tensor.experts
     size = max(1, CHUNK // tensor.columns)
+    layer = calibration.layers.get(tensor.name) if calibration and tensor.experts == 1 and step.type not in TORCH else None
+    moments = (calibration.folder, layer, calibration.method) if calibration and layer else None
     for expert in range(tensor.experts):
         first = expert * rows
         for start in range(first, first + rows, size):
             yield Task(tensor.name, step.type, start, min(start + size, first + rows),
-                       None if importance is None else importance[expert], powers.get(step.type, 1.0))
+                       None if importance is None else importance[expert], powers.get(step.type, 1.0),
+                       moments)
 
 
 def _results(tasks: list[Task], source: Source, jobs: int, before: Callable[[str], object],
@@ -177,8 +205,12 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     module = module_of(task.type)
     assert module is not None                                    # looked up before the first task
     try:
-        importance = None if task.importance is None else _counted(task.importance, task.power)
-        packed = module.quantize(weight, **({} if importance is None else {"importance": importance}))
+        if task.moments is not None:
+            folder, layer, method = task.moments
+            packed = solve.quantize(module.FORMAT, weight, store.opened(folder)[layer], method)
+        else:
+            importance = None if task.importance is None else _counted(task.importance, task.power)
+            packed = module.quantize(weight, **({} if importance is None else {"importance": importance}))
     except FormatError as error:
         raise QuantizeError(f"{source.path}: tensor {shown(task.name)}, rows {task.start} to {task.stop}: {error}") from None
     [blocks] = packed.tensors.values()

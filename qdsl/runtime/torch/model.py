@@ -65,11 +65,13 @@ def skipping(skip: Skip) -> Callable[[nn.Module, str], bool]:
     return lambda layer, name: any(pattern.fullmatch(part) for pattern in patterns for part in (name, *name.split(".")))
 
 
-def quantize_model(model: nn.Module, format: Format, skip: Skip = None, **options: Any) -> Report:
+def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
+                   hessians: Mapping[str, Any] | None = None, **options: Any) -> Report:
     """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
 
-    skip: the layers to leave, see `skipping`.  options: of the format's `quantize`.  Only one weight at a time exists in both
-    forms.  If an error stops this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps
+    skip: the layers to leave, see `skipping`.  hessians: moments of inputs, by the names of layers that are quantized by them
+    (encode/calibrated).  options: of the format's `quantize`.  Only one weight at a time exists in both forms.  If an error stops
+    this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps
     its bias, device and mode.  Layers that cannot be replaced are skipped, and the report says why.  Raises FormatError, before
     anything changes, for options that the format does not have.
     """
@@ -79,7 +81,7 @@ def quantize_model(model: nn.Module, format: Format, skip: Skip = None, **option
     report, is_skipped = Report(f"quantized to {format.name}"), skipping(skip)
     for names in _places(model):
         if not is_skipped(model.get_submodule(names[0]), names[0]):
-            why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, options, report)
+            why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, hessians or {}, options, report)
             report.skipped.update(dict.fromkeys(names, why) if why else {})
     return report                                                # no local variable kept a layer alive during the next one
 
@@ -106,12 +108,14 @@ def _reason(layer: nn.Module) -> str:
     return ""
 
 
-def _replace(model: nn.Module, names: list[str], format: Format, options: Mapping[str, Any], report: Report) -> str:
+def _replace(model: nn.Module, names: list[str], format: Format, hessians: Mapping[str, Any], options: Mapping[str, Any],
+             report: Report) -> str:
     """Quantize a layer and put the new one in all its places; returns why not, or ''."""
     old = model.get_submodule(names[0])
     assert isinstance(old, nn.Linear)
     try:
-        packed = format.quantize(old.weight, **options)
+        packed = hessians[names[0]].quantize(format, old.weight, **options) if names[0] in hessians else \
+            format.quantize(old.weight, **options)
         packed = fastest_storage(packed) if "storage" not in options and may_change(old) else packed
     except FormatError as error:
         return str(error)

@@ -1,0 +1,98 @@
+"""The options of `quantize` that run a model on a text first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from qdsl.cli.app import fail, refuse_options, reported
+
+if TYPE_CHECKING:
+    from qdsl.jobs.calibrate import Sampling
+    from qdsl.jobs.convert.aim import Aim
+    from qdsl.jobs.gguf.plan import Plan
+    from qdsl.jobs.gguf.run import Calibration
+
+HEADING = "Calibration, with --calibrate"                        # of options in the help
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRun:
+    """A run of a model on a text before it is quantized.  device: that runs it."""
+
+    sampling: Sampling
+    device: str | None
+
+    @classmethod
+    def of(cls, context: typer.Context, text: Path | None, samples: int, length: int, method: str, sequential: bool,
+           device: str | None) -> CalibrationRun | None:
+        """The run that options ask for; None without a text.  Exits with code 2 for options that do not fit."""
+        from qdsl.jobs.calibrate import METHODS, Sampling
+
+        if text is None:
+            refuse_options(context, HEADING, "--calibrate")
+            return None
+        if method not in METHODS:
+            fail(f"--method is {' or '.join(METHODS)}, not {method}", 2)
+        if not text.is_file():
+            fail(f"{text}: no such file of text", 2)
+        return cls(Sampling(text, samples, length, method, sequential), device)
+
+    def for_folder(self, model: Path, aim: Aim) -> tuple[Aim, Callable[[Path], None]]:
+        """The aim with what the numbers depend on, and the function that writes moments into a folder."""
+        from dataclasses import replace
+
+        from qdsl.checkpoint.detect.ignored import is_skipped
+        from qdsl.jobs.convert.aim import target_format
+
+        format = target_format(aim)
+        options = {**aim.options, "storage": aim.storage}
+
+        def target(name: str) -> Any:
+            return None if is_skipped(name, aim.ignore or ()) else (format, options)
+
+        with _text_errors():
+            return replace(aim, calibration=self.sampling.data()), partial(self._write, model, target)
+
+    def for_gguf(self, model: Path, plan: Plan, out: Path) -> Calibration:
+        """The moments of a model's layers, written next to the GGUF file, and what they depend on."""
+        from qdsl.host.files import digest, identity
+        from qdsl.jobs.calibrate import tensor_layers
+        from qdsl.jobs.gguf.run import Calibration, quantizer_of
+
+        folder = out.with_name(f"{out.name}.moments")
+        files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+        with _text_errors():
+            what = digest(self.sampling.data(), [identity(path) for path in files], [step.type for step in plan.steps])
+        tensors = tensor_layers(model, [step.tensor.name for step in plan.steps if not step.copied])
+        types = {tensors[step.tensor.name]: step.type for step in plan.steps if step.tensor.name in tensors}
+
+        def target(name: str) -> Any:
+            module = quantizer_of(types[name]) if name in types else None
+            return None if module is None else (module.FORMAT, {})
+
+        self._write(model, target, folder / what[:16])
+        return Calibration(folder / what[:16], tensors, what, self.sampling.method)
+
+    def _write(self, model: Path, target: Callable[[str], Any], folder: Path) -> None:
+        from qdsl.cli.models import running
+        from qdsl.host.progress import progress
+        from qdsl.jobs.calibrate import write_moments
+
+        with running(), _text_errors():
+            write_moments(str(model), self.sampling, folder, target, progress, self.device)
+
+
+@contextmanager
+def _text_errors() -> Iterator[None]:
+    with reported():
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            fail(f"the text is not UTF-8: {error}", 2)

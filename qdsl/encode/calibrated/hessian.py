@@ -1,0 +1,80 @@
+"""The second moments of a layer's inputs, and the factor by which rounding errors are carried to other columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+DAMPING = 0.01                                                   # of the mean diagonal, added to it before it is inverted
+ATTEMPTS = 12                                                    # each doubles the damping
+
+
+@dataclass(slots=True)
+class Hessian:
+    """The mean of x x^T over the rows of x that a layer was called with: float32 [K, K], and the number of rows."""
+
+    matrix: Tensor
+    rows: int = 0
+
+    @classmethod
+    def empty(cls, columns: int, device: torch.device | str = "cpu") -> Hessian:
+        """The moments of no rows."""
+        return cls(torch.zeros(columns, columns, dtype=torch.float32, device=device))
+
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Count the rows of x [..., K].  weights: of each row in the mean, [...]; 1 by default."""
+        flat = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
+        if weights is not None:
+            flat = flat * weights.reshape(-1, 1).sqrt()
+        rows = self.rows + len(flat)
+        if rows:
+            self.matrix.mul_(self.rows / rows).addmm_(flat.T, flat, alpha=1 / rows)
+        self.rows = rows
+
+    @property
+    def importance(self) -> Tensor:
+        """The mean square of each column, [K], as `quantize` takes it."""
+        return self.matrix.diagonal().clone()
+
+    def loss(self, error: Tensor) -> float:
+        """The mean squared error of the outputs, summed over them, that an error of the weight [N, K] makes."""
+        return float(((error @ self.matrix) * error).sum(dtype=torch.float64))
+
+    def quantize(self, format: Format, weight: Tensor, **options: Any) -> PackedWeight:
+        """Quantizes a weight [N, K] by these moments, as `solve.quantize` does."""
+        from qdsl.encode.calibrated.solve import quantize
+
+        return quantize(format, weight, self, **options)
+
+
+def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
+    """U, upper triangular float32 [K, K], with U^T U = the inverse of the damped Hessian.
+
+    The damping doubles until Cholesky's decomposition exists.  A column without inputs counts as if alone.  Raises FormatError
+    for a Hessian that is not finite.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        raise FormatError("the inputs that a layer was calibrated with are not finite")
+    matrix = hessian.double()
+    diagonal = matrix.diagonal()
+    diagonal[diagonal == 0] = 1
+    mean = float(diagonal.mean())
+    added = 0.0
+    for attempt in range(ATTEMPTS):
+        wanted = damping * mean * 2 ** attempt
+        diagonal += wanted - added
+        added = wanted
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        if not int(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed):
+                return upper.float()
+    raise FormatError(f"the Hessian of a layer has no inverse, even with {added / mean:g} of its mean diagonal added")

@@ -1,0 +1,88 @@
+"""The numbers that each code of a format stands for, with all other fields fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from qdsl.core.numbers import number
+from qdsl.runtime.weight.layout import Variant
+from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.packed import PackedWeight
+
+LEAST_BLOCK = 8                                                  # columns per value of a field; codes of shorter runs are of vectors
+
+
+def code_field(variant: Variant) -> str:
+    """The field with the code of each weight; '' if weights have several fields of their own, or share codes with others."""
+    if variant.cuts[1] == "1":                                  # blocks are not of adjacent columns
+        return ""
+    own = [name for name, field in variant.fields.items() if [axis.text for axis in field.axes] == ["N", "K"]]
+    steps = [axis.by({}) for name, field in variant.fields.items() for axis in field.axes
+             if axis.dim == "K" and axis.step and not any(isinstance(part, str) for part in axis.step)]
+    kind = number(variant.fields[own[0]].type) if len(own) == 1 else None
+    if not own or (kind is not None and kind.bits > 8) or any(step <= LEAST_BLOCK for step in steps):
+        return ""
+    return own[0] if len(own) == 1 else ""
+
+
+def block_columns(packed: PackedWeight, code: str) -> int:
+    """The number of adjacent columns in which the same code is the same number."""
+    steps = [packed.shape[1]]
+    for name, field in packed.variant.fields.items():
+        if name != code and field.groups is None:
+            steps += [axis.by(packed.sizes) for axis in field.axes if axis.dim in ("K", "N*K")]
+    return gcd(*steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The values of codes in blocks of `step` columns, rising.
+
+    values: float32 [blocks, rows, codes].  codes: the code of each, the same shape.  borders: halfway between two values.
+    """
+
+    values: Tensor
+    codes: Tensor
+    borders: Tensor
+    step: int
+
+    def nearest(self, weights: Tensor, column: int) -> tuple[Tensor, Tensor]:
+        """The values nearest to weights [rows] of a column, and their codes."""
+        block = column // self.step
+        places = torch.searchsorted(self.borders[block], weights[:, None])
+        return self.values[block].gather(1, places)[:, 0], self.codes[block].gather(1, places)[:, 0]
+
+
+def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str) -> Levels:
+    """The values of every code of a weight whose fields are `fields`.
+
+    Integer codes are those between the least and the greatest of `fields`: a scheme leaves out codes that have no number.
+    """
+    step = block_columns(packed, code)
+    choices = _choices(packed, fields[code], code)
+    same = torch.empty_like(fields[code])
+    integers = same.view(choices.dtype)
+    values = torch.empty(-(-packed.shape[1] // step), packed.shape[0], len(choices), dtype=torch.float32, device=same.device)
+    for place, choice in enumerate(choices.tolist()):
+        integers.fill_(choice)
+        values[..., place] = packed.variant.decode(**{**fields, code: same}).view(packed.shape)[:, ::step].T
+    rising, order = values.nan_to_num_(nan=torch.inf, neginf=torch.inf).sort(dim=-1, stable=True)
+    # between two infinities there is no half; nothing is nearer to them than to a finite value
+    borders = ((rising[..., 1:] + rising[..., :-1]) / 2).contiguous()
+    return Levels(rising, choices.to(same.device)[order], borders, step)
+
+
+def _choices(packed: PackedWeight, chosen: Tensor, code: str) -> Tensor:
+    """The codes as integers: all of a float type, and those in the range of `chosen` of an integer type."""
+    variant = packed.variant
+    kind = number(str(packed.params.get(variant.fields[code].type, variant.fields[code].type)))
+    assert kind is not None
+    if kind.is_float:
+        return torch.arange(1 << kind.bits, dtype=torch.uint8, device="cpu")
+    low, high = (int(value) for value in chosen.aminmax())
+    return torch.arange(low, high + 1, dtype=torch_dtype(kind.name), device="cpu")

@@ -1,0 +1,98 @@
+"""Fields that blocks of weights share, chosen for the least weighted error among several clipped ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qdsl.encode.calibrated.levels import code_field
+from qdsl.encode.blocks import cut_blocks, join_blocks
+from qdsl.runtime.weight.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+CLIPS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)              # of the range of each block
+
+
+def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options: Mapping[str, Any],
+                     ) -> tuple[PackedWeight, dict[str, Tensor]]:
+    """The quantized weight [N, K] and its fields, ranges of blocks clipped where that lessens the weighted error.
+
+    Schemes that search with an importance do so, and clip nothing.
+    """
+    fixed = _fixed_options(format, weight, options)
+    packed = format.quantize(weight, importance=importance, **options, **fixed)
+    fields = format.unpack(packed)
+    code = code_field(packed.variant)
+    size = _shared_blocks(packed, [name for name in fields if packed.variant.fields[name].axes or not fixed])
+    if packed.variant.importance or not code or size is None:
+        return packed, fields
+    blocks = cut_blocks(weight, *size)
+    low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
+    least = _block_errors(packed, weight, importance, size)
+    for clip in CLIPS:
+        clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clip), high * clip), *weight.shape)
+        trial = format.quantize(clipped, importance=importance, **options, **fixed)
+        errors = _block_errors(trial, weight, importance, size)
+        better = errors < least
+        least = torch.where(better, errors, least)
+        for name, values in format.unpack(trial).items():
+            fields[name] = _where_better(packed, name, better, size, values, fields[name])
+    return format.pack(fields, packed.storage, **packed.params), fields
+
+
+def _fixed_options(format: Format, weight: Tensor, options: Mapping[str, Any]) -> dict[str, float]:
+    """The option that keeps the super-scale of a whole weight, whatever is clipped."""
+    params, chosen, _ = format.chosen(options)
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    return {"amax": largest} if "amax" in format.variant(params).options and "amax" not in chosen and largest > 0 else {}
+
+
+def _shared_blocks(packed: PackedWeight, names: Iterable[str]) -> tuple[int, int] | None:
+    """The rows and columns of blocks that share no field with others; None if blocks are not of rows and columns."""
+    n, k = packed.shape
+    rows, columns = 1, 1
+    for name in names:
+        field = packed.variant.fields[name]
+        by = _steps(packed, name)
+        if by is None or field.groups is not None:
+            return None
+        rows, columns = lcm(rows, by[0]), lcm(columns, by[1])
+    return min(rows, n), min(columns, k)
+
+
+def _steps(packed: PackedWeight, name: str) -> tuple[int, int] | None:
+    """The rows and columns per value of a field; None if it has none, as a stored table or a run across rows."""
+    n, k = packed.shape
+    by = {axis.dim: axis.by(packed.sizes) for axis in packed.variant.fields[name].axes}
+    if "N*K" in by:
+        return None if k % by["N*K"] else (1, by["N*K"])
+    return None if by.keys() - {"N", "K"} else (by.get("N", n), by.get("K", k))
+
+
+def _block_errors(packed: PackedWeight, weight: Tensor, importance: Tensor, size: tuple[int, int]) -> Tensor:
+    """The squared errors of each block, weighted by the importance of columns: [blocks of rows, blocks of columns]."""
+    error = packed.format.dequantize(packed, torch.float32).sub_(weight).square_().mul_(importance)
+    return cut_blocks(error, *size).sum((1, 3))
+
+
+def _where_better(packed: PackedWeight, name: str, better: Tensor, size: tuple[int, int], new: Tensor, old: Tensor) -> Tensor:
+    """A field's new values in the blocks that are better, and its old ones in the others."""
+    steps = _steps(packed, name)
+    assert steps is not None
+    n, k = packed.shape
+    rows, columns = (-(-extent // step) for extent, step in zip((n, k), steps, strict=True))
+    index = [torch.arange(count, device=old.device) * step // whole for count, step, whole in
+             zip((rows, columns), steps, size, strict=True)]
+    mask = better[index[0]][:, index[1]].view(old.shape)
+    return torch.where(mask, new.view(_bits(new)), old.view(_bits(old))).view(old.dtype)
+
+
+def _bits(values: Tensor) -> torch.dtype:
+    """A dtype in which torch selects values of any dtype bit by bit."""
+    return torch.uint8 if values.dtype.itemsize == 1 else values.dtype

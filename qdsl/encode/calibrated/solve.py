@@ -1,0 +1,113 @@
+"""Quantizes a weight for the inputs of its layer: the error of each column is carried to the columns that follow (GPTQ).
+
+    H = mean of x x^T         what an error e of a row of w costs is e H e^T
+    U^T U = H^-1              U is upper triangular
+
+    columns, those with the largest diagonal of H first:
+        codes[k] = nearest(w[k]);  error = (w[k] - value[k]) / U[k, k]
+        w[later] -= error * U[k, later]
+
+Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qdsl.encode.calibrated.hessian import DAMPING, Hessian, inverse_factor
+from qdsl.encode.calibrated.levels import code_field, levels
+from qdsl.encode.calibrated.scales import quantize_clipped
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+GPTQ, IMPORTANCE = METHODS = ("gptq", "importance")
+STEP = 128                                                       # columns whose errors reach the others by one product
+TILE = 1 << 20                                                   # weights per tile of rows
+
+
+def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPTQ, damping: float = DAMPING, **options: Any,
+             ) -> PackedWeight:
+    """Quantizes a float weight [N, K] so that the outputs for the inputs of `hessian` change least.
+
+    method: GPTQ, or IMPORTANCE to choose scales alone by the mean squares of columns.  options: those of the format's `quantize`,
+    storage too.  Returns round to nearest where the compensated weight has the larger loss.  Raises FormatError for a format that
+    has no quantizer, and as `quantize` does.
+    """
+    if weight.shape[1:] != hessian.matrix.shape[1:]:
+        raise FormatError(f"{format.name}: the weight has {weight.shape[1]} columns, and its inputs had {len(hessian.matrix)}")
+    weight = weight.detach().float()
+    packed, fields = quantize_clipped(format, weight, hessian.importance, options)
+    if method == IMPORTANCE:
+        return packed
+    code = code_field(packed.variant)
+    if code:
+        solved = _with_codes(packed, fields, code, weight, hessian, damping)
+    else:
+        solved = _chunked(format, packed, weight, hessian, damping, options)
+    plain, compensated = (hessian.loss(format.dequantize(one, torch.float32).sub_(weight)) for one in (packed, solved))
+    return solved if compensated < plain else packed
+
+
+def _with_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, weight: Tensor, hessian: Hessian, damping: float,
+                ) -> PackedWeight:
+    """The weight with compensated codes; its other fields stay."""
+    order = hessian.matrix.diagonal().argsort(dim=0, descending=True, stable=True)
+    factor = inverse_factor(hessian.matrix[order][:, order], damping)
+    for start, stop in _tiles(packed):
+        part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
+        values = packed.format.unpack(part)
+        fields[code][start:stop] = _solve(part, values, code, weight[start:stop], factor, order)
+    return packed.format.pack(fields, packed.storage, **packed.params)
+
+
+def _tiles(packed: PackedWeight) -> Iterator[tuple[int, int]]:
+    n, k = packed.shape
+    step = packed.step("N")
+    rows = max(1, TILE // max(1, k) // step) * step
+    for start in range(0, n, rows):
+        yield start, min(n, start + rows)
+
+
+def _solve(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, weight: Tensor, factor: Tensor, order: Tensor) -> Tensor:
+    """The codes of rows [rows, K], column by column in an order."""
+    table = levels(packed, fields, code)
+    places = order.tolist()
+    work = weight.T[order].contiguous()                          # [K, rows], columns in the order
+    codes = torch.empty(work.shape, dtype=table.codes.dtype, device=work.device)
+    for start in range(0, len(work), STEP):
+        stop = min(len(work), start + STEP)
+        inner = factor[start:stop, start:stop]
+        errors = torch.empty(stop - start, work.shape[1], dtype=torch.float32, device=work.device)
+        for k in range(start, stop):
+            value, codes[k] = table.nearest(work[k], places[k])
+            error = (work[k] - value) / inner[k - start, k - start]
+            errors[k - start] = error
+            work[k + 1:stop].addr_(inner[k - start, k - start + 1:], error, alpha=-1)
+        work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    chosen = torch.empty_like(codes)
+    chosen[order] = codes
+    return chosen.T.contiguous().view(fields[code].dtype)
+
+
+def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hessian, damping: float, options: Mapping[str, Any],
+             ) -> PackedWeight:
+    """The weight quantized by runs of columns; the error of each run is carried to those that follow."""
+    step = packed.step("K")
+    if step >= weight.shape[1] or packed.variant.cuts[1] == "1":
+        return packed
+    factor = inverse_factor(hessian.matrix, damping)
+    work, parts = weight.T.clone(), []
+    for start in range(0, len(work), step):
+        stop = min(len(work), start + step)
+        part = format.quantize(work[start:stop].T.contiguous(), importance=hessian.importance[start:stop], **options)
+        parts.append(part)
+        error = work[start:stop] - format.dequantize(part, torch.float32).T
+        carried = torch.linalg.solve_triangular(factor[start:stop, start:stop].T, error, upper=False)
+        work[stop:].addmm_(factor[start:stop, stop:].T, carried, alpha=-1)
+    return PackedWeight.join(parts, "K")

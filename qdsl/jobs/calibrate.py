@@ -1,0 +1,101 @@
+"""Runs a language model on a text, and keeps the moments of its layers' inputs for quantizing by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdsl.host.files import digest, open_input
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qdsl.models.calibrate import Target
+    from qdsl.models.gguf_maps import GgufMap
+
+METHODS = ("gptq", "importance")                                 # of encode/calibrated/solve.py, which imports torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What a model is calibrated with: `samples` runs of `length` tokens of a text, at even distances.
+
+    method: of encode/calibrated/solve.py.  sequential: a block is quantized before the next one gets its outputs.
+    """
+
+    text: Path
+    samples: int = 128
+    length: int = 2048
+    method: str = "gptq"
+    sequential: bool = True
+
+    def content(self) -> str:
+        """The text.  Raises OSError and UnicodeDecodeError."""
+        with open_input(self.text) as file:
+            return file.read().decode()
+
+    def data(self) -> dict[str, int | str | bool]:
+        """What the moments depend on, for the request of a job: the text by its digest."""
+        return {**asdict(self), "text": digest(self.content())}
+
+
+def samples_of(tokenizer: Any, content: str, samples: int, length: int) -> list[Tensor]:
+    """Runs of tokens [1, length] at even distances in a text; fewer of a short one.  Raises LoadError for less than one."""
+    from qdsl.models.evaluate import chunks
+
+    every = chunks(tokenizer, content, length)
+    step = max(1, len(every) / samples)
+    return [every[int(number * step)][None] for number in range(min(samples, len(every)))]
+
+
+def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, progress: Callable[[int, str], Any],
+                  device: str | None = None) -> None:
+    """Write the moments of a language model's layers into a folder; those that are there are kept.
+
+    target(name): the format and options that a layer is quantized to, None where it stays.  progress(total, unit): a context with
+    a function that counts samples.  Raises LoadError, CheckpointError and OSError.
+    """
+    from qdsl.encode.calibrated.store import Moments, save
+    from qdsl.models.calibrate import block_list, calibrate
+    from qdsl.models.language import load_language_model
+
+    language = load_language_model(model, device=device, dtype="auto" if device not in (None, "cpu") else "float32")
+    if language.packed_layers:
+        language.model.dequantize()
+    tokens = samples_of(language.tokenizer, sampling.content(), sampling.samples, sampling.length)
+    tokens = [sample.to(language.model.device) for sample in tokens]
+    folder.mkdir(parents=True, exist_ok=True)
+    with progress(len(tokens) * len(block_list(language.model)[1]), " samples") as tell:
+        calibrate(language.model, tokens, target if sampling.sequential else None,
+                  lambda block, hessians: save(folder, block, hessians), Moments(folder), tell)
+
+
+def tensor_layers(path: Path, tensors: Iterable[str]) -> dict[str, str]:
+    """The linear layers of a language model by the names of tensors in its GGUF file.
+
+    path: the GGUF file, or the folder that is written as one.  Raises LoadError for a model without a map.
+    """
+    from qdsl.models.gguf_maps import BLOCK, pattern_of
+
+    own = _map_of(path)
+    layers = {source: name.removesuffix(".weight") for name, rule in own.rules.items() if name.endswith(".weight")
+              and not (rule.transposed or rule.elements) for source in rule.sources}
+    patterns = {tensor: pattern_of(tensor) for tensor in tensors}
+    return {tensor: layers[pattern].replace(BLOCK, block) for tensor, (pattern, block) in patterns.items() if pattern in layers}
+
+
+def _map_of(path: Path) -> GgufMap:
+    """The map between the parameters of a model and the tensors of its GGUF file."""
+    import transformers
+
+    from qdsl.checkpoint.files.gguf import GgufFile
+    from qdsl.models.gguf_maps import FOLDER, GgufMap, map_of
+    from qdsl.models.transformers.gguf import config_of
+
+    if path.is_dir():
+        return GgufMap.read(FOLDER / f"{transformers.AutoConfig.from_pretrained(path).model_type}.json")
+    with GgufFile(path) as file:
+        architecture = str(file.metadata["general.architecture"].decoded())
+        return map_of(config_of(file, path).model_type, architecture)
