@@ -1,0 +1,116 @@
+"""Codes chosen by the inputs of a layer: less loss than rounding for every format, and rounding where inputs are independent."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qdsl.encode.calibrated.hessian import Hessian, inverse_factor
+from qdsl.encode.calibrated.levels import code_field, levels
+from qdsl.encode.calibrated.scales import quantize_clipped
+from qdsl.encode.calibrated.solve import IMPORTANCE, quantize
+from qdsl.generated import int_group, mxfp4, nf4, q4_k
+from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError
+from tests.support.formats import SHIPPED, module
+
+# K is a multiple of all blocks, and N of all rows of tiles
+SHAPE = (128, 1024)
+# fp8_ds_mla: rows of a cache, of 512 columns.  Its blocks of rows across columns leave hqq_axis0 nothing to carry errors along.
+WITHOUT_COLUMNS = ("hqq_axis0",)
+OF_CACHES = ("fp8_ds_mla",)
+
+
+def with_quantizer() -> list[Path]:
+    """The specs of formats that quantize weights, and that are no exact copies."""
+    variants = {path: next(iter(module(path).FORMAT.variants.values())) for path in SHIPPED}
+    return [path for path, variant in variants.items() if variant.encode and not variant.copies
+            and path.stem not in (*OF_CACHES, "kivi")]
+
+
+@cache
+def layer() -> tuple[Tensor, Hessian]:
+    """A weight, and the moments of inputs that are correlated, with columns of other sizes."""
+    generator = torch.Generator().manual_seed(0)
+    n, k = SHAPE
+    mixed = torch.randn(k // 8, k, generator=generator) * torch.rand(k, generator=generator).exp()
+    x = torch.randn(2 * k, k // 8, generator=generator) @ mixed
+    hessian = Hessian.empty(k)
+    hessian.add(x + x.std() * 0.1 * torch.randn(x.shape, generator=generator))
+    return torch.randn(SHAPE, generator=generator) * torch.rand(n, 1, generator=generator), hessian
+
+
+def loss(format: Format, packed: object, weight: Tensor, hessian: Hessian) -> float:
+    return hessian.loss(format.dequantize(packed, torch.float32) - weight)      # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", with_quantizer(), ids=lambda path: path.stem)
+def test_the_loss_is_less_than_that_of_rounding(path: Path) -> None:
+    """At most three quarters of it, in every format whose weights have codes along columns."""
+    format, (weight, hessian) = module(path).FORMAT, layer()
+    packed = quantize(format, weight, hessian)
+    before, after = (loss(format, one, weight, hessian) for one in (format.quantize(weight), packed))
+    assert after <= before * (1 if path.stem in WITHOUT_COLUMNS else 0.75)
+
+
+@pytest.mark.parametrize("path", with_quantizer(), ids=lambda path: path.stem)
+def test_independent_inputs_take_the_nearest_codes(path: Path) -> None:
+    """No other code of a weight is nearer, with the scales that were chosen."""
+    format, (weight, _) = module(path).FORMAT, layer()
+    k = SHAPE[1]
+    independent = Hessian(torch.eye(k), k)
+    packed, fields = quantize_clipped(format, weight[:128], independent.importance, {})
+    code = code_field(packed.variant)
+    if not code:
+        pytest.skip("codes are of several weights")
+    solved = quantize(format, weight[:128], independent)
+    table = levels(solved, format.unpack(solved), code)
+    values = format.dequantize(solved, torch.float32)
+    for column in range(0, k, 37):
+        nearest, _ = table.nearest(weight[:128, column].contiguous(), column)
+        assert torch.equal((nearest - weight[:128, column]).abs(), (values[:, column] - weight[:128, column]).abs())
+
+
+@pytest.mark.parametrize("format", [int_group.FORMAT, nf4.FORMAT, q4_k.FORMAT, mxfp4.FORMAT], ids=lambda format: format.name)
+def test_rows_do_not_depend_on_each_other(format: Format) -> None:
+    weight, hessian = layer()
+    whole, half = quantize(format, weight, hessian), quantize(format, weight[:64], hessian)
+    assert torch.equal(format.dequantize(whole, torch.float32)[:64], format.dequantize(half, torch.float32))
+
+
+def test_moments_do_not_depend_on_the_size_of_batches() -> None:
+    x = torch.randn(96, 32, generator=torch.Generator().manual_seed(1))
+    at_once, in_parts = Hessian.empty(32), Hessian.empty(32)
+    at_once.add(x)
+    for part in x.split([1, 50, 45]):
+        in_parts.add(part)
+    assert at_once.rows == in_parts.rows == 96
+    torch.testing.assert_close(at_once.matrix, in_parts.matrix, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(at_once.matrix, x.T @ x / 96, rtol=1e-5, atol=1e-6)
+
+
+def test_importance_alone_lessens_the_weighted_error() -> None:
+    weight, hessian = layer()
+    for format in (int_group.FORMAT, nf4.FORMAT):
+        plain, weighted = (((format.dequantize(packed, torch.float32) - weight).square() * hessian.importance).sum() for packed in (
+            format.quantize(weight), quantize(format, weight, hessian, IMPORTANCE)))
+        assert weighted < 0.99 * plain
+
+
+def test_columns_without_inputs_and_few_samples_are_inverted() -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    x[:, 7] = 0
+    factor = inverse_factor(x.T @ x / 5)
+    assert bool(torch.isfinite(factor).all()) and torch.equal(factor, factor.triu())
+
+
+def test_moments_that_do_not_fit_are_refused() -> None:
+    weight, hessian = layer()
+    with pytest.raises(FormatError, match="has 512 columns, and its inputs had 1024"):
+        quantize(int_group.FORMAT, weight[:, :512], hessian)
+    with pytest.raises(FormatError, match="not finite"):
+        inverse_factor(torch.full((4, 4), torch.nan))

@@ -1,0 +1,93 @@
+"""Models quantized by what their layers get as inputs: moments, blocks in order, resuming, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import qdsl
+from qdsl.encode.calibrated.store import Moments, save
+from qdsl.models.calibrate import calibrate, without_outliers
+from qdsl.models.plan import LoadError
+
+OPTIONS = {"bits": 3, "group": 64}
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         vocab_size=100)
+    return LlamaForCausalLM(config).eval()
+
+
+def samples(count: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 100, (1, 48), generator=generator) for _ in range(count)]
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return torch.cat([model(sample).logits for sample in samples(4)])
+
+
+def test_moments_are_those_of_the_inputs() -> None:
+    """Of each layer apart, in one run of the whole model; layers with one input share their moments."""
+    own, inputs = model(), {}
+    handles = [layer.register_forward_pre_hook(lambda _, x, name=name: inputs.setdefault(name, []).append(x[0].detach()))
+               for name, layer in own.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"]
+    logits(own)
+    for handle in handles:
+        handle.remove()
+    moments = calibrate(own, samples(4))
+    assert moments.keys() == inputs.keys()
+    for name, tensors in inputs.items():
+        rows = torch.cat([x.flatten(0, 1) * without_outliers(x)[1].flatten()[:, None].sqrt() for x in tensors])
+        torch.testing.assert_close(moments[name].matrix, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-5)
+    layer = "model.layers.0.self_attn"
+    assert moments[f"{layer}.q_proj"] is moments[f"{layer}.v_proj"] is not moments[f"{layer}.o_proj"]
+
+
+def test_a_calibrated_model_is_nearer_to_the_plain_one() -> None:
+    expected, errors = logits(model()), {}
+    for how in ("rounded", "at once", "in order"):
+        quantized = model()
+        before = {name: value.clone() for name, value in quantized.state_dict().items()}
+        moments = {} if how == "rounded" else qdsl.calibrate(quantized, samples(), *(["int_group"] if how == "in order" else []),
+                                                             **(OPTIONS if how == "in order" else {}))
+        assert all(torch.equal(before[name], value) for name, value in quantized.state_dict().items())
+        report = qdsl.quantize_(quantized, "int_group", lambda _, name: name != "lm_head", hessians=moments, **OPTIONS)
+        assert len(report.quantized) == 14
+        errors[how] = float((logits(quantized) - expected).square().mean())
+    assert errors["at once"] < 0.75 * errors["rounded"] and errors["in order"] < 0.75 * errors["rounded"]
+
+
+def test_known_moments_are_not_measured_again(tmp_path: Path) -> None:
+    def target(name: str) -> object:
+        return qdsl.load("int_group").FORMAT, OPTIONS
+
+    whole = calibrate(model(), samples(), target)                # type: ignore[arg-type]
+    first = {name: moments for name, moments in whole.items() if ".0." in name}
+    save(tmp_path, "model.layers.0", first)
+    written: list[str] = []
+    resumed = calibrate(model(), samples(), target, lambda block, moments: written.append(block) or save(  # type: ignore
+        tmp_path, block, moments), Moments(tmp_path))
+    stored = Moments(tmp_path)
+    assert resumed == {} and written == ["model.layers.1"] and stored.keys() == whole.keys()
+    assert all(torch.equal(stored[name].matrix, whole[name].matrix) and stored[name].rows == whole[name].rows for name in whole)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(LoadError, match="Sequential has no list of blocks with linear layers"):
+        calibrate(nn.Sequential(nn.Linear(4, 4)), samples())
+
+
+def test_outliers_weigh_as_the_bound() -> None:
+    x = torch.ones(1, 9, 4)
+    x[0, 0] = 100
+    _, weights = without_outliers(x)
+    assert weights[0, 1:].eq(1).all() and float((x[0, 0] ** 2).sum() * weights[0, 0]) == pytest.approx(16 * 4)
