@@ -29,9 +29,9 @@ _LAZY = {"Checkpoint": "checkpoint.checkpoint.Checkpoint", "CheckpointError": "c
          "PackedWeight": "runtime.weight.packed.PackedWeight", "SpecError": "compiler.spec.source.SpecError",
          "write_gguf": "checkpoint.files.gguf_write.write"}
 __all__ = ["GGML_TYPES", "Checkpoint", "CheckpointError", "Experts", "FormatError", "GgufFile", "GgufTensor", "GgufValue",
-           "PackedWeight", "SpecError", "calibrate", "compile_products", "fuse_", "generated", "ignore_packed_", "load", "load_weights_",
-           "match_dense_", "open", "open_headers", "packed_parameters", "planar_", "quantize_", "save_model", "tune",
-           "write_gguf"]
+           "PackedWeight", "SpecError", "calibrate", "compile_products", "fuse_", "generated", "ignore_packed_", "load",
+           "load_weights_", "match_dense_", "open", "open_headers", "packed_parameters", "planar_", "quantize_", "save_model",
+           "tune", "write_gguf"]
 
 
 def load(spec: Path | str) -> ModuleType:

@@ -30,19 +30,20 @@ class CalibrationRun:
     device: str | None
 
     @classmethod
-    def of(cls, context: typer.Context, text: Path | None, samples: int, length: int, method: str, sequential: bool,
+    def of(cls, context: typer.Context, text: Path | None, samples: int, length: int, method: str | None, sequential: bool,
            device: str | None) -> CalibrationRun | None:
         """The run that options ask for; None without a text.  Exits with code 2 for options that do not fit."""
-        from qdsl.jobs.calibrate import METHODS, Sampling
-
         if text is None:
             refuse_options(context, HEADING, "--calibrate")
             return None
-        if method not in METHODS:
+        from qdsl.encode.calibrated.solve import METHODS
+        from qdsl.jobs.calibrate import Sampling
+
+        if method is not None and method not in METHODS:
             fail(f"--method is {' or '.join(METHODS)}, not {method}", 2)
         if not text.is_file():
             fail(f"{text}: no such file of text", 2)
-        return cls(Sampling(text, samples, length, method, sequential), device)
+        return cls(Sampling(text, method or METHODS[0], samples, length, sequential), device)
 
     def for_folder(self, model: Path, aim: Aim) -> tuple[Aim, Callable[[Path], None]]:
         """The aim with what the numbers depend on, and the function that writes moments into a folder."""
@@ -82,11 +83,22 @@ class CalibrationRun:
 
     def _write(self, model: Path, target: Callable[[str], Any], folder: Path) -> None:
         from qdsl.cli.models import running
-        from qdsl.host.progress import progress
+        from qdsl.cli.progress import progress
         from qdsl.jobs.calibrate import write_moments
 
         with running(), _text_errors():
             write_moments(str(model), self.sampling, folder, target, progress, self.device)
+
+
+@contextmanager
+def moments_of(run: CalibrationRun | None, model: Path, plan: Plan, out: Path) -> Iterator[Calibration | None]:
+    """The moments for a GGUF file, which are removed when the file is complete; None without a run."""
+    if run is None:
+        yield None
+        return
+    moments = run.for_gguf(model, plan, out)
+    yield moments
+    moments.remove()
 
 
 @contextmanager

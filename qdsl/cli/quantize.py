@@ -28,7 +28,7 @@ from qdsl.cli.app import (
     refuse_options,
     reported,
 )
-from qdsl.cli.calibration import HEADING, CalibrationRun
+from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of
 from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
 from qdsl.cli.progress import progress
@@ -86,8 +86,8 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                                   rich_help_panel=HEADING)] = 128,
              length: Annotated[int, typer.Option("--length", min=4, help="Tokens of a run.",
                                                  rich_help_panel=HEADING)] = 2048,
-             method: Annotated[str, typer.Option("--method", help="gptq: carry errors to later columns; importance: choose scales "
-                                                 "alone.", rich_help_panel=HEADING)] = "gptq",
+             method: Annotated[str | None, typer.Option("--method", help="importance: the inputs choose scales alone; by default "
+                                                        "the codes, too.", rich_help_panel=HEADING)] = None,
              sequential: Annotated[bool, typer.Option("--sequential/--one-shot", help="Give each block the outputs of the "
                                    "quantized block before it, or of the plain one.", rich_help_panel=HEADING)] = True,
              device: Annotated[str | None, typer.Option("--device", help="That runs the model, such as cuda; by default a GPU "
@@ -173,11 +173,9 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
         if out is not None and not dry_run:
             from qdsl.jobs.gguf import run
 
-            with exit_on_sigterm():
-                moments = calibration and calibration.for_gguf(file, planned, out)
-                with progress(planned.amounts) as tell:
-                    costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
-                                              power=power, force=force, tell=tell, calibration=moments)
+            with exit_on_sigterm(), moments_of(calibration, file, planned, out) as moments, progress(planned.amounts) as tell:
+                costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
+                                          power=power, force=force, tell=tell, calibration=moments)
         report = plan.data(planned, file, costs)
         if svg is not None:
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from qdsl.models.calibrate import Target
     from qdsl.models.gguf_maps import GgufMap
 
-METHODS = ("gptq", "importance")                                 # of encode/calibrated/solve.py, which imports torch
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -26,9 +24,9 @@ class Sampling:
     """
 
     text: Path
+    method: str
     samples: int = 128
     length: int = 2048
-    method: str = "gptq"
     sequential: bool = True
 
     def content(self) -> str:
@@ -50,12 +48,12 @@ def samples_of(tokenizer: Any, content: str, samples: int, length: int) -> list[
     return [every[int(number * step)][None] for number in range(min(samples, len(every)))]
 
 
-def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, progress: Callable[[int, str], Any],
+def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, progress: Callable[[Mapping[str, int]], Any],
                   device: str | None = None) -> None:
     """Write the moments of a language model's layers into a folder; those that are there are kept.
 
-    target(name): the format and options that a layer is quantized to, None where it stays.  progress(total, unit): a context with
-    a function that counts samples.  Raises LoadError, CheckpointError and OSError.
+    target(name): the format and options that a layer is quantized to, None where it stays.  progress(amounts): a context with
+    a function that counts the bytes of tokens.  Raises LoadError, CheckpointError and OSError.
     """
     from qdsl.encode.calibrated.store import Moments, save
     from qdsl.models.calibrate import block_list, calibrate
@@ -67,9 +65,11 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
     tokens = samples_of(language.tokenizer, sampling.content(), sampling.samples, sampling.length)
     tokens = [sample.to(language.model.device) for sample in tokens]
     folder.mkdir(parents=True, exist_ok=True)
-    with progress(len(tokens) * len(block_list(language.model)[1]), " samples") as tell:
+    nbytes = 8 * tokens[0].numel()
+    with progress({"samples": nbytes * len(tokens) * len(block_list(language.model)[1])}) as tell:
         calibrate(language.model, tokens, target if sampling.sequential else None,
-                  lambda block, hessians: save(folder, block, hessians), Moments(folder), tell)
+                  lambda block, hessians: save(folder, block, hessians), Moments(folder),
+                  lambda count, name: tell(nbytes * count, name))
 
 
 def tensor_layers(path: Path, tensors: Iterable[str]) -> dict[str, str]:

@@ -29,8 +29,8 @@ OUTLIER = 16.0                                                   # times the med
 class Block:
     """A block of a model that has run on all samples, before its outputs are computed anew for the next block.
 
-    hessians: by the names of linear layers in the model; layers with the same input share one.  is_known: they were known before.  replaced: layers, and the weights
-    that they get back when the outputs are computed.
+    hessians: by the names of linear layers in the model; layers with the same input share one.  is_known: they were known before.
+    replaced: layers, and the weights that they get back when the outputs are computed.
     """
 
     name: str
@@ -55,24 +55,25 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
              and len(module) and all(any(map(product_of, part.modules())) for part in module)]
     if not lists:
-        raise LoadError(f"{type(model).__name__} has no list of blocks with linear layers, and cannot be calibrated block by block")
+        raise LoadError(f"{type(model).__name__} has no list of blocks with linear layers, so it cannot be calibrated")
     return max(lists, key=lambda named: (len(named[1]), -named[0].count(".")))
 
 
 @torch.no_grad()
 def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None = None,
-              keep: Callable[[str, Mapping[str, Hessian]], None] | None = None, known: Mapping[str, Hessian] | None = None,
+              keep: Callable[[str, Mapping[str, Hessian]], None] | None = None, measured: Mapping[str, Hessian] | None = None,
               tell: Tell = lambda count, name: None) -> dict[str, Hessian]:
     """The moments of the inputs of a language model's linear layers, by the layers' names.
 
     samples: tokens [1, length], of one length.  target(name): the format of a layer, and options of `quantize`; a block's layers
-    are quantized so, before the next block gets its outputs.  At the end all weights are as they were.  keep: is given each block's moments, which are then not
-    returned.  known: moments of layers by name; a block that has them all runs once.  tell: progress in samples that ran through a block.
+    are quantized so, before the next block gets its outputs.  At the end all weights are as they were.
+    keep: is given each block's moments, which are then not returned.  measured: moments of layers by name; a block that has them
+    all runs once.  tell: progress in samples that ran through a block.
     Memory: the activations of all samples, a copy of one block, and one block's moments with `keep`.  Raises LoadError for a
     model that is not a list of blocks, or whose blocks take arguments that depend on the sample.
     """
     moments: dict[str, Hessian] = {}
-    for block in run_blocks(model, samples, known or {}, tell):
+    for block in run_blocks(model, samples, measured or {}, tell):
         if keep is None:
             moments |= block.hessians
         elif not block.is_known:
@@ -89,17 +90,20 @@ def _rounded(block: Block, target: Target) -> dict[nn.Module, Tensor]:
         if (chosen := target(name)) is None:
             continue
         format, options = chosen
+        weight, is_transposed = layer.weight, product_of(layer) == "transposed"
+        assert isinstance(weight, Tensor)
         try:
-            packed = quantize(format, layer.weight, block.hessians[name], **options)
+            packed = quantize(format, weight.t() if is_transposed else weight, block.hessians[name], **options)
         except FormatError:                                      # it stays plain in the quantized model, too
             continue
-        replaced[layer] = layer.weight.data
-        layer.weight.data = format.dequantize(packed, layer.weight.dtype)
+        replaced[layer] = weight.data
+        values = format.dequantize(packed, weight.dtype)
+        weight.data = values.t() if is_transposed else values
     return replaced
 
 
 @torch.no_grad()
-def run_blocks(model: nn.Module, samples: Sequence[Tensor], known: Mapping[str, Hessian], tell: Tell) -> Iterator[Block]:
+def run_blocks(model: nn.Module, samples: Sequence[Tensor], measured: Mapping[str, Hessian], tell: Tell) -> Iterator[Block]:
     """Run the blocks of a language model, one after the other, on samples of tokens.
 
     A caller may change the layers of a block when it is yielded: the next block gets the inputs that the changed one makes.
@@ -110,20 +114,20 @@ def run_blocks(model: nn.Module, samples: Sequence[Tensor], known: Mapping[str, 
     if len(samples) > 1 and not _same(arguments, _arguments(model, blocks, samples[-1])):
         raise LoadError(f"{type(model).__name__}: its blocks take arguments that differ between samples")
     states = [_first_input(model, blocks[0], sample) for sample in samples]
-    for number, (module, (rest, named)) in enumerate(zip(blocks, arguments, strict=True)):
+    for number, (module, (positional, named)) in enumerate(zip(blocks, arguments, strict=True)):
         name = f"{path}.{number}"
         layers = [f"{name}.{layer}" for layer, part in module.named_modules() if product_of(part)]
-        if is_known := known.keys() >= {*layers}:
-            hessians: Mapping[str, Hessian] = {layer: known[layer] for layer in layers}
+        if is_known := measured.keys() >= {*layers}:
+            hessians: Mapping[str, Hessian] = {layer: measured[layer] for layer in layers}
         else:
             with collecting(module, name) as hessians:
                 for count, state in enumerate(states):
-                    module(state, *rest, **named)
+                    module(state, *positional, **named)
                     tell(number * len(states) + count + 1, name)
         block = Block(name, module, hessians, is_known)
         yield block
         for place, state in enumerate(states):
-            states[place] = _output(module(state, *rest, **named))
+            states[place] = _output(module(state, *positional, **named))
         for layer, weight in block.replaced.items():
             layer.weight.data = weight
 
@@ -184,8 +188,8 @@ def _arguments(model: nn.Module, blocks: nn.ModuleList, sample: Tensor) -> list[
 
     def take(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         named = dict(named)
-        rest = inputs[1:] if inputs else (named.pop("hidden_states"),)[1:]
-        taken.append((rest, named))
+        positional = inputs[1:] if inputs else (named.pop("hidden_states"),)[1:]
+        taken.append((positional, named))
 
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
     try:

@@ -63,7 +63,7 @@ def test_independent_inputs_take_the_nearest_codes(path: Path) -> None:
     format, (weight, _) = module(path).FORMAT, layer()
     k = SHAPE[1]
     independent = Hessian(torch.eye(k), k)
-    packed, fields = quantize_clipped(format, weight[:128], independent.importance, {})
+    packed, _ = quantize_clipped(format, weight[:128], independent.importance, {})
     code = code_field(packed.variant)
     if not code:
         pytest.skip("codes are of several weights")
@@ -96,8 +96,8 @@ def test_moments_do_not_depend_on_the_size_of_batches() -> None:
 def test_importance_alone_lessens_the_weighted_error() -> None:
     weight, hessian = layer()
     for format in (int_group.FORMAT, nf4.FORMAT):
-        plain, weighted = (((format.dequantize(packed, torch.float32) - weight).square() * hessian.importance).sum() for packed in (
-            format.quantize(weight), quantize(format, weight, hessian, IMPORTANCE)))
+        plain, weighted = (((format.dequantize(packed, torch.float32) - weight).square() * hessian.importance).sum()
+                           for packed in (format.quantize(weight), quantize(format, weight, hessian, IMPORTANCE)))
         assert weighted < 0.99 * plain
 
 

@@ -63,7 +63,7 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     """
     if not bool(torch.isfinite(hessian).all()):
         raise FormatError("the inputs that a layer was calibrated with are not finite")
-    matrix = hessian.double()
+    matrix = hessian.to(torch.float64, copy=True)
     diagonal = matrix.diagonal()
     diagonal[diagonal == 0] = 1
     mean = float(diagonal.mean())
@@ -76,5 +76,6 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
         if not int(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not int(failed):
-                return upper.float()
+                factor: Tensor = upper.float()
+                return factor
     raise FormatError(f"the Hessian of a layer has no inverse, even with {added / mean:g} of its mean diagonal added")

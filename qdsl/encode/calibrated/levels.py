@@ -14,7 +14,7 @@ from qdsl.runtime.weight.layout import Variant
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
 
-LEAST_BLOCK = 8                                                  # columns per value of a field; codes of shorter runs are of vectors
+LEAST_BLOCK = 8                                                  # columns per value of a field; shorter runs are vectors
 
 
 def code_field(variant: Variant) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qdsl.encode.calibrated.levels import code_field
 from qdsl.encode.blocks import cut_blocks, join_blocks
+from qdsl.encode.calibrated.levels import code_field
 from qdsl.runtime.weight.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     return format.pack(fields, packed.storage, **packed.params), fields
 
 
-def _fixed_options(format: Format, weight: Tensor, options: Mapping[str, Any]) -> dict[str, float]:
+def _fixed_options(format: Format, weight: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
     """The option that keeps the super-scale of a whole weight, whatever is clipped."""
     params, chosen, _ = format.chosen(options)
     largest = float(weight.abs().max()) if weight.numel() else 0.0

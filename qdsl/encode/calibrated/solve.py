@@ -74,7 +74,8 @@ def _tiles(packed: PackedWeight) -> Iterator[tuple[int, int]]:
         yield start, min(n, start + rows)
 
 
-def _solve(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, weight: Tensor, factor: Tensor, order: Tensor) -> Tensor:
+def _solve(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, weight: Tensor, factor: Tensor, order: Tensor,
+           ) -> Tensor:
     """The codes of rows [rows, K], column by column in an order."""
     table = levels(packed, fields, code)
     places = order.tolist()

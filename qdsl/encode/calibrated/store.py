@@ -38,7 +38,7 @@ class Moments(Mapping[str, Hessian]):
 
 
 @cache
-def opened(folder: Path) -> Moments:
+def folder_moments(folder: Path) -> Moments:
     """The moments in a folder that does not change any more."""
     return Moments(folder)
 
@@ -61,10 +61,10 @@ def _places(folder: Path) -> Iterator[tuple[str, tuple[Path, str, int]]]:
         with TensorFile(path) as file:
             try:
                 layers = json.loads((file.header.metadata or {})["layers"])
-                found = {str(name): (path, str(place["tensor"]), int(place["rows"])) for name, place in layers.items()}
+                places = {str(name): (path, str(place["tensor"]), int(place["rows"])) for name, place in layers.items()}
             except (KeyError, TypeError, ValueError):
                 raise CheckpointError(f"{path}: its header does not say which layers the moments belong to") from None
-            for name, place in found.items():
+            for name, place in places.items():
                 if place[1] not in file.header.tensors:
                     raise CheckpointError(f"{path}: no tensor {place[1]!r}, which layer {name!r} refers to")
                 yield name, place

@@ -157,7 +157,7 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = No
     if aim.moments:
         from qdsl.encode.calibrated import solve, store
 
-        moments = store.opened(Path(aim.moments))
+        moments = store.folder_moments(Path(aim.moments))
         if layer.name in moments:
             return solve.quantize(target(layer, aim), floats, moments[layer.name], str(aim.calibration["method"]),
                                   storage=aim.storage, **options)

@@ -40,7 +40,6 @@ from qdsl.jobs.engine.shards import Shard, amounts, index, share
 from qdsl.jobs.engine.work import Telling, quiet, write
 from qdsl.jobs.gguf.quality import Sums
 
-
 MOMENTS = "moments"                                             # of the stage
 
 

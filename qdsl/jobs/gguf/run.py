@@ -6,8 +6,9 @@ Chunks and their order do not depend on how many processes there are, so neither
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,12 @@ class Calibration:
     layers: Mapping[str, str]
     what: str
     method: str
+
+    def remove(self) -> None:
+        """Remove the folder, and its parent once that is empty."""
+        shutil.rmtree(self.folder)
+        with suppress(OSError):
+            self.folder.parent.rmdir()
 
 
 def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
@@ -207,7 +214,7 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     try:
         if task.moments is not None:
             folder, layer, method = task.moments
-            packed = solve.quantize(module.FORMAT, weight, store.opened(folder)[layer], method)
+            packed = solve.quantize(module.FORMAT, weight, store.folder_moments(folder)[layer], method)
         else:
             importance = None if task.importance is None else _counted(task.importance, task.power)
             packed = module.quantize(weight, **({} if importance is None else {"importance": importance}))
