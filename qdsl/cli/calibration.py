@@ -63,6 +63,7 @@ class CalibrationRun:
 
     def for_gguf(self, model: Path, plan: Plan, out: Path) -> Calibration:
         """The moments of a model's layers, written next to the GGUF file, and what they depend on."""
+        from qdsl.encode.calibrated.store import folder_moments
         from qdsl.host.files import digest, identity
         from qdsl.jobs.calibrate import tensor_layers
         from qdsl.jobs.gguf.run import Calibration, quantizer_of
@@ -78,8 +79,11 @@ class CalibrationRun:
             module = quantizer_of(types[name]) if name in types else None
             return None if module is None else (module.FORMAT, {})
 
-        self._write(model, target, folder / what[:16])
-        return Calibration(folder / what[:16], tensors, what, self.sampling.method)
+        place = folder / what[:16]
+        self._write(model, target, place)
+        measured = folder_moments(place)
+        layers = {tensor: layer for tensor, layer in tensors.items() if layer in measured}
+        return Calibration(place, layers, what, self.sampling.method)
 
     def _write(self, model: Path, target: Callable[[str], Any], folder: Path) -> None:
         from qdsl.cli.models import running

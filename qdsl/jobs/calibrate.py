@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.host.files import digest, open_input
+from qdsl.jobs.gguf.mixes import EMBEDDINGS, OUTPUT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from qdsl.models.calibrate import Target
     from qdsl.models.gguf_maps import GgufMap
+    from qdsl.models.language import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +60,56 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
     """
     from qdsl.encode.calibrated.store import Moments, save
     from qdsl.models.calibrate import block_list, calibrate
-    from qdsl.models.language import load_language_model
 
-    language = load_language_model(model, device=device, dtype="auto" if device not in (None, "cpu") else "float32")
-    if language.packed_layers:
-        language.model.dequantize()
-    tokens = samples_of(language.tokenizer, sampling.content(), sampling.samples, sampling.length)
-    tokens = [sample.to(language.model.device) for sample in tokens]
+    language, tokens = _loaded(model, sampling, device)
     folder.mkdir(parents=True, exist_ok=True)
     nbytes = 8 * tokens[0].numel()
     with progress({"samples": nbytes * len(tokens) * len(block_list(language.model)[1])}) as tell:
         calibrate(language.model, tokens, target if sampling.sequential else None,
                   lambda block, hessians: save(folder, block, hessians), Moments(folder),
                   lambda count, name: tell(nbytes * count, name))
+
+
+def _loaded(model: str, sampling: Sampling, device: str | None) -> tuple[LanguageModel, list[Tensor]]:
+    """A model with plain weights, of float32 on a CPU, and the samples on its device."""
+    from qdsl.models.language import load_language_model
+
+    language = load_language_model(model, device=device, dtype="auto" if device not in (None, "cpu") else "float32")
+    if language.packed_layers:
+        language.model.dequantize()
+    tokens = samples_of(language.tokenizer, sampling.content(), sampling.samples, sampling.length)
+    return language, [sample.to(language.model.device) for sample in tokens]
+
+
+def write_imatrix(model: Path, sampling: Sampling, out: Path, progress: Callable[[Mapping[str, int]], Any],
+                  device: str | None = None) -> list[str]:
+    """Write an importance matrix as llama-imatrix does, in its GGUF form; returns the linear layers that it leaves out.
+
+    Raises LoadError for a model without a map to GGUF, CheckpointError and OSError.
+    """
+    from qdsl.checkpoint.files.ggml_types import BY_NAME
+    from qdsl.checkpoint.files.gguf_metadata import Value
+    from qdsl.checkpoint.files.gguf_write import NewTensor, write
+    from qdsl.checkpoint.files.safetensors import bytes_of
+    from qdsl.models.calibrate import square_sums
+
+    language, tokens = _loaded(str(model), sampling, device)
+    nbytes = 8 * tokens[0].numel()
+    with progress({"samples": nbytes * len(tokens)}) as tell:
+        sums = square_sums(language.model, tokens, lambda count, name: tell(nbytes * count, name))
+    own = _map_of(model)
+    tensors = []
+    rules = {name: own.rule(f"{name}.weight") for name in sums}
+    for name, rule in rules.items():
+        total, rows = sums[name]
+        for source in rule.sources if rule is not None else ():
+            if source not in EMBEDDINGS and source != OUTPUT:
+                tensors.append(NewTensor(f"{source}.in_sum2", BY_NAME["F32"], (1, len(total)), [bytes_of(total.cpu())]))
+                tensors.append(NewTensor(f"{source}.counts", BY_NAME["F32"], (1, 1), [struct.pack("<f", rows)]))
+    metadata = {"general.type": Value.of("string", "imatrix"), "imatrix.datasets": Value.of("string[]", [sampling.text.name]),
+                "imatrix.chunk_count": Value.of("u32", len(tokens)), "imatrix.chunk_size": Value.of("u32", sampling.length)}
+    write(out, metadata, sorted(tensors, key=lambda tensor: tensor.name))
+    return [name for name, rule in rules.items() if rule is None]
 
 
 def tensor_layers(path: Path, tensors: Iterable[str]) -> dict[str, str]:

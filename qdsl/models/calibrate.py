@@ -132,6 +132,30 @@ def run_blocks(model: nn.Module, samples: Sequence[Tensor], measured: Mapping[st
             layer.weight.data = weight
 
 
+@torch.no_grad()
+def square_sums(model: nn.Module, samples: Sequence[Tensor], tell: Tell = lambda count, name: None,
+                ) -> dict[str, tuple[Tensor, int]]:
+    """The sums of squared inputs of each linear layer, float32 [K], and the number of rows, by the layers' names."""
+    sums: dict[str, tuple[Tensor, int]] = {}
+
+    def count(name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            rows = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+            total, number = sums.get(name, (rows.new_zeros(rows.shape[1]), 0))
+            sums[name] = total + rows.square().sum(0), number + len(rows)
+        return hook
+
+    handles = [layer.register_forward_pre_hook(count(name)) for name, layer in model.named_modules() if product_of(layer)]
+    try:
+        for number, sample in enumerate(samples, 1):
+            model(sample, use_cache=False)
+            tell(number, "")
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums
+
+
 @contextmanager
 def collecting(module: nn.Module, prefix: str = "") -> Iterator[dict[str, Hessian]]:
     """Collects the moments of the inputs of all linear layers of a module while it runs; filled when the context ends.

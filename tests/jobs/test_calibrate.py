@@ -1,0 +1,105 @@
+"""`quantize --calibrate` and `imatrix`: less error of logits than rounding, resuming, and the command line's answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+import qdsl.models.transformers as plugin
+from qdsl.cli import app
+from qdsl.encode.calibrated import store
+from qdsl.jobs.gguf.imatrix import read
+from qdsl.models import gguf_vocabulary
+from qdsl.models.language import load_language_model
+from tests.support import language_models
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
+CALIBRATED = ("--calibrate", "text.txt", "--samples", "6", "--length", "48")
+FOLDER = ("--format", "int_group", "--param", "bits=3", "--param", "group=64")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder `model` and a text, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gguf_vocabulary, "pre_tokenizer", lambda tokenizer, folder: "gpt-2")
+    language_models.add_byte_tokenizer(language_models.write_plain(Path("model"), "qwen3"), [TEXT])
+    Path("text.txt").write_text(TEXT)
+
+
+@torch.no_grad()
+def logits(path: str) -> Tensor:
+    """Of a sentence of the text, in float32."""
+    ids = plugin.tokenizer("model")(TEXT[:60], return_tensors="pt")["input_ids"] % language_models.VOCABULARY
+    result: Tensor = load_language_model(path, dtype="float32").model(ids).logits
+    return result
+
+
+@pytest.mark.parametrize("target", [FOLDER, ("--type", "Q3_K_S")], ids=["folder", "gguf"])
+def test_logits_are_nearer_than_by_rounding(target: tuple[str, ...]) -> None:
+    suffix = ".gguf" if target[0] == "--type" else ""
+    errors = {}
+    for name, options in {"rounded": (), "once": (*CALIBRATED, "--one-shot"), "calibrated": CALIBRATED}.items():
+        result = run("quantize", "model", *target, *options, "--out", f"{name}{suffix}")
+        assert result.exit_code == 0, result.output
+        errors[name] = float((logits(f"{name}{suffix}") - logits("model")).square().mean())
+    assert errors["once"] < 0.8 * errors["rounded"] and errors["calibrated"] < 0.8 * errors["rounded"]
+    assert not list(Path().glob("*.moments"))
+
+
+def test_a_broken_run_continues_with_the_blocks_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "whole").exit_code == 0
+    saved: list[str] = []
+    save = store.save
+
+    def broken(folder: Path, block: str, hessians: object) -> None:
+        if saved:
+            raise KeyboardInterrupt
+        saved.append(block)
+        save(folder, block, hessians)                            # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "save", broken)
+    assert run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "out").exit_code != 0
+    assert saved == ["model.layers.0"] and not list(Path("out").glob("*.safetensors"))
+    monkeypatch.setattr(store, "save", lambda folder, block, hessians: saved.append(block) or save(folder, block, hessians))
+    store.folder_moments.cache_clear()
+    result = run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "out")
+    assert result.exit_code == 0, result.output
+    assert saved == ["model.layers.0", "model.layers.1"]
+    assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+
+
+def test_an_importance_matrix_is_read_by_quantize() -> None:
+    result = run("imatrix", "model", "text.txt", "--out", "im.gguf", "--length", "48")
+    assert result.exit_code == 0, result.output
+    matrix = read("im.gguf")
+    layers = [f"blk.{block}.{name}.weight" for block in (0, 1) for name in (
+        "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")]
+    assert sorted(matrix.entries) == sorted(layers) and matrix.datasets == ("text.txt",)
+    assert run("quantize", "model", "--type", "IQ2_XS", "--imatrix", "im.gguf", "--out", "out.gguf").exit_code == 0
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    (("--samples", "3"), "--samples is for --calibrate"),
+    (("--calibrate", "none.txt"), "none.txt: no such file of text"),
+    ((*CALIBRATED, "--method", "awq"), "--method is gptq or importance, not awq"),
+    ((*CALIBRATED, "--shard", "1/2"), "--calibrate runs the whole model: quantize it without --shard"),
+])
+def test_options_that_do_not_fit(options: tuple[str, ...], sentence: str) -> None:
+    result = run("quantize", "model", *FOLDER, *options, "--out", "out")
+    assert result.exit_code == 2 and sentence in result.stderr
+    assert not Path("out").exists()
+
+
+def test_a_text_that_is_too_short_is_refused() -> None:
+    Path("text.txt").write_text("short")
+    result = run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "out")
+    assert result.exit_code == 1 and "a chunk takes 48" in result.stderr
