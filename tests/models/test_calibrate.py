@@ -36,7 +36,8 @@ def logits(model: nn.Module) -> Tensor:
 
 def test_moments_are_those_of_the_inputs() -> None:
     """Of each layer apart, in one run of the whole model; layers with one input share their moments."""
-    own, inputs = model(), {}
+    own = model()
+    inputs: dict[str, list[Tensor]] = {}
     handles = [layer.register_forward_pre_hook(lambda _, x, name=name: inputs.setdefault(name, []).append(x[0].detach()))
                for name, layer in own.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"]
     logits(own)
@@ -56,8 +57,8 @@ def test_a_calibrated_model_is_nearer_to_the_plain_one() -> None:
     for how in ("rounded", "at once", "in order"):
         quantized = model()
         before = {name: value.clone() for name, value in quantized.state_dict().items()}
-        moments = {} if how == "rounded" else qdsl.calibrate(quantized, samples(), *(["int_group"] if how == "in order" else []),
-                                                             **(OPTIONS if how == "in order" else {}))
+        target = None if how != "in order" else lambda name: (qdsl.load("int_group").FORMAT, OPTIONS)
+        moments = {} if how == "rounded" else calibrate(quantized, samples(), target)
         assert all(torch.equal(before[name], value) for name, value in quantized.state_dict().items())
         report = qdsl.quantize_(quantized, "int_group", lambda _, name: name != "lm_head", hessians=moments, **OPTIONS)
         assert len(report.quantized) == 14

@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"checkpoint/files", "checkpoint/detect", "core", "runtime/weight"},
     "generated": {""},
     # what joins them for a user
-    "jobs": {"encode", "compiler/emit", "generated", "models", "runtime", "runtime/weight", "checkpoint/files",
+    "jobs": {"encode", "jobs/gguf", "compiler/emit", "generated", "models", "runtime", "runtime/weight", "checkpoint/files",
              "checkpoint/detect", "core",
              "host", ""},
     "jobs/engine": {"checkpoint/files", "host"},

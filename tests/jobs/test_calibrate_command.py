@@ -69,7 +69,7 @@ def test_a_broken_run_continues_with_the_blocks_that_are_there(monkeypatch: pyte
     monkeypatch.setattr(store, "save", broken)
     assert run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "out").exit_code != 0
     assert saved == ["model.layers.0"] and not list(Path("out").glob("*.safetensors"))
-    monkeypatch.setattr(store, "save", lambda folder, block, hessians: saved.append(block) or save(folder, block, hessians))
+    monkeypatch.setattr(store, "save", lambda folder, block, hessians: (saved.append(block), save(folder, block, hessians)))
     store.folder_moments.cache_clear()
     result = run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "out")
     assert result.exit_code == 0, result.output
