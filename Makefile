@@ -17,6 +17,7 @@ OLDEST := triton==3.6.0
 TRITONS ?= $(OLDEST)
 ARCHS ?= sm_90
 WHICH ?= few
+TRANSFORMERS ?= transformers==5.22.2 transformers==5.24.0
 BIN := .venv/bin
 # what `pip install '.[docs]'` installs besides qdsl
 DOCS := 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0'
@@ -50,7 +51,7 @@ FOR_CUDA := 'torchvision==0.28.*' 'torchaudio==2.11.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo walk formats quick test test-all pythons tritons tritons-all matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
+.PHONY: demo walk formats quick test test-all pythons tritons tritons-all transformers matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
 
 demo: .venv/ready            ## a language model (93 MB) answers, is quantized, converted and compared; needs the network
 	$(BIN)/qdsl example $(EXAMPLE)
@@ -96,6 +97,12 @@ tritons: .venv/ready         ## kernels with the oldest release of Triton that c
 tritons-all:                 ## more kernels, with the newest release too, and some of them to machine code for four GPUs: ten minutes
 	$(MAKE) tritons TRITONS='$(OLDEST) triton' WHICH=pairs
 	$(MAKE) tritons TRITONS='$(OLDEST) triton' WHICH=whole ARCHS='sm_80 sm_90 sm_100 gfx942'
+
+transformers: .venv/ready    ## the plug-in's tests with other releases of transformers
+	@set -e; for release in $(TRANSFORMERS); do \
+		$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target build/$$release $$release; \
+		PYTHONPATH=build/$$release:. $(BIN)/python -m pytest tests/models/test_transformers_plugin.py \
+			tests/models/test_transformers_folders.py; done
 
 matrix: .venv/ready          ## core tests with other releases of Python, torch and numpy: gigabytes of wheels, some minutes a row
 	$(BIN)/python -m tests.matrix

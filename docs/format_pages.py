@@ -64,7 +64,7 @@ def _storage(program: Program) -> Iterator[str]:
     yield from [f"{bits_text(program)}{', at ' + parameters if parameters else ''}.", ""]
     yield from rows(["tensor", "type", "shape"], [code(tensor.name, str(tensor.kind), f"[{', '.join(tensor_axes(tensor))}]")
                                                   for tensor in program.tensors])
-    yield from [f"<div class=\"wide\">{picture.svg([program]).strip()}</div>", ""]
+    yield from [f"<div class=\"wide\" data-search-exclude>{picture.svg([program]).strip()}</div>", ""]
 
 
 def _quantizing(program: Program) -> list[str]:

@@ -52,7 +52,7 @@ def write_page(source: Path) -> None:
 
 def _inline(match: re.Match[str]) -> str:
     """A figure itself in place of an image, so that it follows the theme of the site."""
-    return f"<div>{(ROOT / 'docs' / 'plots' / f'{match[2]}.svg').read_text().strip()}</div>"
+    return f"<div data-search-exclude>{(ROOT / 'docs' / 'plots' / f'{match[2]}.svg').read_text().strip()}</div>"
 
 
 def write_copy(path: Path) -> None:
@@ -88,7 +88,8 @@ def main() -> None:
     for path in shipped():
         format_pages.write(path, OUT / "formats")
     write_reference()
-    shutil.copyfile(ROOT / "docs" / "extra.css", OUT / "extra.css")
+    for name in ("extra.css", "iframe-worker.js"):
+        shutil.copyfile(ROOT / "docs" / name, OUT / name)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,16 @@ def test_the_claimed_releases_of_python_are_tested() -> None:
     assert claimed == [oldest, *(name.removeprefix("python") for name in tested[1].split())]
 
 
+def test_the_claimed_releases_of_transformers_are_tested() -> None:
+    """`make transformers` and the pinned release are those of docs/transformers.md, and CI runs it."""
+    others = re.search(r"^TRANSFORMERS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert others is not None and "make transformers" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    tested = [TESTED["transformers"], *(name.partition("==")[2] for name in others[1].split())]
+    claimed = re.search(r"Tests run with transformers (5\.\d+); CI .* with (5\.\d+) and (5\.\d+)", (
+        ROOT / "docs" / "transformers.md").read_text())
+    assert claimed is not None and [*claimed.groups()] == [release.rpartition(".")[0] for release in tested]
+
+
 def test_actions_of_ci_are_pinned_by_commit() -> None:
     """A tag can be moved to other code."""
     uses = [use for path in (ROOT / ".github" / "workflows").glob("*.yml") for use in re.findall(r"uses: (.*)", path.read_text())]

@@ -50,3 +50,18 @@ def test_pictures_are_light_and_dark(site: Path) -> None:
             assert "prefers-color-scheme:dark" in drawing and "[data-md-color-scheme=slate]" in drawing
             assert "\n\n" not in drawing                         # an empty line ends HTML in Markdown
             assert {*re.findall(r'(?:fill|stroke)="(#\w+)"', drawing)} <= {*picture.COLOURS}    # paper and ink are the theme's
+
+
+def test_the_site_needs_no_server_and_no_other_site(site: Path) -> None:
+    """Search in pages that are opened from files needs a worker without a server, which the theme would load from elsewhere."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert "offline:" in config and "polyfills: [iframe-worker.js]" in config and "font: false" in config
+    assert "IFrameWorker" in (site / "iframe-worker.js").read_text() and (site / "extra.css").is_file()
+    assert (ROOT / "NOTICE").read_text().count("docs/iframe-worker.js") == 1
+
+
+def test_a_format_page_says_where_bits_lie_and_who_reads_them(site: Path) -> None:
+    text = (site / "formats" / "q4_0.md").read_text()
+    assert "weight[n, k] = d * (q - 8)" in text and "right end is bit 0" in text
+    assert "| `gguf` | llama.cpp and what is built on it |" in text and "21.1 dB at 4.50 bits" in text
+    assert "byte, bit</text>" in text and text.count("<svg") == 6
