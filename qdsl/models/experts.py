@@ -36,6 +36,14 @@ def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     return weighted_sum(run(x, offsets, tokens), order, topk_weights, offsets).to(x.dtype)
 
 
+def _times(part: QuantizedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] @ w.T + bias for the weight of a part."""
+    packed = part.packed
+    out = part.format.linear(x, packed, bias)
+    part.keep_plan(packed)
+    return out
+
+
 class Experts(SpecializedModule):
     """E packed weights [N, K], called as a layer or used as the dense tensor [E, N, K] that they stand for.
 
@@ -150,7 +158,10 @@ class Experts(SpecializedModule):
         parts, x = self._linears(), ops.autocast(x)
         if len(parts) == 1:
             with onloaded_by_hooks(parts):
-                return parts[0].format.grouped_linear(x, parts[0].packed, offsets, bias, partial, rows, self.match_dense)
+                packed = parts[0].packed
+                out = packed.format.grouped_linear(x, packed, offsets, bias, partial, rows, self.match_dense)
+                parts[0].keep_plan(packed)
+                return out
         if len(offsets) != self.experts + 1:
             raise FormatError(f"{len(offsets)} offsets do not divide rows of x among {self.experts} experts")
         n = sum(part.out_features for part in self._linears_of(0))
@@ -182,7 +193,7 @@ class Experts(SpecializedModule):
         parts = self._linears_of(expert)
         biases = [None] * len(parts) if bias is None else torch.split(bias, [part.out_features for part in parts])
         with onloaded_by_hooks(parts):
-            return torch.cat([part.format.linear(x, part.packed, own) for part, own in zip(parts, biases, strict=True)], -1)
+            return torch.cat([_times(part, x, own) for part, own in zip(parts, biases, strict=True)], -1)
 
     def __getattr__(self, name: str) -> Any:
         """A module's attribute; else a tensor's, of the dense weights."""

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from qdsl.generated import int_group, q4_0, q4_k
+from qdsl.generated import fp8_block, int_group, q4_0, q4_k
 from qdsl.host import library
+from qdsl.models.experts import Experts
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.cpu import loops, threads
@@ -217,6 +219,26 @@ def test_columns_stored_by_groups_are_permuted_in_the_prepared_product(monkeypat
         second = layer(x)
     assert packed.order is not None and same_bits(first, second)
     check(layer, x, second)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "fp8_block", "gptq", "one expert"])
+def test_experts_take_prepared_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of every expert share one; where experts lie apart in a tensor, as GPTQ's do, each is multiplied anew."""
+    dense, count = sample(512, 256), 1 if name == "one expert" else 4
+    packed = {"q4_k": lambda: q4_k.quantize(dense), "fp8_block": lambda: fp8_block.quantize(dense, bn=128, bk=128),
+              "gptq": lambda: int_group.quantize(dense, "gptq_v2", bits=4, group=64)}.get(name, lambda: q4_0.quantize(dense))()
+    stack, x, bias = Experts(packed, count), sample(3, 256, seed=2), sample(count, 512 // count, seed=4)
+    for offsets in ([0, 1, 1, 2, 3], [0, 0, 1, 2, 3], [0, 2, 2, 3, 3]) if count > 1 else ([0, 3],):
+        with torch.no_grad():
+            for added in (None, bias):
+                out = stack(x, offsets, added)
+                for e, (start, stop) in enumerate(pairwise(offsets)):
+                    own = packed.format.Linear(stack.weight(e), None if added is None else added[e])
+                    check(own, x[start:stop], out[start:stop])
+    if name != "gptq":
+        monkeypatch.setattr(ops, "computed", None)
+    with torch.no_grad():
+        assert same_bits(stack(x, offsets, bias), out)
 
 
 # -- candidates ------------------------------------------------------------------------------------------------------------

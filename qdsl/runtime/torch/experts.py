@@ -23,6 +23,7 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.expert_rows import ExpertRows
 from qdsl.runtime.torch.linear import FLOATS, MATCH_DENSE, as_stored
 from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import order, streams
@@ -100,8 +101,13 @@ def _by_experts(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor 
     """The product expert by expert, for which the host waits; n: rows of w per expert."""
     packed = packed if x.device.type == "cpu" else packed.decode_streams()
     borders = host_borders(offsets, x.shape[0], partial)
-    parts = [ops.computed(x[start:stop], weight, None if bias is None else bias[e], False, mode)
-             for e, start, stop, weight in _weights(packed, borders)]
+    experts = None if mode or packed.layout.streams or x.device.type != "cpu" else ExpertRows.of(packed, len(borders) - 1)
+    if experts is not None:
+        parts = [experts.product(x[start:stop], packed, e, None if bias is None else bias[e])
+                 for e, (start, stop) in enumerate(pairwise(borders)) if start < stop]
+    else:
+        parts = [ops.computed(x[start:stop], weight, None if bias is None else bias[e], False, mode)
+                 for e, start, stop, weight in _weights(packed, borders)]
     if borders[-1] < x.shape[0] or not parts:
         parts.append(x.new_zeros(x.shape[0] - borders[-1], n))
     return torch.cat(parts)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 from qdsl.core.transforms import INPUT, OUTPUT
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
@@ -135,8 +135,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         packed = self.packed
         scale = None if self._x_scale is None else float(self._x_scale)
         out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, scale, self.match_dense)
-        if not is_compiling() and packed.plan is not None:
-            self._packed.plan, self._packed.dense = packed.plan, packed.dense
+        self.keep_plan(packed)
         return out
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,

@@ -100,6 +100,11 @@ class PackedModule(SpecializedModule):
         packed.plan, packed.dense, packed.keeps_copy = self._packed.plan, self._packed.dense, self.keeps_copy
         return packed
 
+    def keep_plan(self, packed: PackedWeight) -> None:
+        """Keep what a product with `packed` prepared, for the next one."""
+        if not torch.compiler.is_compiling() and packed.plan is not None:
+            self._packed.plan, self._packed.dense = packed.plan, packed.dense
+
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """The stored tensors, by their names in `named_parameters()`."""
         stored = ((name, self._parameters.get(name)) for name in self._names.values())
