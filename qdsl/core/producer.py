@@ -201,6 +201,18 @@ class Neighbors:
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """What a program needs of a folder besides weights and settings: keys of config.json, and one of some files.
+
+    name: of what the files are, for messages.
+    """
+
+    config: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    name: str = "file"
+
+
+@dataclass(frozen=True, slots=True)
 class Producer:
     """The description of one producer's checkpoints.
 
@@ -220,7 +232,7 @@ class Producer:
     acts: they change what a model computes, which qdsl does not compute -> what they change.  transformed: those that do not act
     where layers have transforms.  usual: values that change nothing.  open: objects to which each release adds settings, '*' for
     the settings themselves.  tagged: objects whose settings may lie under names of layers.  neighbors: tensors.  common: whether
-    the settings of all producers may have these.
+    the settings of all producers may have these.  needs: what programs need of a folder, by the beginnings of their names.
     """
 
     name: str
@@ -258,6 +270,7 @@ class Producer:
     tagged: tuple[str, ...] = ()
     neighbors: Neighbors = field(default_factory=Neighbors)
     common: bool = False
+    needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
     def skip_list(self) -> str:
@@ -402,6 +415,7 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "acts": _mapping_of(_word),
     "usual": _mapping_of(_list_of(_any)),
     "common": _flag,
+    "needs": _mapping_of(_record(Needs, {"config": _words, "files": _words, "name": _word})),
     "transformed": _words,
     "open": _words,
     "tagged": _words,

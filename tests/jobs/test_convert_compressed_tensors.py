@@ -231,7 +231,8 @@ def test_what_vllm_loads_no_more(to: str, params: dict[str, Any], why: str, tmp_
     """The report names the setting, and the other readers."""
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "model.safetensors", {"model.up.weight": torch.randn(64, 128).bfloat16()}, {})
-    (tmp_path / "in" / "config.json").write_text("{}")
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "toy", "architectures": ["Toy"]}')
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
     report = run.quantize(tmp_path / "in", aim.aimed(to, True, params, ()), tmp_path / "out")
     assert report["not_read_by"][""]["vLLM"] == f"its loaders know no {why}"
     assert report["readers"][""].startswith("qdsl, ") and "vLLM" not in report["readers"][""]

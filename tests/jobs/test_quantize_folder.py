@@ -32,7 +32,7 @@ from tests.support import folders, language_models
 from tests.support.formats import same_bits
 
 ROWS, COLUMNS = 64, 256
-CONFIG = {"model_type": "toy", "vocab_size": 96}
+CONFIG = {"model_type": "toy", "architectures": ["Toy"], "vocab_size": 96}
 DTYPES = {"up": torch.bfloat16, "down": torch.float16, "gate_proj": torch.float32}
 
 
@@ -169,6 +169,19 @@ def test_settings_word_for_word(tmp_path: Path) -> None:
 def test_who_reads_zero_points(tmp_path: Path, to: str, symmetric: bool, readers: str) -> None:
     path = plain_folder(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})
     assert quantize(path, tmp_path / "out", to, {"symmetric": symmetric})["readers"] == {"": f"qdsl, {readers}"}
+
+
+@pytest.mark.parametrize(("config", "has_tokenizer", "readers", "why"), [
+    (CONFIG, False, "qdsl, transformers", "the folder has no tokenizer"),
+    ({"model_type": "toy"}, True, "qdsl, transformers", "config.json does not say architectures"),
+    ({}, True, "qdsl alone", "config.json does not say model_type")])
+def test_programs_are_named_that_have_what_they_need(tmp_path: Path, config: dict[str, Any], has_tokenizer: bool, readers: str,
+                                                     why: str) -> None:
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(128, 256)}, config=config)
+    if not has_tokenizer:
+        (path / "tokenizer.json").unlink()
+    report = quantize(path, tmp_path / "out", "fp8_block")
+    assert report["readers"] == {"": readers} and report["not_read_by"][""]["vLLM"] == why
 
 
 @pytest.mark.parametrize(("shape", "reads"), [((64, 256), True), ((256, 384), True), ((192, 256), False), ((256, 576), False)])

@@ -38,12 +38,13 @@ def folder(path: Path, *shards: Mapping[str, torch.Tensor], config: Mapping[str,
         placed.update(dict.fromkeys(tensors, name))
     if index:
         (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 0, "total_parameters": 7}, "weight_map": placed}))
-    settings = {"model_type": "toy", "quantization_config": GPTQ} if config is None else config
+    settings = {"model_type": "toy", "architectures": ["Toy"], "quantization_config": GPTQ} if config is None else config
     (path / "config.json").write_text(json.dumps(settings))
     if config is None and (own := _settings_of_others(path)):
         (path / "config.json").write_text(json.dumps({**settings, "quantization_config": {**GPTQ, "dynamic": own}}))
     (path / "tokenizer").mkdir()
     (path / "tokenizer" / "vocab.txt").write_text("a\nb\n")
+    (path / "tokenizer.json").write_text("{}")
     (path / "pytorch_model.bin").write_bytes(b"PK")
     return path
 

@@ -44,7 +44,7 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
     of_diffusers = DIFFUSERS in folder.config
     programs = PROGRAMS_OF_DIFFUSERS if of_diffusers else PROGRAMS
     if "safetensors" in description(plan.format).detect and not plan.kept:
-        return ", ".join(["qdsl", *programs]), {}
+        return _complete(folder, list(programs), {})
     settings = _settings(folder, {}, "", plan, layers)[0]
     method = settings.get("quant_method", OWN)
     loading = producers().of(method).readers
@@ -59,9 +59,26 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
             others = [program for program in others if program not in removed]
             why[refusal.program] = refusal.why or f"its loaders know no {method} with {wrong}"
     why |= {program: note for program, note in loading.notes.items() if program in why and others}
-    named = ", ".join(others)
-    return (", ".join(["qdsl", named]) if others else "qdsl alone",
-            {program: reason for program, reason in why.items() if program not in named})
+    return _complete(folder, others, why)
+
+
+def _complete(folder: Folder, programs: Sequence[str], why: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The programs of which a folder has all that they need, as text, and why it is none of the others."""
+    lacking = {program: lack for program in programs if (lack := _lacking(folder, program))}
+    named = ", ".join(program for program in programs if program not in lacking)
+    return (", ".join(["qdsl", named]) if named else "qdsl alone",
+            {program: reason for program, reason in {**why, **lacking}.items() if program not in named})
+
+
+def _lacking(folder: Folder, program: str) -> str:
+    """What a program needs that a folder does not have; '' for nothing."""
+    every = [needs for own in producers().every for name, needs in own.needs.items() if f"{program} ".startswith(f"{name} ")]
+    for needs in every if DIFFUSERS not in folder.config else ():
+        if absent := next((key for key in needs.config if not folder.config.get(key)), ""):
+            return f"config.json does not say {absent}"
+        if needs.files and not any((folder.root / file).exists() for file in needs.files):
+            return f"the folder has no {needs.name}"
+    return ""
 
 
 def _refused(refusal: Refusal, settings: Mapping[str, Any], shapes: Sequence[tuple[int, int]]) -> str:
