@@ -210,6 +210,9 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     """
     from qdsl.checkpoint.files.references import local_path
     from qdsl.models.load import load_weights
+    from qdsl.runtime.torch.model import check_model
+
+    check_model(model)
 
     return load_weights(model, local_path(path), rename, device, dtype, verify, copy, format, skip, base, match_dense,
                         allow_unknown, **options)
@@ -226,7 +229,9 @@ def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] |
     from pathlib import Path
 
     from qdsl.models.save import save
+    from qdsl.runtime.torch.model import check_model
 
+    check_model(model)
     return save(model, Path(folder), config)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 SHOWN = 20                                                       # problems to print
+FEW = 8                                                          # names to list in a message
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,6 +111,19 @@ class Checkpoint:
         for source in self._sources.values():
             source.close()
 
+    def keys(self) -> list[str]:
+        """The names of all weights and plain tensors; `checkpoint[name]` is `weight(name)`, and iteration gives the names."""
+        return [*self.layers, *(part for group in self.groups.values() for part in self._parts(group)), *self.plain]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __getitem__(self, name: str) -> PackedWeight | Tensor:
+        return self.weight(name)
+
     @property
     def components(self) -> list[str]:
         """The folders of a pipeline's models; empty if the checkpoint is one model."""
@@ -176,8 +190,7 @@ class Checkpoint:
 
     def weights(self, device: torch.device | str | None = None) -> Iterator[tuple[str, PackedWeight | Tensor]]:
         """All weights and plain tensors with their names, one at a time.  Raises as `weight` does."""
-        names = [*self.layers, *(part for group in self.groups.values() for part in self._parts(group)), *self.plain]
-        for name in names:
+        for name in self.keys():
             yield name, self.weight(name, device)
 
     def report(self) -> CheckpointReport:
@@ -219,8 +232,8 @@ class Checkpoint:
                     if self._decoded[0] != prefix + group.name:
                         self._decoded = prefix + group.name, source.decoded(group)
                     return self._decoded[1][own]
-            if own in source.plain:
-                return source.tensor(own)
+            if own in source.plain or any(own in layer.others.values() for layer in source.layers.values()):
+                return source.tensor(own)                        # of a packed layer for example the bias
         raise CheckpointError(f"{self.path}: no weight {shown(name)}{self._nearby(name, (*self.layers, *self.plain))}")
 
     def _parts(self, group: Group) -> Iterator[str]:
@@ -233,8 +246,10 @@ class Checkpoint:
         if inside:
             more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
             return f"; it holds {', '.join(map(shown, inside[:3]))}{more}"
-        alike = nearest(name.removesuffix(".weight"), [candidate.removesuffix(".weight") for candidate in names])
-        return f"; did you mean {' or '.join(map(shown, alike))}?" if alike else ""
+        plain = [candidate.removesuffix(".weight") for candidate in names]
+        if alike := nearest(name.removesuffix(".weight"), plain):
+            return f"; did you mean {' or '.join(map(shown, alike))}?"
+        return f"; there are {', '.join(map(shown, plain))}" if 0 < len(plain) <= FEW else ""
 
 
 def open_checkpoint(path: Path, shapes: Shapes | None = None, verify: bool = False) -> Checkpoint:

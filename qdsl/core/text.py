@@ -58,6 +58,12 @@ class Displayed:
         return html_table(*self.table())
 
 
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The end of a message: the word that is most like another, if one is."""
+    near = get_close_matches(word, list(words), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
 def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
     """The names most like one, best first: a few letters off, or the same last parts behind another beginning."""
     names = list(dict.fromkeys(names))

@@ -21,7 +21,7 @@ from qdsl.runtime.cpu.int4 import (
 )
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.linear import check_bias, check_x
-from qdsl.runtime.torch.model import Report, Skip, replace_layers
+from qdsl.runtime.torch.model import Report, Skip, check_model, replace_layers
 from qdsl.runtime.torch.ops import autocast, is_differentiated
 from qdsl.runtime.weight.arrays import common
 from qdsl.runtime.weight.convert import default_tensors
@@ -253,6 +253,7 @@ def _different(before: PackedWeight, after: PackedWeight) -> str:
 
 def fuse_model(model: nn.Module, skip: Skip = None) -> Report:
     """Replace a model's quantized linear layers with FusedLinear layers; `qdsl.fuse_` explains the arguments."""
+    check_model(model)
     stacked = {id(part) for module in model.modules() if isinstance(module, Experts) for part in module.parts}
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
 

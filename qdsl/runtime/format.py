@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qdsl.core.shapes import listed, own_value, values_text
 from qdsl.core.stored import Description
-from qdsl.core.text import Displayed
+from qdsl.core.text import Displayed, did_you_mean
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.torch import dequantize, experts, ops
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
@@ -97,8 +97,9 @@ class Format:
         for name, value in params.items():
             if name not in self.params:
                 options = next(iter(self.variants.values())).options
-                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}"
-                                  + (f", and the options {', '.join(options)} to quantize" if options else ""))
+                further = f", and the options {', '.join(options)} to quantize" if options else ""
+                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}{further}"
+                                  f"{did_you_mean(name, (*self.params, *options))}")
             if value not in self.params[name]:
                 raise FormatError(f"{self.name}: {name} is one of {values_text(self.params[name])}, not {value}")
         return {name: own_value(values, params.get(name, values[0])) for name, values in self.params.items()}
@@ -113,7 +114,8 @@ class Format:
         chosen = name or next(iter(variant.storages))
         if chosen not in variant.storages:
             of_params = f" for {', '.join(f'{key}={params[key]}' for key in self.by)}" if chosen in self.storages else ""
-            raise FormatError(f"{self.name} has no storage '{chosen}'{of_params}; it has {', '.join(variant.storages)}")
+            near = "" if of_params else did_you_mean(str(chosen), variant.storages)
+            raise FormatError(f"{self.name} has no storage '{chosen}'{of_params}; it has {', '.join(variant.storages)}{near}")
         return chosen, variant.storages[chosen]
 
     # -- from and to checkpoints --------------------------------------------------------------------------------------
@@ -221,6 +223,8 @@ class Format:
         Use it if `convert` refuses because numbers would change; storage and options are those of `quantize`.  Needs memory for
         the weight in float32.  Raises FormatError if `quantize` does.
         """
+        if other is not None and not hasattr(other, "quantize"):
+            raise FormatError(f"other is a format, such as qdsl.load('q8_0').FORMAT, not {other!r}")
         weight = self.dequantize(packed, torch.float32)
         quantized = (other or self).quantize(weight, storage, **options)
         return quantized, compare(weight, quantized)
@@ -262,7 +266,7 @@ class Format:
         match_dense: the bits of torch's linear with `dequantize(packed, x.dtype)`, which is in memory meanwhile, and the bits of
         torch's gradient of x.
         """
-        if getattr(packed, "format", None) is not self:
+        if getattr(packed, "format", None) is not self or not isinstance(x, Tensor):
             self._own(packed, x)
         is_plain = not (quantize_x or batch_invariant or match_dense)
         return ops.linear(x, packed, bias, "" if is_plain else mode_of(quantize_x, batch_invariant, input_scale, match_dense))
@@ -295,4 +299,6 @@ class Format:
         """Raises FormatError unless it is a weight of this format.  x: the argument before it."""
         if isinstance(x, PackedWeight):
             raise FormatError(f"{self.name}: x comes first, then the packed weight: linear(x, packed)")
+        if x is not None and not isinstance(x, Tensor):
+            raise FormatError(f"{self.name}: x is a torch tensor, not a {type(x).__name__}")
         check_weight(packed, self)

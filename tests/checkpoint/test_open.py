@@ -77,7 +77,7 @@ def test_unknown_names_are_told_with_their_likes(tmp_path: Path) -> None:
     with qdsl.open(fp8_folder(tmp_path / "in")[0]) as checkpoint:
         with pytest.raises(CheckpointError, match=r"no packed layer 'model.layers.0.up'; did you mean 'layers.0.up'\?"):
             checkpoint.layer("model.layers.0.up")
-        with pytest.raises(CheckpointError, match=r"no weight 'nothing'$"):
+        with pytest.raises(CheckpointError, match=r"no weight 'nothing'; there are 'layers.0.up', 'norm'$"):
             checkpoint.weight("nothing")
         with pytest.raises(CheckpointError, match=r"no model 'vae'; there are none"):
             checkpoint.component("vae")

@@ -268,3 +268,34 @@ def test_a_wrong_pattern_is_told_before_anything_changes(function: Any) -> None:
         with pytest.raises(FormatError, match=r"skip is regular expressions of layers' names, or a function"):
             function(model, wrong)
     assert type(model[0]) is nn.Linear
+
+
+# -- a first session -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: q4_0.quantize(WEIGHT, storage="guff"), "no storage 'guff'; it has gguf, .*; did you mean 'gguf'"),
+    (lambda: int_group.quantize(WEIGHT, grop=64), "no parameter 'grop'; it has bits, .*; did you mean 'group'"),
+    (lambda: q4_0.quantize(WEIGHT.numpy()), "a weight is a torch tensor, not a ndarray"),
+    (lambda: q4_0.linear(WEIGHT.numpy(), PACKED), "x is a torch tensor, not a ndarray"),
+    (lambda: PACKED.dequantize("float32"), "dtype is one of torch's, such as torch.bfloat16, not 'float32'"),
+    (lambda: q4_0.requantize(PACKED, "q8_0"), r"other is a format, such as qdsl.load\('q8_0'\).FORMAT, not 'q8_0'"),
+    (lambda: q4_0.wrap(PACKED.tensors["blocks"]), r"tensors are a mapping of their names, \{'blocks': ...\}, not a Tensor"),
+    (lambda: qdsl.quantize_("model", "q4_0"), "a model is a torch.nn.Module, not a str"),
+    (lambda: qdsl.planar_("model"), "a model is a torch.nn.Module"),
+    (lambda: qdsl.fuse_("model"), "a model is a torch.nn.Module"),
+    (lambda: qdsl.match_dense_("model"), "a model is a torch.nn.Module"),
+    (lambda: qdsl.load_weights_("folder", Mlp()), "a model is a torch.nn.Module, not a str"),
+    (lambda: qdsl.save_model("folder", "model"), "a model is a torch.nn.Module, not a str")], ids=range(13))
+def test_mistakes_of_a_first_session(call: Any, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        call()
+
+
+def test_a_checkpoint_is_read_like_a_mapping(tmp_path: Path) -> None:
+    with qdsl.open(fp8_mlp(tmp_path / "fp8")) as checkpoint:
+        assert sorted(checkpoint) == sorted(checkpoint.keys()) == ["down", "norm.bias", "norm.weight", "up"]
+        assert "up" in checkpoint and "nothing" not in checkpoint and checkpoint["up.bias"].shape == (256,)
+        assert isinstance(checkpoint["up"], PackedWeight) and checkpoint["norm.weight"].shape == (128,)
+        with pytest.raises(qdsl.CheckpointError, match=r"no weight '7'; there are '\w+', '\w+', 'norm.bias', 'norm'"):
+            checkpoint["7"]

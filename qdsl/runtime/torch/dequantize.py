@@ -18,6 +18,8 @@ def dequantize(packed: PackedWeight, dtype: torch.dtype, out: Tensor | None = No
 
     out determines the dtype, if given.  Raises FormatError if it does not fit.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"dtype is one of torch's, such as torch.bfloat16, not {dtype!r}")
     if not (dtype if out is None else out.dtype).is_floating_point:
         raise FormatError(f"weights are floats; {str(dtype if out is None else out.dtype)[6:]} is none")
     if out is not None and out.shape != packed.shape:

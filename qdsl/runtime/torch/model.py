@@ -49,6 +49,12 @@ class Report(Displayed):
         return "\n".join([*lines, *(f"  {name}: {why}" for name, why in self.skipped.items())])
 
 
+def check_model(model: object) -> None:
+    """Raises FormatError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise FormatError(f"a model is a torch.nn.Module, not a {type(model).__name__}")
+
+
 def skipping(skip: Skip) -> Callable[[nn.Module, str], bool]:
     """Whether to leave a layer, as a function of it and its name.
 
@@ -75,6 +81,7 @@ def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
     its bias, device and mode.  Layers that cannot be replaced are skipped, and the report says why.  Raises FormatError, before
     anything changes, for options that the format does not have.
     """
+    check_model(model)
     format.chosen(options)
     if isinstance(model, nn.Linear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
@@ -136,6 +143,7 @@ def _replace(model: nn.Module, names: list[str], format: Format, hessians: Mappi
 
 def match_dense(model: nn.Module, on: bool = True) -> None:
     """Set `match_dense` of all packed linear layers of a model, those of experts too."""
+    check_model(model)
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
             layer.match_dense = on
@@ -194,6 +202,7 @@ def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear]
     leave, see `skipping`.  A layer keeps its bias, mode and hooks.  Only one weight at a time exists in both storages.  Raises
     FormatError for a model that is itself a linear layer.
     """
+    check_model(model)
     if isinstance(model, QuantizedLinear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
     report, is_skipped = Report(done), skipping(skip)

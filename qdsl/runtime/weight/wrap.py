@@ -28,6 +28,10 @@ def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] |
     dtypes and shapes determine the others.  Raises FormatError that names the tensor, its value, and the requirement.
     """
     format.complete(params)
+    if not isinstance(tensors, Mapping):
+        name = next(iter(next(iter(next(iter(format.variants.values())).storages.values())).tensors))
+        shown = type(tensors).__name__
+        raise FormatError(f"{format.name}: tensors are a mapping of their names, {{'{name}': ...}}, not a {shown}")
     for name in OF_X:
         if name in tensors:
             raise FormatError(f"{format.name}: '{name}' multiplies the columns of x before the weight does, and linear knows "
