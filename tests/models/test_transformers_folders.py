@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import qdsl
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from tests.support import language_models, producer_folders
 from tests.support.covering import ALL
 from tests.support.formats import same_bits
@@ -80,3 +82,22 @@ def test_a_folder_fills_a_model(kind: str, model: str, tmp_path: Path) -> None:
     reference = language_models.filled(model, decoded, torch.bfloat16)
     check_logits(language_models.logits(filled), language_models.logits(reference), is_summed_alike=kind != ACT_ORDER)
     assert qdsl.save_model(filled, tmp_path / "out").exact
+
+
+def test_settings_that_are_not_computed_are_refused(tmp_path: Path) -> None:
+    """By from_pretrained; with allow_unknown the report repeats them.  So is a tensor that its module does not compute with."""
+    producer_folders.write_folder(tmp_path / "in", "gptq v1", "qwen3")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    for more, tensors in (({"rotation": "hadamard"}, {}), ({}, {"model.layers.0.input_layernorm.shift": torch.ones(8)})):
+        path = shutil.copytree(tmp_path / "in", tmp_path / f"{len(more)}")
+        settings = {**config["quantization_config"], **more}
+        (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+        if tensors:
+            file = next(path.glob("*.safetensors"))
+            safetensors = pytest.importorskip("safetensors.torch")
+            safetensors.save_file({**safetensors.load_file(file), **tensors}, file, {"format": "pt"})
+            (path / "model.safetensors.index.json").unlink(missing_ok=True)
+        with pytest.raises(CheckpointError, match="rotation is 'hadamard'" if more else "input_layernorm.shift is F32"):
+            plugin.from_pretrained(path)
+        allowed = plugin.from_pretrained(path, allow_unknown=True).hf_quantizer.report.allowed
+        assert len(allowed) == 1
