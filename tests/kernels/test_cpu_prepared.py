@@ -28,7 +28,7 @@ from qdsl.runtime.cpu import loops, threads
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.plan import plan_of
+from qdsl.runtime.weight.plan import Target, plan_of
 from tests.support.formats import same_bits
 
 
@@ -246,13 +246,14 @@ def test_experts_take_prepared_products(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_all_candidates_compute_the_product(rows: int) -> None:
+    target: Target = cpu                                         # has its functions, which mypy compares
     packed, x = q4_0.quantize(sample(64, 256)), sample(rows, 256)
-    ways = cpu.candidates(packed, rows, torch.float32)
+    ways = target.candidates(packed, rows, torch.float32)
     kinds = [way.kind for way in ways]
     assert kinds == (["factored", "plain", "decode", "tiles"] if rows <= loops.FEW else ["decode", "tiles"])
     for way in ways:
-        check(q4_0.Linear(packed), x, cpu.run(way, x, packed))
-        assert ("void run(" in cpu.lower(way, packed)) == (way.kind != "tiles")
+        check(q4_0.Linear(packed), x, target.run(way, x, packed, None))
+        assert ("void run(" in target.lower(way, packed)) == (way.kind != "tiles")
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------------
