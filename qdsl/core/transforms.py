@@ -16,6 +16,7 @@ from typing import Any
 
 INPUT, OUTPUT = "input", "output"
 KINDS = ("multiply", "divide", "rms_norm", "rotate")
+DTYPES = ("float64", "float32", "bfloat16", "float16")           # in which rotations are computed
 MOST_BUILT = 1 << 15                                             # columns of a Hadamard matrix that is built
 
 
@@ -94,6 +95,8 @@ def transform_of(data: Any) -> Transform:
             raise ValueError(f"{name} = {value!r} is no {types[name].__name__}")
     if data.get("kind") not in KINDS:
         raise ValueError(f"kind {data.get('kind')!r} is none of {', '.join(KINDS)}")
+    if data.get("dtype", "") not in ("", *DTYPES):
+        raise ValueError(f"dtype {data['dtype']!r} is none of {', '.join(DTYPES)}")
     if data.get("side", INPUT) not in (INPUT, OUTPUT):
         raise ValueError(f"side {data['side']!r} is none of {INPUT}, {OUTPUT}")
     return Transform(**{**data, "repeats": tuple(data.get("repeats", ()))})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -217,6 +219,9 @@ def scheme(**changes: Any) -> dict[str, Any]:
     (scheme(precision="torch.int8"), "precision 'int8' is none of"),
     (scheme(head_dim="all"), "head_dim is 'all', no integer"),
     (scheme(apply=3), "has no list 'apply'"),
+    (scheme(type=[]), r"has the type '\[\]'"),
+    (scheme(location={}), "transforms '{}'; known are"),
+    (scheme(targets=[3]), "3"),
     ({**recorded()["auto_round hadamard 32"].settings, "rotation_config": {"block_size": None, "hadamard_type": "hadamard"}},
      "rotation_config.block_size is 'None', which says no size"),
 ])
@@ -242,6 +247,7 @@ def test_tensors_of_another_size(tmp_path: Path, shape: tuple[int, ...]) -> None
 @pytest.mark.parametrize(("transforms", "message"), [
     ({"up": [{"kind": "shift"}]}, "kind 'shift' is none of"), ({"up": [{"kind": "rotate", "sizes": 3}]}, "unknown key 'sizes'"),
     ({"up": [{"kind": "rotate", "size": "3"}]}, "size = '3' is no int"), ({"up": 3}, "3 is no object"),
+    ({"up": [{"kind": "rotate", "size": 32, "dtype": "Tensor"}]}, "dtype 'Tensor' is none of"),
     ({"up": [{"kind": "multiply"}]}, "'multiply' has no tensor"), (["up"], "is no object|no object")])
 def test_own_settings_that_are_wrong(tmp_path: Path, transforms: Any, message: str) -> None:
     case = recorded()["compressed-tensors permuted"]
@@ -249,6 +255,32 @@ def test_own_settings_that_are_wrong(tmp_path: Path, transforms: Any, message: s
         "quant_method": "qdsl", "format": "int8_channel", "storage": "safetensors", "transforms": transforms})
     with pytest.raises(CheckpointError, match=message):
         loaded(source, "up")
+
+
+VALUES: tuple[Any, ...] = (None, True, 0, -1, 3, 1.5, "x", [], {}, ["up"], [None], {"a": 1}, "re:(", 1 << 40)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The keys that lead to every value of a JSON object."""
+    items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)] if isinstance(value, list) else []
+    return [path, *(inner for key, own in items for inner in places(own, (*path, key)))]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_any_settings_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    """With one value replaced by any other, by a sentence and never by a traceback."""
+    case, draw = recorded()[name], Random(name)
+    own = {"quant_method": "qdsl", "transforms": {"up": [{"kind": "rotate", "size": 32, "side": "input", "tensor": "up.x"}]}}
+    source = written(case, tmp_path / "in")
+    for settings in (case.settings, own):
+        for path in places(settings)[1:]:
+            changed = part = json.loads(json.dumps(settings))
+            for key in path[:-1]:
+                part = part[key]
+            part[path[-1]] = draw.choice(VALUES)
+            (source / "config.json").write_text(json.dumps({"model_type": "toy", "quantization_config": changed}))
+            with suppress(CheckpointError, LoadError, FormatError):
+                loaded(source, case.layer)
 
 
 # -- other places ------------------------------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ from qdsl.checkpoint.detect.rules import OWN, at, same
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.producer import TransformRule, TransformSchemes
-from qdsl.core.transforms import INPUT, OUTPUT, Transform, base_of, transform_of, unfit
+from qdsl.core.transforms import DTYPES, INPUT, OUTPUT, Transform, base_of, transform_of, unfit
 
 OWN_TRANSFORMS = "transforms"                                            # qdsl's own setting: layers -> their transforms
 HEAD = "lm_head"                                                 # has no tensor where it shares the embedding's weight
 INTEGERS = ("I8", "U8", "I32")                                   # dtypes of matrices of ones, which have no scale
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class TransformReader:
@@ -125,6 +124,8 @@ class TransformReader:
                 raise ValueError(f"{self.source}: {rule.size} is {shown(str(size))}, which says no size of the blocks to rotate")
         base = base_of(size) if rule.based and not full else 1
         eps = at(self.settings, rule.eps) if rule.eps else 0.0
+        if type(eps) not in (int, float, type(None)):
+            raise ValueError(f"{self.source}: {rule.eps} is {shown(str(eps))}, no number")
         repeats = tuple(other for leaf in rule.repeats if (other := self._tensor(leaf, rule, name, tensors)))
         yield Transform(rule.kind, tensor=full, size=size, normalized=normalized, base=base, dtype=rule.dtype,
                         transposed=rule.transposed or (base > 1 and size == shape[1]),
@@ -163,23 +164,24 @@ class Schemes:
 
     def _read(self, name: str, scheme: Any) -> None:
         """The scheme's lists; problems with what is not known."""
-        applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
-        if not isinstance(applied, list) or not all(isinstance(one, Mapping) for one in applied):
+        entries = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        if not isinstance(entries, list) or not all(isinstance(one, Mapping) for one in entries):
             self.wrong.append(f"{self.keys.key}: group {shown(name)} has no list 'apply'")
             return
-        if scheme.get("type") not in self.keys.types:
-            self.wrong.append(f"{self.keys.key}: group {shown(name)} has the type {shown(str(scheme.get('type')))}; known are "
+        applied = [{**one, "location": str(one.get("location"))} for one in entries]
+        if (kind := str(scheme.get("type"))) not in self.keys.types:
+            self.wrong.append(f"{self.keys.key}: group {shown(name)} has the type {shown(kind)}; known are "
                               f"{', '.join(self.keys.types)}")
             return
         places = {*self.keys.sides, *self.keys.fused, *self.keys.pairs}
         for one in applied:
-            if one.get("location") not in places:
-                self.wrong.append(f"{self.keys.key}: group {shown(name)} transforms {shown(str(one.get('location')))}; known are "
+            if one["location"] not in places:
+                self.wrong.append(f"{self.keys.key}: group {shown(name)} transforms {shown(one['location'])}; known are "
                                   f"{', '.join(sorted(places))}")
             if one.get("location") in self.keys.sides:
-                targets, ignored = (_listed(one.get(key)) for key in ("targets", "ignore"))
-                self.applied.append((name, scheme, one, rules(self.keys.targets, targets, self.budget),
-                                     rules(self.keys.targets, ignored, self.budget)))
+                targets, ignored = (rules(self.keys.targets, _listed(one.get(key)), self.budget) for key in ("targets", "ignore"))
+                self.wrong += [*targets.problems, *ignored.problems]
+                self.applied.append((name, scheme, one, targets, ignored))
         paired = [one for one in applied if one.get("location") in self.keys.pairs]
         is_cancelled = {one["location"] for one in paired} == {*self.keys.pairs} and self.keys.types[scheme["type"]] != "matrix" \
             and not any(one.get("inverse") for one in paired) and len({str(_listed(one.get("targets"))) for one in paired}) == 1
