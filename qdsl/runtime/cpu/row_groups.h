@@ -44,11 +44,20 @@ INLINE vf vload_e8m0h(const uint8_t *p) {                        /* 2^(code - 12
     const vi code = vload_uint8(p);
     return (vf)(select_int(code < 2, all_int(0x200000) << (code & 1), code - 1 << 23));
 }
-INLINE vf float_of_e4m3(vi code) {                               /* NaN for 127 and 255 */
-    const vi bits = (code & 127) << 20, sign = (code & 128) << 24;
-    const vi small = (vi)(to_float(code & 7) * all_float(0x1p-9f));
-    const vi value = select_int((code & 120) == 0, small, bits + (120 << 23));
-    return (vf)(sign | select_int((code & 127) == 127, all_int(0x7FC00000), value));
+INLINE vf smaller(vf a, vf b) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return select_float(a < b, a, b);
+#endif
+}
+/* Exponents from 1 on are in place.  Those of 0 are read as 2^-7 * (1 + m / 8) for 2^-6 * m / 8, twice as far from 2^-7: the
+   smaller of both is right.  Bits above a code may be set.  127 and 255 are NaN. */
+INLINE vf float_of_e4m3(vi code) {
+    const vf read = (vf)((code << 20 & 0x07F00000) + (120 << 23));
+    const vi value = (vi)smaller(read, multiply_add(read, all_float(2), all_float(-0x1p-6f)));
+    const vi special = (code & 127) == 127;
+    return (vf)((code << 24 & (int32_t)0x80000000) | value | (special & 0x7FC00000));
 }
 INLINE vf float_of_e5m2(vi code) {
     const vi bits = (code & 127) << 21, sign = (code & 128) << 24;
@@ -109,7 +118,7 @@ INLINE vf lookup_64(const float *table, vu at) {
 INLINE vf unsigned_number(vu codes) { return to_float((vi)(codes & MASK)); }
 INLINE vf signed_number(vu codes) { return to_float((vi)(codes << 32 - BITS) >> 32 - BITS); }
 
-/* Words of part c of a block, with the codes of columns 8j + 2c + e: four bits of each, and those above. */
+/* Words of part c of a block, with the codes of columns 8j + 2c + e: nibbles of `low`, or bytes, those of even j in `low`. */
 typedef struct { vu low, high; } Words;
 INLINE vu word(const uint8_t *block, int i) { return vload_uint32(block + 4 * GROUP_ROWS * i); }
 INLINE Words words(const uint8_t *block, int c) {
@@ -128,15 +137,17 @@ INLINE Words words(const uint8_t *block, int c) {
 #else
     v.low = v.high;
 #endif
+#if BITS > 4                                                     /* joined to bytes, as codes of 8 bits are stored */
+    const vu low = v.low, high = v.high;
+    v.low = (low & 0x0F0F0F0F) | (high & 0x0F0F0F0F) << 4;
+    v.high = (low >> 4 & 0x0F0F0F0F) | (high & 0xF0F0F0F0);
+#endif
 #endif
     return v;
 }
 INLINE vu codes_of(Words v, int j, int e) {
-#if BITS == 8
+#if BITS > 4
     return (j & 1 ? v.high : v.low) >> 16 * e + 8 * (j >> 1);
-#elif BITS > 4
-    const int s = 16 * e + 4 * j;
-    return (v.low >> s & 15) | (s ? v.high >> s - 4 : v.high << 4) & 0xF0;
 #else
     return v.low >> 16 * e + 4 * j;
 #endif

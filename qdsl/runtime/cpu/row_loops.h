@@ -114,10 +114,8 @@ typedef struct { float d, sums[2]; } Scale;
 #define HALF 0x00FF00FF                                          /* bytes of the first 16 columns of a block */
 
 INLINE vb block_bytes(Words v, int h) {
-#if BITS == 8
+#if BITS > 4
     return bytes_of_codes((vb)(h ? v.high : v.low));
-#elif BITS > 4
-    return bytes_of_codes((vb)((v.low >> 4 * h & 0x0F0F0F0F) | (v.high >> 4 * h & 0x0F0F0F0F) << 4));
 #else
     return bytes_of_codes((vb)(v.low >> 4 * h & 0x0F0F0F0F));
 #endif
