@@ -10,9 +10,9 @@ import pytest
 from qdsl.jobs import example
 from tests.support import gguf_models
 
-# Rows of whole blocks of 256, and weights that any producer's groups divide.
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-                         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 288, "tie_word_embeddings": True}
+# As in SmolLM2, blocks of 256 divide the rows of some layers alone; groups of any producer divide all, and so do three ranks.
+SIZES: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 6,
+                         "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 288, "tie_word_embeddings": True}
 
 
 def tiny_model(folder: Path) -> Path:
