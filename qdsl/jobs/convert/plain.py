@@ -14,7 +14,8 @@ from qdsl.checkpoint.files.safetensors import Entry
 SUFFIX = ".weight"
 EXPERTS = "experts"                                              # the module whose parameters are of all experts
 # Embeddings that their names alone tell from Linear layers.
-EMBEDDINGS = ("shared", ".*emb", "relative_attention_bias")
+EMBEDDINGS = ("shared", ".*emb", ".*embd", ".*embeddings?_table", "relative_attention_bias")
+BY_NAME = (*EMBEDDINGS, "embed.*", ".*embed(ding|dings|_tokens)?", "wte")
 
 
 def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer], dict[str, str]]:
@@ -29,6 +30,7 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
     stacks = _orientations({name: entry.shape for name, entry in matrices.items() if len(entry.shape) == 3})
     transposed = _transposed(folder, matrices)
     vocabularies = {*_vocabularies(folder.config)}
+    embeddings = set() if folder.config else {*_embeddings(matrices)}
     layers: list[Layer] = []
     left: dict[str, str] = {}
     for name, entry in matrices.items():
@@ -36,7 +38,8 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
         is_stack = len(entry.shape) == 3
         if is_skipped(module, ignore):
             left[module] = "a pattern names it"
-        elif is_skipped(module, (*SKIPPED, *EMBEDDINGS)) or (entry.shape[0] in vocabularies and not _is_in_block(module)):
+        elif is_skipped(module, (*SKIPPED, *EMBEDDINGS)) or (
+                (entry.shape[0] in vocabularies or tuple(entry.shape) in embeddings) and not _is_in_block(module)):
             left[module] = "heads, embeddings, norms and routers stay plain"
         elif not entry.nbytes:
             left[module] = "it has no numbers"
@@ -51,6 +54,14 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
             layers.append(Layer(module, formats[entry.dtype].name, storage, {}, (n, k), entry.shape[0] if is_stack else None,
                                 {tensor: name}, transposed=is_transposed))
     return layers, left
+
+
+def _embeddings(matrices: Mapping[str, Entry]) -> Iterator[Sequence[int]]:
+    """The shapes of embeddings, by their names, where no config states the vocabulary: heads have the same."""
+    for name, entry in matrices.items():
+        module = name.removesuffix(SUFFIX)
+        if len(entry.shape) == 2 and is_skipped(module, BY_NAME) and not _is_in_block(module) and entry.shape[0] > entry.shape[1]:
+            yield tuple(entry.shape)
 
 
 def _is_in_block(module: str) -> bool:
