@@ -60,7 +60,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
     part = None if shard is None else read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
-        fail("give --to STORAGE, or --requantize FORMAT with its --param", 2)
+        fail("say what to write: --to awq, or another storage of the layers' format, keeps all numbers; --requantize fp8_block, "
+             "or another format, with its --param, writes other numbers", 2)
     patterns = read_patterns(skip)
     with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,

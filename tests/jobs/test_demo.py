@@ -89,7 +89,7 @@ def test_weights_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (None, "does not exist"), (b"", "error: "), (b"\0" * 100, "error: "), ({"a": torch.ones(3)}, "no float matrix called"),
+    (None, "No such file"), (b"", "error: "), (b"\0" * 100, "error: "), ({"a": torch.ones(3)}, "no float matrix called"),
 ], ids=["missing", "empty", "zeros", "vector"])
 def test_weights_that_are_none(tmp_path: Path, content: object, message: str) -> None:
     own = tmp_path / "own.safetensors"

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
+from errno import ENOENT
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,7 +166,7 @@ class Folder:
     def _shards_without_index(self) -> list[Path]:
         """The safetensors files of a folder without an index."""
         if not self.path.exists():
-            raise FileNotFoundError(f"{self.path} does not exist")
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self.path))
         if not self.path.is_dir():
             if self.path.suffix != ".safetensors":
                 hint = "; `qdsl dequantize` makes one of a GGUF file" if self.path.suffix == ".gguf" else ""

@@ -109,8 +109,10 @@ def _did_you_mean(key: str, names: Sequence[str]) -> str:
     """`did you mean ...? ` with names that contain a word, and what it may mean, or else names that resemble it; '' for none."""
     firsts = {f"{name}.{_own_storages(name)[0]}": name for name in formats()}
     near = [name for name in names if key in name] + [firsts.get(name, name) for name in _meanings(key)] if key else []
-    near = near or get_close_matches(key, names) or [
-        f"{of[0]}.{name}" for name, of in storages().items() if name in get_close_matches(key, storages())]
+    shown_as = {name: f"{of[0]}.{name}" for name, of in storages().items()}
+    shown_as |= {name: name for producer in producers().every if len(_meanings(name := _key(producer.name))) == 1}
+    shown_as |= {name: name for name in names}
+    near = near or [shown_as[name] for name in get_close_matches(key, shown_as)]
     return f"did you mean {listed(list(dict.fromkeys(near)), 'or')}? " if near else ""
 
 

@@ -159,8 +159,8 @@ def mix_of(name: str) -> Mix:
     """The mix of a name (any case), or of a number in general.file_type.  Raises QuantizeError."""
     upper = next((mix.name for mix in MIXES.values() if name == str(mix.file_type)), name.upper())
     if (named := MIXES.get(ALIASES.get(upper, upper))) is None:
-        near = get_close_matches(upper, [*MIXES, *ALIASES], n=1)
-        raise QuantizeError(f"no mix '{name}'" + (f"; did you mean {near[0]}?" if near else
+        near = get_close_matches(upper, [*MIXES, *ALIASES])
+        raise QuantizeError(f"no mix '{name}'" + (f"; did you mean {', '.join(near)}?" if near else
                                                      f": expected one of {', '.join(MIXES)}"))
     return named
 

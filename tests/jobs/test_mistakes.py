@@ -1,0 +1,70 @@
+"""Mistakes of the command line, and answers that say what to type instead: a code, the right word, and nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qdsl.checkpoint.files import references
+from qdsl.cli import app
+from tests.support import folders
+from tests.support.converted_folders import two_files, two_layers
+
+MISTAKES = {
+    "a command with another spelling": ("quantise model", 2, "Did you mean 'quantize'"),
+    "an option with a typing error": ("convert model --to awq --jbos 2 --out x", 2, "--jobs"),
+    "no target": ("quantize model --out x", 2, "--type Q4_K_M, or another mix, writes a GGUF file; --format fp8_block"),
+    "no target of a conversion": ("convert model --out x", 2, "--to awq, or another storage of the layers' format, keeps all"),
+    "no output": ("convert model --to awq", 2, "Missing option '--out' / '-o'"),
+    "a storage that is nearly a name": ("convert model --to gptqq --out x", 2, "did you mean gptq, "),
+    "a format where a storage is wanted": ("convert model --to nf4 --out x", 2, "`--requantize nf4`"),
+    "a family of formats": ("quantize plain --format fp8 --out x", 2, "did you mean fp8_block, fp8_channel"),
+    "a mix with a typing error": ("quantize plain --type Q4_K_N --out x.gguf", 2, "did you mean Q4_K_"),
+    "a mix as a format, for a folder": ("quantize plain --format Q4_K_M --out x", 2, "Q4_K_M is a name of --type, which"),
+    "a parameter that is none": ("quantize plain --format int_group --param bit=4 --out x", 2, "it has bits, group"),
+    "a value that is none": ("quantize plain --format int_group --param bits=11 --out x", 2, "bits is one of 4, 2, 3"),
+    "a path with a typing error": ("convert modle --to awq --out x", 1, "did you mean model or models?"),
+    "a repository that is a path": ("inspect models/qwenn", 1, "did you mean models/qwen?"),
+    "a layer with a typing error": ("convert model --to awq --skip donw --out x", 0, "did you mean 'down'?"),
+    "a quantized model, quantized again": ("quantize model --format fp8_block --out x", 1, "`qdsl convert --requantize`"),
+    "a plain model, converted": ("convert plain --to awq --out x", 1, "`qdsl quantize FOLDER --format FORMAT` quantizes"),
+    "a plain model, dequantized": ("dequantize plain --out x", 1, "no quantized layer"),
+    "an output that is the input": ("convert model --to awq --out model", 2, "the output is the input"),
+    "an output that is there": ("convert model --to awq --out plain", 2, "--force replaces"),
+    "a size without a unit": ("plan plain --vram 20", 2, "write 20GB or 20GiB"),
+    "a GGUF file, converted": ("convert a.gguf --to awq --out x", 1, "`qdsl dequantize` makes one of a GGUF file"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A quantized folder, a plain one, a folder of models, and a file that is no GGUF file; no network."""
+    monkeypatch.chdir(tmp_path)
+    two_files(tmp_path, two_layers()).rename("model")
+    folders.folder(Path("plain"), {"up.weight": torch.ones(128, 128, dtype=torch.bfloat16)}, config={"model_type": "llama"})
+    Path("models/qwen").mkdir(parents=True)
+    Path("a.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(references, "getproxies", dict)
+    monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("line", "code", "answer"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered_with_what_to_type(folder: Path, line: str, code: int, answer: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    result = CliRunner().invoke(app, line.split(), catch_exceptions=False, env={"COLUMNS": "200"})
+    assert result.exit_code == code and answer in " ".join(result.output.split()), result.output
+    if code:
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("line", [line for line, code, _ in MISTAKES.values() if code])
+def test_the_same_as_json(folder: Path, line: str) -> None:
+    """A failure is one object with its code, which is the process's."""
+    result = CliRunner().invoke(app, [*line.split(), "--json"], catch_exceptions=False)
+    [answer] = map(json.loads, result.stdout.splitlines())
+    assert answer["exit_code"] == result.exit_code and answer["error"]
