@@ -193,17 +193,6 @@ def test_who_reads_blocks_that_are_not_whole(tmp_path: Path, shape: tuple[int, i
     assert ("last block" in report["not_read_by"][""].get("transformers", "")) != reads
 
 
-@pytest.mark.parametrize(("embedding", "head"), [
-    ("model.embed_tokens", "lm_head"), ("tok_embeddings", "output"), ("token_embd", "output"), ("embedding", "head"),
-    ("tok_emb", "decoder"), ("transformer.wte", "unembed"), ("token_embedding_table", "proj_out")])
-def test_a_file_by_itself_keeps_its_embedding_and_its_head(tmp_path: Path, embedding: str, head: str) -> None:
-    """By the rule of folders: by name, and where no config states the vocabulary by the shape of the embedding."""
-    names = {f"{embedding}.weight": drawn(512, 128), f"{head}.weight": drawn(512, 128), "layers.0.up.weight": drawn(512, 128)}
-    write(tmp_path / "model.safetensors", names)
-    report = run.quantize(tmp_path / "model.safetensors", aim.aimed("fp8_block", True, ignore=()), tmp_path / "out")
-    assert [row["name"] for row in report["quantized"]] == ["layers.0.up"] and {*report["left"]} == {embedding, head}
-
-
 def test_a_file_by_itself_gets_a_config(tmp_path: Path) -> None:
     """So that a storage whose tensors fit several ways is read."""
     write(tmp_path / "model.safetensors", {"up.weight": drawn(ROWS, COLUMNS)}, {"format": "pt"})

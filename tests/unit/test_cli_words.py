@@ -18,7 +18,7 @@ from qdsl.cli.words import VALUES, completions
 
 GROUP = typer.main.get_command(app)
 COMMANDS: list[str] = list(GROUP.commands)                       # type: ignore[attr-defined]
-TYPES = re.compile(r"<\w+>|\b(?:Path|list\[|str|bool|int range|Optional|INTEGER|TEXT|BOOLEAN)\b")
+TYPES = re.compile(r"<\w+>|\b(?:Path|list\[|str|bool|int range|Optional|INTEGER|BOOLEAN)\b")
 MODELS = ("model", "models", "file", "folder", "a", "b", "like", "base")
 
 
