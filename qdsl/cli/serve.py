@@ -1,4 +1,4 @@
-"""The command that checks a checkpoint before it is served on several GPUs."""
+"""Commands that serve a model, and that check a checkpoint before it is served on several GPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from qdsl.cli.app import Json, app, fail, print_table, reported
+from qdsl.cli.generate import Base, Exact, Threads
+from qdsl.cli.models import Device, DType, Model, running
 
 
 @app.command(name="serve-check")
@@ -46,3 +48,24 @@ def serve_check(model: Annotated[str, typer.Argument(help="A folder or a reposit
         typer.echo(f"{wrong} of {len(rows)} layers cannot be served on {ranks} ranks", err=True)
     if wrong:
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(model: Model,
+          host: Annotated[str, typer.Option("--host", metavar="NAME", help="The address to listen at.")] = "localhost",
+          port: Annotated[int, typer.Option("--port", min=1, max=65535, metavar="N", help="Its port.")] = 8000,
+          threads: Threads = None, exact: Exact = None, base: Base = None, device: Device = None, dtype: DType = "auto") -> None:
+    """Serve a language model, its weights packed, to programs that speak OpenAI's protocol.
+
+    Requests are answered one by one, by the server of transformers.  For many users at a time see vLLM in the documentation.
+    """
+    with running():
+        from qdsl.models import openai_server
+        from qdsl.models.language import load_language_model
+        from qdsl.models.processor import arithmetic, set_processor
+
+        openai_server.check_packages()
+        set_processor(threads, exact)
+        loaded = load_language_model(model, device=device, dtype=dtype, base=base)
+        typer.echo(f"{arithmetic(loaded.model)}\nmodel {openai_server.model_name(model)} at http://{host}:{port}/v1", err=True)
+        openai_server.serve(loaded, host, port)

@@ -171,3 +171,11 @@ def test_ctrl_c_ends_the_answer(endless: subprocess.Popen[str]) -> None:
     endless.send_signal(signal.SIGINT)
     assert endless.wait(60) == 0
     assert endless.stderr is not None and "per second; first token after" in endless.stderr.read()
+
+
+@pytest.mark.parametrize(("ref", "name"), [("a/b/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"), ("owner/name:Q4_0", "name-Q4_0"),
+                                           ("owner/name@main", "name"), (str(Path("folder") / "x"), "x")])
+def test_names_of_served_models(ref: str, name: str) -> None:
+    from qdsl.models.openai_server import model_name
+
+    assert model_name(ref) == name

@@ -91,7 +91,7 @@ PACKAGES: dict[str, set[str]] = {
     "jobs/convert": {"torch"}, "jobs/compress": {"numpy"},
     "analyze": {"numpy", "torch", "triton"}, "kv_cache": {"torch"}, "infer": {"numpy", "torch"},
     "host": {"jinja2"}, "models": {"torch", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "tokenizers",
-               "gguf", "sentencepiece", "vllm", "vllm_omni", "sglang"},
+               "gguf", "sentencepiece", "uvicorn", "vllm", "vllm_omni", "sglang"},
 }
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
 LIGHT = (*COMPILER, "core", "host", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "checkpoint", "jobs/engine",
