@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import AllowUnknown, Force, Json, Params, app, fail, read_param, refuse_options, reported, without_controls
+from qdsl.cli.app import (
+    AllowUnknown,
+    Force,
+    Json,
+    Params,
+    app,
+    fail,
+    needs,
+    read_param,
+    refuse_options,
+    reported,
+    without_controls,
+)
 from qdsl.cli.models import Device, DType, MatchDense, check_formats, print_allowed, running
 
 if TYPE_CHECKING:
@@ -93,6 +105,7 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
         draw(model, models, out, {**options, "size": size}, against, quantization, place, force, as_json)
         return
     _check_options(chat, raw, system, as_json, temperature, top_k, top_p)
+    needs("running a language model", "models", "transformers")
     with running():
         from qdsl.models import language
         from qdsl.models.generation import Sampling

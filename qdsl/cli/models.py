@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, read_param, reported, without_controls
+from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, needs, read_param, reported, without_controls
 
 if TYPE_CHECKING:
     from qdsl.models.language import LanguageModel
@@ -41,6 +41,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
     if against is None and (format or svg):
         fail("--format and --svg compare with a model: name it with --against", 2)
     check_formats([form.split()[0] for form in format or () if form.split()])
+    needs("running a language model", "models", "transformers")
     with running():
         from qdsl.host.files import check_output, open_input, write_text
 
