@@ -219,6 +219,16 @@ def test_a_changed_weight_is_copied_again() -> None:
     assert not rows._entries
 
 
+def test_tensors_of_inference_mode_are_read_as_they_are_stored() -> None:
+    """They may change without a trace."""
+    second, x = q4_0.quantize(sample(64, 256, seed=1)), sample(1, 256)
+    with torch.inference_mode():
+        packed = q4_0.quantize(sample(64, 256))
+        q4_0.linear(x, packed)
+        packed.tensors["blocks"].copy_(second.tensors["blocks"])
+        torch.testing.assert_close(q4_0.linear(x, packed), q4_0.linear(x, second))
+
+
 def test_a_setting_keeps_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = q4_0.quantize(sample(64, 256))
     layers = torch.nn.Sequential(torch.nn.Linear(256, 64))

@@ -214,7 +214,8 @@ def setting() -> str:
 def placed(packed: PackedWeight) -> Placed | None:
     """The interleaved copy of a weight, made at the first call; None for a weight that has none.
 
-    A changed or replaced tensor gets a new copy.  Memory that is written through `tensor.data` is not noticed: see `forget`.
+    A changed or replaced tensor gets a new copy; tensors of inference mode, which do not tell that they change, have none.
+    Memory that is written through `tensor.data` is not noticed: see `forget`.
     """
     choice = setting()
     if choice == "never" or (choice == "auto" and not packed.keeps_copy) or packed.variant.row_loops is None:
@@ -223,6 +224,8 @@ def placed(packed: PackedWeight) -> Placed | None:
         return None
     tensors = [packed.tensors[name] for name in packed.layout.coded
                if name in packed.tensors and name not in packed.in_order]
+    if any(tensor.is_inference() for tensor in tensors):         # they count no changes, of which a copy must know
+        return None
     key = (tuple([tensor.data_ptr() for tensor in tensors]), _description(packed))
     entry = _entries.get(key)
     if key in _entries and (entry is None or _is_current(entry, tensors)):
@@ -244,7 +247,7 @@ def _description(packed: PackedWeight) -> tuple[Any, ...]:
 
 def _is_current(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
     """Whether tensors have not changed since their copy was made."""
-    versions = tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+    versions = tuple([tensor._version for tensor in tensors])
     return entry.versions.setdefault(isinstance(tensors[0], torch.nn.Parameter), versions) == versions
 
 
