@@ -171,7 +171,7 @@ def test_a_weight_of_another_format_is_refused() -> None:
     x = torch.zeros(2, 64)
     with Nothing(), pytest.raises(FormatError, match="a weight of q8_0, not of q4_0"):
         q4_0.linear(x, packed)
-    with pytest.raises(FormatError, match="a Linear of q4_0 cannot hold a weight of q8_0"):
+    with pytest.raises(FormatError, match="a weight of q8_0, not of q4_0"):
         q4_0.Linear(packed)
 
 
