@@ -31,7 +31,8 @@ from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
 from qdsl.models.names import Names
 from qdsl.models.origin import origin_of, remember
-from qdsl.models.plan import GroupStep, LoadError, LoadPlan, PackedStep, Rename, plan_load, renamed
+from qdsl.models.packed_steps import PackedStep
+from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
 from qdsl.models.ties import keep_ties, recorded_ties, tie
 from qdsl.models.transforms import folded_weight, place_transforms

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.names import Names
+from qdsl.models.packed_steps import PackedStep, holds_numbers, orient_experts, orient_squares, swapped, takes_numbers
 from qdsl.models.stacks import Stacks, why_no_stack
 from qdsl.models.transforms import transform_problems
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.products import product_of
+from qdsl.runtime.torch.weight_reads import weight_reads
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 SHOWN = 20                                                       # names that an error lists
@@ -29,37 +30,6 @@ SKIP = "left out by a pattern"
 
 class LoadError(ValueError):
     """A model and a checkpoint that do not match; the message lists the problems, and the model is unchanged."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """A packed layer, and its place in the model.
-
-    kind: 'linear', 'embedding', 'experts', or 'dense' for a place that takes plain numbers, and why.  name: of the module, or of
-    the parameter.  shape: of the parameter it replaces.  experts: how many lie in the layer, one after the other; None for a
-    weight that is none of a stack.  transposed: the model has experts as [E, K, N], or the weight as [K, N].  parts: the layers
-    whose rows follow one another, expert after expert, where the checkpoint has them one by one; the first of them is `layer`.
-    """
-
-    layer: Layer
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    why: str = ""
-    experts: int | None = None
-    transposed: bool = False
-    parts: tuple[Layer, ...] = ()
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers of the checkpoint that the step places."""
-        return self.parts or (self.layer,)
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape of the layers, joined: [N, K], or [E, N, K]."""
-        n, k = sum(layer.shape[0] for layer in self.layers), self.layer.shape[1]
-        return (n, k) if self.experts is None else (self.experts, n // (1 if self.layer.experts else self.experts), k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +96,8 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
         planner.add_plain(name, name)
     planner.check_transforms()
     planner.sort_plain(format, SKIPPED if skip is None else skip)
-    planner.orient_experts()
+    planner.plan.packed = orient_experts(planner.plan.packed)
+    planner.orient_squares()
     if plain:
         planner.check_complete()
     if source.groups:
@@ -160,6 +131,7 @@ class _Planner:
         self.rename = rename
         self.plan = LoadPlan()
         self.filled: set[str] = set()                            # parameters and buffers of the model
+        self.read_weights = weight_reads(names.modules)          # layers that stay plain, and why
 
     # -- layers -------------------------------------------------------------------------------------------------------
 
@@ -197,9 +169,9 @@ class _Planner:
             experts = shape[0]                                   # a matrix of E * N rows
         stored = PackedStep(layer, name, "", shape, experts=experts).stored
         product = "" if module is None or experts is not None else product_of(module)
-        if product == "transposed" and shape == stored[::-1] and not (shape == stored and _holds_numbers(layer)):
+        if product == "transposed" and shape == stored[::-1] and not (shape == stored and holds_numbers(layer)):
             return self._transposed_step(layer, name, str(weight), shape)
-        if shape not in (stored, _swapped(stored)) and not _is_flattened(shape, stored):
+        if shape not in (stored, swapped(stored)) and not _is_flattened(shape, stored):
             self.plan.problems.append(f"{shown(name)} is {list(shape)} in the model, and {list(stored)} in the checkpoint")
             return None
         why = self._why_decoded(layer, name, experts)
@@ -213,8 +185,7 @@ class _Planner:
             if isinstance(module, QuantizedEmbedding) or (
                     isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward):
                 return PackedStep(layer, name, "embedding", shape)
-        kind = "a parameter" if module is None else f"a {type(module).__name__}"
-        return PackedStep(layer, str(weight), "dense", shape, f"{kind} takes plain numbers", experts)
+        return PackedStep(layer, str(weight), "dense", shape, takes_numbers(module), experts)
 
     def _transposed_step(self, layer: Layer, name: str, weight: str, shape: tuple[int, ...]) -> PackedStep:
         """The step for a layer [N, K] of a module with a weight [K, N], in whose place producers quantize an nn.Linear."""
@@ -225,7 +196,7 @@ class _Planner:
         """Why a place takes the numbers of a layer that it could hold packed; '' where it holds it."""
         if layer.transforms and experts is not None:
             return f"the input of its experts is transformed ({layer.transforms[0].label})"
-        return SKIP if is_skipped(name, self.skip) else ""
+        return SKIP if is_skipped(name, self.skip) else self.read_weights.get(name, "")
 
     def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
         """Plan a parameter filled from experts that the checkpoint stores one by one, unless all of them are plain."""
@@ -272,14 +243,6 @@ class _Planner:
             self.plan.problems.append(f"{shown(name)} is {shape} in the model, and layers of experts have {sum(biases.values())} "
                                       f"rows{', unlike ' if wrong else ''}{listed(wrong)}")
 
-    def orient_experts(self) -> None:
-        """Set the orientation of square stacks: that of others in the module, else that of files."""
-        parents = {step.name.rpartition(".")[0] for step in self.plan.packed
-                   if step.experts is not None and step.shape == _swapped(step.stored) != step.stored}
-        self.plan.packed = [step if step.experts is None else replace(step, transposed=step.shape == _swapped(step.stored) and (
-            step.shape != step.stored or step.layer.transposed or step.name.rpartition(".")[0] in parents))
-            for step in self.plan.packed]
-
     def _parameters(self, name: str, module: nn.Module | None, weight: str | None) -> list[str]:
         """The parameters of the model that a layer fills."""
         if isinstance(module, PackedModule):
@@ -297,6 +260,11 @@ class _Planner:
             self.plan.scales[name] = full
         elif full not in step.layer.transform_tensors:
             self.plan.unused.append(full)
+
+    def orient_squares(self) -> None:
+        """Store square weights of modules with a weight [K, N] as the others of their class are."""
+        self.plan.packed, problems = orient_squares(self.plan.packed, self.names.modules)
+        self.plan.problems += problems
 
     def check_transforms(self) -> None:
         """Plan the transforms of plain modules; problems with those that neither modules apply nor dense weights contain."""
@@ -398,7 +366,7 @@ class _Planner:
             return f"{type(owner).__name__} is no nn.Linear"
         if any(isinstance(other, nn.Embedding) for other in owners):
             return "shares the weight of an embedding"
-        return SKIP if is_skipped(module, skip) else ""
+        return SKIP if is_skipped(module, skip) else self.read_weights.get(module, "")
 
     # -- what is left -------------------------------------------------------------------------------------------------
 
@@ -460,17 +428,6 @@ def listed(names: Sequence[str]) -> str:
     """Some names as text."""
     more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return ", ".join([*names[:SHOWN], *more])
-
-
-def _holds_numbers(layer: Layer) -> bool:
-    """Whether a layer codes a tensor of plain numbers without loss, and so with the axes that it has in files."""
-    fields = next(format.fields for format in descriptions() if format.name == layer.format)
-    return bool(fields) and all(len(own) == 1 for own in fields.values())
-
-
-def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape [E, K, N] of [E, N, K]; that of a matrix unchanged."""
-    return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
 
 
 def _is_flattened(shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:

@@ -15,6 +15,7 @@ from qdsl.core.text import Displayed, byte_text, counted
 from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
 from qdsl.runtime.torch.products import product_of
+from qdsl.runtime.torch.weight_reads import weight_reads
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
@@ -86,9 +87,11 @@ def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
     if isinstance(model, nn.Linear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
     report, is_skipped = Report(f"quantized to {format.name}"), skipping(skip)
+    reads = weight_reads(dict(model.named_modules(remove_duplicate=False)))
     for names in _places(model):
         if not is_skipped(model.get_submodule(names[0]), names[0]):
-            why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, hessians or {}, options, report)
+            why = _reason(model.get_submodule(names[0])) or next((reads[name] for name in names if name in reads), "")
+            why = why or _replace(model, names, format, hessians or {}, options, report)
             report.skipped.update(dict.fromkeys(names, why) if why else {})
     return report                                                # no local variable kept a layer alive during the next one
 
