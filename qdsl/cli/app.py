@@ -13,6 +13,7 @@ from errno import ENOENT
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn
 from unicodedata import category
 
@@ -271,6 +272,12 @@ def print_report(report: dict[str, Any], as_json: bool) -> bool:
     for note in report["notes"][:SHOWN]:
         typer.echo(f"note: {without_controls(note)}")
     return False
+
+
+def width() -> int | None:
+    """The columns of a line: those of the terminal, or of COLUMNS, which is for pipes, too; None for a pipe without it."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, needs, read_size, reported
+from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, needs, read_size, reported, width
 from qdsl.cli.compress import layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
@@ -42,7 +42,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
     limit = SHARED_MEMORY if shared_memory is None else read_size(shared_memory)
     with reported(), local_headers(file) as path:
         report = {**contents(path, limit, layer_shapes, check), "file": file}
-    typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report)))
+    typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report, width())))
     models = report.get("models", [report])
     if any(model["problems"] for model in models):
         raise typer.Exit(1)

@@ -22,6 +22,7 @@ from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry
 from qdsl.checkpoint.report.survey import survey, tables, weights
+from qdsl.core.table import table, wrapped
 from qdsl.core.text import counted
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
@@ -135,10 +136,10 @@ def _total(tensors: int, weights: int, nbytes: int, **head: str) -> dict[str, An
 
 # As text
 
-def lines(report: Mapping[str, Any]) -> list[str]:
-    """The report of `contents` as lines of text."""
+def lines(report: Mapping[str, Any], width: int | None = None) -> list[str]:
+    """The report of `contents` as lines of text, none longer than `width`; without it, no cell is folded or shortened."""
     if "models" in report:
-        return [line for entry in report["models"] for line in [*lines(entry), ""]][:-1]
+        return [line for entry in report["models"] for line in [*lines(entry, width), ""]][:-1]
     total = report["total"]
     kind = f"GGUF {report['version']}" if report["format"] == "gguf" else "safetensors"
     files = f" in {report['files']} files" if report["files"] > 1 else ""
@@ -148,20 +149,21 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         [escaped(entry["name"]), entry["type"], _shape(entry), _bits(entry["bits_per_weight"]), _size(entry["nbytes"]),
          entry.get("problem", "")] for entry in report["tensors"]]
     surveyed = [line for heads, rows, right in (tables(report) if "layers" in report else [])
-                for line in _block(heads, [[escaped(cell) for cell in row] for row in rows], right)]
+                for line in _block(heads, [[escaped(cell) for cell in row] for row in rows], right, width)]
     settings = [[escaped(entry["source"]), escaped(entry["method"]), _settings(entry["settings"])]
                 for entry in report.get("quantization", [])]
     types = [[row["type"], str(row["tensors"]), str(row["weights"]), _bits(row["bits_per_weight"]), _size(row["nbytes"])]
              for row in report["types"]]
     covered = {entry["name"] for entry in report["tensors"]} | {f"{entry['name']}.weight" for entry in report.get("layers", [])}
     metadata = [[escaped(key), value["type"], _value(value)] for key, value in report["metadata"].items() if key not in covered]
-    return [head, *(f"note: {escaped(note)}" for note in report["notes"]),
-            *([f"{counted(report['problems'], 'tensor')} cannot be read"] if report["problems"] else []),
-            *_block(["metadata", "type", "value"], metadata, ""),
-            *_block(["quantization", "", "settings"], settings, ""), *surveyed,
-            *_offer(report),
-            *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>"),
-            *_block(["type", "tensors", "numbers" if "layers" in report else "weights", "bits", "size"], types, " >>>>")]
+    texts = [head, *(f"note: {escaped(note)}" for note in report["notes"]),
+             *([f"{counted(report['problems'], 'tensor')} cannot be read"] if report["problems"] else [])]
+    return [*(part for text in texts for part in wrapped(text, width)),
+            *_block(["metadata", "type", "value"], metadata, "", width),
+            *_block(["quantization", "", "settings"], settings, "", width), *surveyed,
+            *(part for text in _offer(report) for part in wrapped(text, width)),
+            *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>", width),
+            *_block(["type", "tensors", "numbers" if "layers" in report else "weights", "bits", "size"], types, " >>>>", width)]
 
 
 def _offer(report: Mapping[str, Any]) -> list[str]:
@@ -208,11 +210,6 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _block(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str) -> list[str]:
-    """The lines of a table, after an empty line; columns that `right` marks with > are right-aligned."""
-    table = [heads, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    marks = right.ljust(len(widths))
-    shown = ["  ".join(cell.rjust(width) if mark == ">" else cell.ljust(width)
-                       for cell, width, mark in zip(row, widths, marks, strict=True)).rstrip() for row in table]
-    return ["", *shown] if rows else []
+def _block(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str, width: int | None) -> list[str]:
+    """The lines of a table after an empty line; none for no rows."""
+    return ["", *table(heads, rows, right, width)] if rows else []
