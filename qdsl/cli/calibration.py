@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from qdsl.cli.app import fail, refuse_options, reported
+from qdsl.cli.app import fail, needs, refuse_options, reported
 
 if TYPE_CHECKING:
     from qdsl.jobs.calibrate import Sampling
@@ -36,6 +36,7 @@ class CalibrationRun:
         if text is None:
             refuse_options(context, HEADING, "--calibrate")
             return None
+        needs("running a language model", "models", "transformers")
         from qdsl.encode.calibrated.solve import METHODS
         from qdsl.jobs.calibrate import Sampling
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from qdsl.cli.app import fail, reported
+from qdsl.cli.app import fail, needs, reported
 from qdsl.cli.models import finite, running
 from qdsl.host.files import check_output, regular_file
 
@@ -23,6 +23,7 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
     """
     target = _target(out, [model, *models.values(), *([] if against is None else [against])], force)
     options = {**options, "size": _size(options["size"])}
+    needs("running a pipeline of diffusers", "models,diffusers", "transformers", "diffusers")
     with running():
         from qdsl.host.files import replacing
         from qdsl.host.system import resident_bytes

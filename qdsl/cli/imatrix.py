@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import Force, app, input_argument, reported
+from qdsl.cli.app import Force, app, input_argument, needs, reported
 from qdsl.cli.models import Device, running
 from qdsl.cli.progress import progress
 
@@ -20,6 +20,7 @@ def imatrix(model: Annotated[Path, input_argument("A folder of a language model,
             length: Annotated[int, typer.Option("--length", min=4, help="Tokens of a run.")] = 512,
             device: Device = None, force: Force = False) -> None:
     """Write an importance matrix for `quantize --imatrix`, as llama-imatrix does in its GGUF form."""
+    needs("running a language model", "models", "transformers")
     from qdsl.host.files import check_output
     from qdsl.jobs.calibrate import Sampling, write_imatrix
 

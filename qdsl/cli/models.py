@@ -13,13 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, needs, read_param, reported, without_controls
+from qdsl.cli.words import DTYPES
 
 if TYPE_CHECKING:
     from qdsl.models.language import LanguageModel
 
 Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
 Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
-DType = Annotated[str, typer.Option("--dtype", help="Of products, such as float32; by default that of the model.")]
+
+
+def _known_dtype(name: str) -> str:
+    """The name of a dtype.  Exits with code 2 for others."""
+    if name not in DTYPES:
+        fail(f"no '{name}': expected one of {', '.join(DTYPES)}", 2)
+    return name
+
+
+DType = Annotated[str, typer.Option("--dtype", callback=_known_dtype,
+                                    help="Of products, such as float32; by default that of the model.")]
 MatchDense = Annotated[bool, typer.Option("--match-dense", help="Compute the same bits as the dequantized model; slow.")]
 
 

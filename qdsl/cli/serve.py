@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import Json, app, fail, print_table, reported
+from qdsl.cli.app import Json, app, fail, needs, print_table, reported
 from qdsl.cli.generate import Base, Exact, Threads
 from qdsl.cli.models import Device, DType, Model, running
+
+SERVER = ("pydantic", "fastapi", "uvicorn", "openai")            # packages of transformers' server
 
 
 @app.command(name="serve-check")
@@ -59,12 +61,12 @@ def serve(model: Model,
 
     Requests are answered one by one, by the server of transformers.  For many users at a time see vLLM in the documentation.
     """
+    needs("serving a model", "serve", "transformers", *SERVER)
     with running():
         from qdsl.models import openai_server
         from qdsl.models.language import load_language_model
         from qdsl.models.processor import arithmetic, set_processor
 
-        openai_server.check_packages()
         set_processor(threads, exact)
         loaded = load_language_model(model, device=device, dtype=dtype, base=base)
         typer.echo(f"{arithmetic(loaded.model)}\nmodel {openai_server.model_name(model)} at http://{host}:{port}/v1", err=True)

@@ -20,7 +20,7 @@ WORDS = {**dict.fromkeys(("file", "folder", "model", "models", "a", "like", "bas
          "kernel": "linear|dequantize", "x": "bf16|f16", "shape": "N K", "shard": "I/N", "programs": "FIRST:END",
          "patterns": "JSON", "vram": "SIZE", "shared_memory": "SIZE", "size": "WxH",
          **dict.fromkeys(("jobs", "rows", "ranks", "bits", "group", "threads", "steps", "context", "max_new_tokens"), "N")}
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.import_utils import is_serve_available
-
 from qdsl.models.language import LanguageModel
-from qdsl.models.plan import LoadError
 from qdsl.models.transformers.gguf import gguf_path
-
-MISSING = "serving needs further packages: pip install 'transformers[serving]'"
-
-
-def check_packages() -> None:
-    """Raise LoadError where the packages of transformers' server are not installed."""
-    if not is_serve_available():
-        raise LoadError(MISSING)
 
 
 def model_name(ref: str) -> str:
@@ -36,8 +25,7 @@ def serve(language: LanguageModel, host: str, port: int) -> None:
 
 
 def server_app(language: LanguageModel) -> Any:
-    """The application of transformers' server for one model that is loaded.  Raises LoadError as `check_packages`."""
-    check_packages()
+    """The application of transformers' server for one model that is loaded."""
     from transformers.cli.serving import chat_completion, completion, response, server, systemone, transcription
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import GenerationState

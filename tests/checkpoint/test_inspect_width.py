@@ -85,8 +85,8 @@ def test_cells_fold_and_names_lose_their_middles(rows: list[list[str]], width: i
     whole, narrow = table(["name", "type", "what"], rows), table(["name", "type", "what"], rows, " >", width)
     assert max(map(len, narrow)) <= width and len(whole) == len(rows) + 1
     letters = sorted("".join(part for row in rows for part in row[1:]).replace(" ", ""))
-    found = sorted("".join(narrow).replace(" ", ""))
-    assert all(found.count(letter) >= letters.count(letter) for letter in set(letters))
+    printed = sorted("".join(narrow).replace(" ", ""))
+    assert all(printed.count(letter) >= letters.count(letter) for letter in set(letters))
 
 
 @pytest.mark.parametrize(("width", "expected"), [(40, "model.layers.0.mlp.down_proj"), (22, "model....mlp.down_proj")])

@@ -95,9 +95,15 @@ def test_scales_of_inputs(tmp_path: Path, static: tuple[str, ...], config: dict[
 
 @pytest.mark.parametrize(("to", "producer", "others"), [
     ("fp8_tensor", "gptq", "compressed-tensors, fp8, modelopt"), ("int8_channel", "fp8", "compressed-tensors"),
-    ("q4_k", "fp8", "qdsl"), ("fp8_tensor", "no such producer", "compressed-tensors, fp8, modelopt")])
+    ("q4_k", "fp8", "qdsl")])
 def test_a_producer_that_has_no_settings_for_the_storage(tmp_path: Path, to: str, producer: str, others: str) -> None:
     path = plain_folder(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})
     with pytest.raises(RewriteError, match=rf"no settings of '{producer}' describe its layers in {to}.*; those of {others}.* do"):
         run.quantize(path, aim.aimed(to, True, {}, (), producer=producer), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("producer", "near"), [("compressed_tensors", "compressed-tensors"), ("gptqq", "gptq")])
+def test_a_producer_that_is_none(producer: str, near: str) -> None:
+    with pytest.raises(RewriteError, match=rf"no producer '{producer}'; did you mean {near}"):
+        aim.aimed("fp8_tensor", True, {}, (), producer=producer)

@@ -13,7 +13,7 @@ from qdsl.checkpoint.detect.ignored import is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
 from qdsl.core.stored import Description
-from qdsl.jobs.convert.targets import format_target, storage_target
+from qdsl.jobs.convert.targets import format_target, producer_target, storage_target
 from qdsl.jobs.engine import RewriteError
 
 if TYPE_CHECKING:
@@ -97,8 +97,9 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     ignore, only, producer, allow_unknown: as of Aim, the first two for plain layers that are quantized.  skip, keep_misfits: for
     layers that are quantized already.
 
-    Raises RewriteError for an unknown format, storage or parameter, and for entropy codes of plain numbers.
+    Raises RewriteError for an unknown format, storage, producer or parameter, and for entropy codes of plain numbers.
     """
+    producer = producer_target(producer)
     if not requantize:
         format, _, storage = storage_target(to).rpartition(".")
         return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)

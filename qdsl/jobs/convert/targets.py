@@ -66,6 +66,16 @@ def storage_target(word: str) -> str:
     raise RewriteError(f"no storage {shown(word)}; {_did_you_mean(storage, [*storages()])}{LISTS}")
 
 
+def producer_target(word: str) -> str:
+    """A producer's name in any letters, or ''.  Raises RewriteError with suggestions for other words."""
+    name = word.lower()
+    if not name or producers().is_known(name):
+        return word
+    names = [producer.name for producer in producers().every if producers().is_known(producer.name)]
+    near = get_close_matches(name, names) or names
+    raise RewriteError(f"no producer {shown(word)}; did you mean {listed(near, 'or')}?")
+
+
 def _key(word: str) -> str:
     """A word as names are written."""
     return word.strip().lower().replace("-", "_")
