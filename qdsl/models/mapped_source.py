@@ -257,16 +257,15 @@ class MappedSource:
 def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fills_biases: bool = False) -> MappedSource:
     """A GGUF file of a language model under the names of a model's parameters, which may be on meta.
 
-    fills_biases: biases that no layer of the file has are zero, as in llama.cpp.
+    fills_biases: biases that the file leaves out, in all layers or in some, are zero, as in llama.cpp.
     Raises LoadError where it does not fit, and for tensors that the model has no place for; CheckpointError for damage.
     """
     file = GgufSource(path)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."       # of a model without a head, whose names lack it
     rules = {name: rule for name in model.state_dict() if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
     stored = tensor_names(file)
-    patterns = {pattern_of(name)[0] for name in stored}
-    zeros = [name for name, rule in rules.items() if fills_biases and name.endswith(".bias")
-             and not any(pattern_of(source)[0] in patterns for source in rule.sources)]
+    zeros = [name for name, rule in rules.items()
+             if fills_biases and name.endswith(".bias") and stored.keys().isdisjoint(rule.sources)]
     try:
         return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", zeros=zeros,
                             problems=_unplaced(stored, map, rules, model))

@@ -5,6 +5,8 @@ A case is a key with another value, or optional tensors added, with llama.cpp's 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -32,7 +34,7 @@ CLOSE = 1e-3                                                     # relative diff
 # Cases of Llama that have to be computed: a refusal is a failure.
 COMPUTED = {"unchanged", "the old name of linear scaling", "a factor without a type", "linear", "yarn", "yarn and attention",
             "attention", "another base", "another epsilon", "biases", "biases of attention", "biases of queries, keys and values",
-            "biases of layers", "frequencies", "frequencies and yarn"}
+            "biases of layers", "a bias of one layer", "frequencies", "frequencies and yarn"}
 
 
 def check_all(model_type: str, folder: Path) -> set[str]:
@@ -116,6 +118,22 @@ def test_unknown_keys_are_allowed_on_demand(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"llama\.attention\.of_next_year is '2\.0', which may change attention"):
         plugin.from_pretrained(path)
     assert plugin.from_pretrained(path, allow_unknown=True).config.model_type == "llama"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_the_file_tells_whether_the_head_is_tied(is_tied: bool, has_head: bool, tmp_path: Path) -> None:
+    """Whatever the config says that is given beside it."""
+    own = gguf_cases.tiny("llama")
+    tensors = {name: tensor for name, tensor in own.tensors.items() if has_head or name != "output.weight"}
+    path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, tensors=tensors), gguf_cases.Case())
+    base = copy.deepcopy(own.config)
+    base.tie_word_embeddings = is_tied
+    base.save_pretrained(tmp_path / "base")
+    models = [plugin.from_pretrained(path, dtype=torch.float32, base=base) for base in (None, tmp_path / "base")]
+    with torch.no_grad():
+        logits = [model(torch.tensor([gguf_cases.TOKENS])).logits for model in models]
+    assert torch.equal(*logits) and [model.config.tie_word_embeddings for model in models] == [not has_head] * 2
 
 
 # -- what a file is -----------------------------------------------------------------------------------------------------------

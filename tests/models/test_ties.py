@@ -110,6 +110,21 @@ def test_a_converted_folder_keeps_its_head(head: str, tmp_path: Path) -> None:
     assert isinstance(model.lm_head, PackedModule) and model.config.tie_word_embeddings == (head == "none")
 
 
+@pytest.mark.parametrize(("packed", "head"), ENDS)
+@pytest.mark.parametrize("command", [["convert", "--to", "gptq_v2", "--out"], ["dequantize", "-o"]], ids=lambda own: own[0])
+def test_the_config_of_a_new_folder_says_what_its_files_hold(command: list[str], packed: tuple[str, ...], head: str,
+                                                              tmp_path: Path) -> None:
+    """Every loader then gets the logits of the files, also one that believes the config."""
+    decoded = producer_folders.write_folder(tmp_path / "in", kind_with("gptq int8", packed), "tied", head_of(head))
+    done = CliRunner().invoke(app, [command[0], str(tmp_path / "in"), *command[1:], str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] == (head == "none" or (head == "same" and not packed))
+    if command[0] == "dequantize":
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        assert (language_models.logits(model) - (wanted := truth(decoded))).norm() <= 1e-2 * wanted.norm()
+
+
 @pytest.mark.parametrize("head", ["none", "other"])
 def test_a_gguf_file_has_the_head_of_its_folder(head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written from a folder whose config ties it, and loaded again."""

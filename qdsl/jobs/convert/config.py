@@ -27,6 +27,7 @@ from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.text import counted
 from qdsl.core.transforms import Transform
 from qdsl.jobs.convert.aim import description
+from qdsl.jobs.convert.heads import with_ties
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan import Plan
 from qdsl.jobs.engine import RewriteError
@@ -137,6 +138,7 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
                 wholes[CONFIG][place.at[0]] = {key: value for key, value in settings.items() if key != "quant_method"}
         is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
         config = (guarded if is_ours else unguarded)(wholes[CONFIG])
+        config = with_ties(config, folder, layers, {layer.name for layer in plan.changed})
         touched += [CONFIG] if config != wholes[CONFIG] else []
         wholes[CONFIG] = config
     texts = {file: json.dumps(wholes[file], indent=2, ensure_ascii=False) + "\n" if wholes[file] else None for file in touched}

@@ -28,7 +28,7 @@ from qdsl.models.transformers.gguf_rope import rotary_contradictions, set_rotary
 from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
 from qdsl.models.transformers.gguf_weights import GgufWeights
 
-EMBEDDING = "token_embd.weight"
+EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"         # of files, and of models
 WINDOWED = ("gemma2",)                                           # whose layers have a window if the file states none
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}                    # layers of models whose attention is scaled by another number
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
@@ -59,6 +59,8 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         allowed = _check(config, file, own, options.allow_unknown)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
+        if (head := own.rule(HEAD)) is not None and file.tensors.keys().isdisjoint(head.sources):
+            config.tie_word_embeddings = True                    # as llama.cpp does, whatever a base says
         dtype, why = chosen_dtype(_file_dtype(file), kwargs.get("device_map"))
         vocabulary = _vocabulary(file, path)
     config.architectures = [own.model_class]
