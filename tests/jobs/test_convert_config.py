@@ -241,7 +241,7 @@ def test_plain_floats_have_no_settings(tmp_path: Path) -> None:
     with Folder(path) as folder:
         run.convert(folder, layers(folder), aim.aimed("bf16", True), tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
-        assert layers(folder).problems == [] and folder.config == {"model_type": "toy"}
+        assert layers(folder).problems == [] and folder.config == {"model_type": "toy", "architectures": ["Toy"]}
 
 
 @pytest.mark.parametrize("bits", [3, 6])

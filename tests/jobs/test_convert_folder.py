@@ -50,7 +50,7 @@ def test_layers_change_and_all_else_stays(sharded: Path, weights: dict[str, Pack
     with safe_open(tmp_path / "out" / TWO[0], "pt") as file:
         assert all(file.get_tensor(name).equal(tensor) for name, tensor in awq.items())
     assert (tmp_path / "out" / "tokenizer" / "vocab.txt").read_text() == "a\nb\n"
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", *TWO, INDEX, checksums.FILE, "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", *TWO, INDEX, checksums.FILE, "tokenizer", "tokenizer.json"]
     assert report["notes"] == ["pytorch_model.bin holds other weights, and was not copied"]
     assert report["layers"] == [{"from": "int_group.gptq_v2", "to": "int_group.awq", "count": 2}]
     assert report["shards"] == list(TWO)
@@ -104,7 +104,7 @@ def test_there_and_back_again(sharded: Path, tmp_path: Path) -> None:
 def test_a_file_without_an_index(tmp_path: Path, weights: dict[str, PackedWeight]) -> None:
     path = folders.folder(tmp_path / "in", folders.named(weights), index=False)
     convert(path, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", checksums.FILE, "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", checksums.FILE, "tokenizer", "tokenizer.json"]
     convert(path / "model.safetensors", tmp_path / "alone")
     assert sorted(os.listdir(tmp_path / "alone")) == ["config.json", "model.safetensors", checksums.FILE]
     assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -116,7 +116,7 @@ def test_an_index_keeps_its_name(tmp_path: Path, weights: dict[str, PackedWeight
     path = folders.folder(tmp_path / "in", *[folders.named({key: packed}) for key, packed in weights.items()])
     (path / INDEX).rename(path / name)
     assert convert(path, tmp_path / "out")["notes"] == ["pytorch_model.bin holds other weights, and was not copied"]
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", name, *TWO, checksums.FILE, "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", name, *TWO, checksums.FILE, "tokenizer", "tokenizer.json"]
 
 
 def test_a_file_that_is_left_without_tensors_is_not_written(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_file_that_is_left_without_tensors_is_not_written(tmp_path: Path) -> N
     every = folders.named(weights)
     path = folders.folder(tmp_path / "in", {"w.scales": every.pop("w.scales")}, every)
     convert(path, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", TWO[1], INDEX, checksums.FILE, "tokenizer"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", TWO[1], INDEX, checksums.FILE, "tokenizer", "tokenizer.json"]
     assert set(Folder(tmp_path / "out").names()) == {"w.qweight", "w.qzeros", "w.scales"}
 
 
