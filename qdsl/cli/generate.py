@@ -23,7 +23,7 @@ from qdsl.cli.app import (
     reported,
     without_controls,
 )
-from qdsl.cli.models import Device, DType, MatchDense, check_formats, print_allowed, running
+from qdsl.cli.models import Device, DType, MatchDense, format_name, print_allowed, running
 
 if TYPE_CHECKING:
     from qdsl.models.generation import Conversation, Generation
@@ -92,7 +92,7 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
     else:
         refuse_options(typer_context, IMAGE, f"pipelines of diffusers, and {model} has no model_index.json")
     params = dict(map(read_param, param or ()))
-    check_formats([format] if format else ())
+    format = format_name(format) if format else None
     if prompt is None and not chat:
         fail("give a prompt" if is_pipeline else "give a prompt, or --chat for a conversation", 2)
     if is_pipeline:

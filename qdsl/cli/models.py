@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +51,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
     """
     if against is None and (format or svg):
         fail("--format and --svg compare with a model: name it with --against", 2)
-    check_formats([form.split()[0] for form in format or () if form.split()])
+    format = [" ".join([format_name(name), *params]) for name, *params in map(str.split, filter(str.strip, format or ()))]
     needs("running a language model", "models", "transformers")
     with running():
         from qdsl.host.files import check_output, open_input, write_text
@@ -70,8 +70,8 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         base = None if against is None else measure.Base(load(against))
         chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)
         results = []
-        width = max(map(len, [*models, *(f"{against} as {form}" for form in format or ())]))
-        for name, form in [*((name, None) for name in models), *((str(against), form) for form in format or ())]:
+        width = max(map(len, [*models, *(f"{against} as {form}" for form in format)]))
+        for name, form in [*((name, None) for name in models), *((str(against), form) for form in format)]:
             quantized, *params = form.split() if form else (None,)
             loaded = load(name, quantized, params=dict(map(read_param, params)))
             print_allowed(loaded)
@@ -94,13 +94,12 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_formats(names: Iterable[str]) -> None:
-    """Exit with code 2 for a name that is no format."""
+def format_name(word: str) -> str:
+    """The name of a format by a word in any letters.  Exits with code 2 for a word that is none."""
     from qdsl.core import places
 
     with reported():
-        for name in names:
-            places.find(name)
+        return word if Path(word).is_file() else places.find(word).stem
 
 
 def print_allowed(loaded: LanguageModel) -> None:

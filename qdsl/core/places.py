@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
+
+from qdsl.core.text import listed, name_key, similar_names
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
@@ -66,13 +67,15 @@ def further() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """A spec by its path, or by the name of a shipped one or one in the folder of QDSL_SPECS.  Raises UnknownSpec."""
-    own = further()
-    for path in (Path(name), specs() / f"{name}.yaml", *(path for path in own if path.stem == name)):
+    """A spec by its path, or by the name, in any letters, of a shipped one or one in the folder of QDSL_SPECS.
+
+    Raises UnknownSpec with suggestions for other names.
+    """
+    own, key = further(), name_key(name)
+    for path in (Path(name), specs() / f"{key}.yaml", *(path for path in own if path.stem in (name, key))):
         if path.is_file():
             return path
-    names = [path.stem for path in (*shipped(), *own)]
-    near = get_close_matches(name.lower().removesuffix(".yaml"), names, n=1)
+    near = similar_names(key.removesuffix(".yaml"), [path.stem for path in (*shipped(), *own)])
     kind = "file" if name.endswith((".yaml", ".yml")) else "spec"
     raise UnknownSpec(f"no {kind} '{name}': expected a file, or a name that `qdsl list` prints"
-                      + (f"; did you mean '{near[0]}'?" if near else ""))
+                      + (f"; did you mean {listed(near, 'or')}?" if near else ""))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from html import escape
 
 ROWS, LINE = 20, 160                                             # of a table or list that has to fit a screen; letters of a line
+SUGGESTED = 6                                                    # the most names in a message
 UNITS = ("kB", "MB", "GB", "TB", "PB")
-
 
 
 def counted(count: int, noun: str) -> str:
@@ -62,6 +62,24 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """The end of a message: the word that is most like another, if one is."""
     near = get_close_matches(word, list(words), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def name_key(word: str) -> str:
+    """A word as names of formats and storages are written: 'Q6-K' is 'q6_k'."""
+    return word.strip().lower().replace("-", "_")
+
+
+def similar_names(key: str, names: Collection[str]) -> list[str]:
+    """The names that begin with a word or contain it, or else those that resemble it, best first; none for ''."""
+    containing = [name for name in names if key and key in name]
+    return sorted(containing, key=lambda name: not name.startswith(key)) or get_close_matches(key, names)
+
+
+def listed(names: Sequence[str], word: str = "and") -> str:
+    """Names for a message, at most SUGGESTED of them: 'q4_0, q4_1 or q4_k'."""
+    more = [f"{len(names) - SUGGESTED} more"] if len(names) > SUGGESTED else []
+    *others, last = [*names[:SUGGESTED], *more]
+    return f"{', '.join(others)} {word} {last}" if others else last
 
 
 def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:

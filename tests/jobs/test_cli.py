@@ -123,12 +123,21 @@ COMMANDS = [("check",), ("show",), ("build", "--out", "built")]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize(("name", "close"), [("q40", "q4_0"), ("int_groups", "int_group"), ("Q6_K", "q6_k"),
+@pytest.mark.parametrize(("name", "close"), [("q40", "q4_0"), ("int_groups", "int_group"), ("q4", "q4_0, q4_1, q4_k, "),
                                              ("q8_0.yaml", "q8_0")])
 def test_a_name_that_is_nearly_right_is_guessed(folder: Path, command: tuple[str, ...], name: str, close: str) -> None:
     result = run(*command, name)
     assert result.exit_code == 2 and not result.stdout
-    assert f"'{name}'" in result.stderr and f"did you mean '{close}'?" in result.stderr
+    assert f"'{name}'" in result.stderr and f"did you mean {close}" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("check",), ("show",), ("build", "--check"), ("explain", "--gpu", "h100")],
+                         ids=lambda command: command[0])
+@pytest.mark.parametrize("name", ["Q6_K", "q6-k"])
+def test_names_are_read_in_any_letters(command: tuple[str, ...], name: str) -> None:
+    result, expected = run(*command, name), run(*command, "q6_k")
+    assert result.exit_code == expected.exit_code == 0 and result.stdout.replace(f"{name}:", "q6_k:") == expected.stdout
+    assert qdsl.load(name) is qdsl.generated.q6_k
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

@@ -61,7 +61,7 @@ def test_text_is_streamed_and_figures_follow(fp8: Path) -> None:
 
 def test_options_of_generating(plain: Path, tmp_path: Path) -> None:
     """Quantized on the way, sampled the same by the same seed, and with the chat template where there is one."""
-    first, again, other = (json.loads(run("generate", plain, "1", "-f", "int_group", "--param", "bits=4", "--param", "group=32",
+    first, again, other = (json.loads(run("generate", plain, "1", "-f", "INT-Group", "--param", "bits=4", "--param", "group=32",
                                           "--temperature", 1.5, "--seed", seed, "-n", 16, "--json").stdout)
                            for seed in (1, 1, 2))
     assert first["text"] == again["text"] != other["text"] and first["tokens"] == 16 and "int_group" in first["model"]
@@ -90,7 +90,7 @@ def test_perplexity_is_that_of_the_second_halves(plain: Path, text: Path) -> Non
 def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Path) -> None:
     """Formats without loss diverge by nothing; coarser ones by more, with less signal to noise."""
     svg = tmp_path / "kl.svg"
-    result = run("evaluate", fp8, "--text", text, "--against", plain, "-f", "hlane", "-f", "q8_0", "-f", "q4_0", "-c", 64,
+    result = run("evaluate", fp8, "--text", text, "--against", plain, "-f", "hlane", "-f", "Q8_0", "-f", "q4_0", "-c", 64,
                  "--json", "--svg", svg)
     by_name = {row["name"].rpartition(" ")[2]: row for row in json.loads(result.stdout)["models"]}
     lossless, q8, q4, other = (by_name[name] for name in ("hlane", "q8_0", "q4_0", str(fp8)))

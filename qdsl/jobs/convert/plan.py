@@ -27,12 +27,12 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
 from qdsl.core.shapes import granule, shared_blocks
 from qdsl.core.stored import OF_QUANTIZED_X, Description
+from qdsl.core.text import listed
 from qdsl.host.files import digest, identity
 from qdsl.host.progress import COPY
 from qdsl.jobs.convert import encoded, header
 from qdsl.jobs.convert.aim import Aim, become, description, params_in, shares_scale, target
 from qdsl.jobs.convert.fused import fused_layers
-from qdsl.jobs.convert.targets import listed
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.engine.shards import Copy, Shard, Step, copy, in_order
 

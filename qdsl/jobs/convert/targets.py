@@ -7,16 +7,15 @@ absent: GPTQ's config without `checkpoint_format` describes `gptq_v1`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.producer import NULL
 from qdsl.core.stored import Description
+from qdsl.core.text import listed, name_key, similar_names
 from qdsl.jobs.engine import RewriteError
 
-SUGGESTED = 6                                                    # the most names in a message
 LISTS = "`qdsl list` prints all"
 
 
@@ -41,7 +40,7 @@ def storages() -> dict[str, list[str]]:
 
 def format_target(word: str) -> str:
     """'FORMAT' or 'FORMAT.STORAGE' for a word that means one of them.  Raises RewriteError with suggestions for other words."""
-    format, dot, storage = _key(word).partition(".")
+    format, dot, storage = name_key(word).partition(".")
     if format in formats():
         return f"{format}.{_storage_of(format, storage)}" if dot else format
     if not dot and len(meanings := _meanings(format)) == 1:
@@ -53,7 +52,7 @@ def format_target(word: str) -> str:
 
 def storage_target(word: str) -> str:
     """'STORAGE' or 'FORMAT.STORAGE' for a word that means a storage.  Raises RewriteError with suggestions for other words."""
-    format, dot, storage = _key(word).rpartition(".")
+    format, dot, storage = name_key(word).rpartition(".")
     if dot and format in formats():
         return f"{format}.{_storage_of(format, storage)}"
     if not dot and (storage in storages() or any(storage in _transient(name) for name in formats())):
@@ -72,13 +71,8 @@ def producer_target(word: str) -> str:
     if not name or producers().is_known(name):
         return word
     names = [producer.name for producer in producers().every if producers().is_known(producer.name)]
-    near = get_close_matches(name, names) or names
+    near = similar_names(name, names) or names
     raise RewriteError(f"no producer {shown(word)}; did you mean {listed(near, 'or')}?")
-
-
-def _key(word: str) -> str:
-    """A word as names are written."""
-    return word.strip().lower().replace("-", "_")
 
 
 def _storage_of(format: str, storage: str) -> str:
@@ -104,7 +98,7 @@ def _meanings(word: str) -> list[str]:
     """'FORMAT.STORAGE' for all that a word may mean: a storage of this name, or what a producer of this name writes."""
     if word in (named := storages()):
         return [f"{format}.{word}" for format in named[word]]
-    rules = [(format, rule) for producer in producers().every if _key(producer.name) == word
+    rules = [(format, rule) for producer in producers().every if name_key(producer.name) == word
              for format, of_format in producer.formats.items() for rule in of_format]
     default = [rule for rule in rules if any(_may_be_absent(value) for value in rule[1].values())]
     return list(dict.fromkeys(f"{format}.{rule.get('storage') or _own_storages(format)[0]}" for format, rule in default or rules))
@@ -118,16 +112,9 @@ def _may_be_absent(value: object) -> bool:
 def _did_you_mean(key: str, names: Sequence[str]) -> str:
     """`did you mean ...? ` with names that contain a word, and what it may mean, or else names that resemble it; '' for none."""
     firsts = {f"{name}.{_own_storages(name)[0]}": name for name in formats()}
-    near = [name for name in names if key in name] + [firsts.get(name, name) for name in _meanings(key)] if key else []
+    near = [name for name in similar_names(key, names) if key in name] + [firsts.get(name, name) for name in _meanings(key)]
     shown_as = {name: f"{of[0]}.{name}" for name, of in storages().items()}
-    shown_as |= {name: name for producer in producers().every if len(_meanings(name := _key(producer.name))) == 1}
+    shown_as |= {name: name for producer in producers().every if len(_meanings(name := name_key(producer.name))) == 1}
     shown_as |= {name: name for name in names}
-    near = near or [shown_as[name] for name in get_close_matches(key, shown_as)]
+    near = near or [shown_as[name] for name in similar_names(key, shown_as)]
     return f"did you mean {listed(list(dict.fromkeys(near)), 'or')}? " if near else ""
-
-
-def listed(names: Sequence[str], word: str = "and") -> str:
-    """Names for a message, at most SUGGESTED of them."""
-    more = [f"{len(names) - SUGGESTED} more"] if len(names) > SUGGESTED else []
-    *others, last = [*names[:SUGGESTED], *more]
-    return f"{', '.join(others)} {word} {last}" if others else last
