@@ -125,7 +125,8 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
     """Time the ways to multiply by a weight on its GPU for these numbers of rows of x, and keep the fastest for each number.
 
     A number stands for those down to half of it, 8 for 2 to 8.  dtype: of x, torch.float16 by default.  Returns kind,
-    configuration and milliseconds, as the cache folder keeps them.  Raises MissingTriton where Triton is not installed.
+    configuration and milliseconds, as the cache folder keeps them.  Raises MissingTriton where Triton is not installed, and
+    FormatError for a weight that is on no GPU.
     """
     from qdsl.runtime.gpu.tune import tune as tune_weight
 

@@ -261,6 +261,17 @@ def test_layers_are_skipped_by_patterns_or_a_function(skip: Any, left: list[str]
     assert sorted(report.quantized) == [f"block.{name}" for name in ("down", "up") if name not in left]
 
 
+@pytest.mark.parametrize("function", [lambda model, skip: qdsl.quantize_(model, "q4_0", skip), qdsl.planar_])
+@pytest.mark.parametrize(("skip", "notes"), [
+    (["upp", "down"], {"skip 'upp'": "matches no linear layer; did you mean 'up'?"}),
+    (".*x", {"skip '.*x'": "matches no linear layer"}),
+    (["up"], {}), (None, {}), (lambda layer, name: False, {})])
+def test_a_pattern_that_matches_no_layer_is_noted(function: Any, skip: Any, notes: dict[str, str]) -> None:
+    report = function(nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("up", "down")}), skip)
+    assert report.notes == notes and all(f"  {name}: {note}" in str(report) for name, note in notes.items())
+    assert all(note in report._repr_html_().replace("&#x27;", "'") for note in notes.values())
+
+
 @pytest.mark.parametrize("function", [lambda model, skip: qdsl.quantize_(model, "q4_0", skip), qdsl.planar_, qdsl.fuse_])
 def test_a_wrong_pattern_is_told_before_anything_changes(function: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64))

@@ -11,7 +11,7 @@ import torch
 
 import qdsl
 from qdsl.generated import q4_0
-from qdsl.runtime import PackedWeight
+from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, tune
 from qdsl.runtime.gpu.costs import Candidate
 
@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedWeight]:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "runs_kernels", lambda device: True)
     plan.forget()
     yield weight(4096)
     plan.forget()
@@ -53,6 +54,11 @@ def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.
         assert choice.is_tuned and (choice.candidate.config["WK"], choice.candidate.config["R"]) == (2, 2)
     assert not plan.choice(packed, 9, torch.float16, CPU).is_tuned
     assert not plan.choice(weight(2048), 1, torch.float16, CPU).is_tuned    # another shape was not timed
+
+
+def test_a_weight_on_a_cpu_is_an_error_that_says_so() -> None:
+    with pytest.raises(FormatError, match="tune times kernels on a GPU, and this weight is on cpu: move it"):
+        qdsl.tune(weight(64))
 
 
 def test_decoding_may_be_fastest(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:

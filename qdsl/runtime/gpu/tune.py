@@ -17,8 +17,8 @@ import torch
 from qdsl.host.files import write_text
 from qdsl.runtime.gpu import configure, launch, plan, product
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.gpu.triton import require, triton
-from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.gpu.triton import require, runs_kernels, triton
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 MOST = 20                                                        # most candidates per number of rows, of least modelled cost
 
@@ -27,9 +27,12 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
     """Time the candidates for a weight on its GPU for these numbers of rows of x, and keep the fastest for each.
 
     A number also serves smaller ones down to half of it, 8 those from 2 to 8.  Returns what the file holds: kind, configuration
-    and milliseconds.  Raises MissingTriton if Triton is not installed.
+    and milliseconds.  Raises MissingTriton if Triton is not installed, and FormatError for a weight that is on no GPU.
     """
     require()
+    if not runs_kernels(packed.device):
+        raise FormatError(f"tune times kernels on a GPU, and this weight is on {packed.device}: move it with .cuda(); products "
+                          "on a CPU need no tuning")
     fastest: dict[str, dict[str, Any]] = {}
     packed = packed.as_stored()
     for m in rows:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from qdsl.core.text import Displayed, byte_text, counted
+from qdsl.core.text import Displayed, byte_text, counted, did_you_mean
 from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
 from qdsl.runtime.torch.products import product_of
@@ -27,7 +28,8 @@ Skip = str | Sequence[str] | Callable[[nn.Module, str], bool] | None
 class Report(Displayed):
     """The replaced and skipped linear layers of a model, by name; `done` is a summary.
 
-    quantized: bytes of the weight before and after.  skipped: why a layer was not replaced.  notes: advice on a layer.
+    quantized: bytes of the weight before and after.  skipped: why a layer was not replaced.  notes: advice on a layer, or on a
+    pattern that matches none.
     """
 
     done: str
@@ -36,10 +38,11 @@ class Report(Displayed):
     notes: dict[str, str] = field(default_factory=dict)
 
     def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
-        """The replaced layers with their sizes, then the others with the reasons."""
+        """The replaced layers with their sizes, then the others with the reasons, and notes on patterns."""
         rows: list[tuple[object, ...]] = [(name, byte_text(before), byte_text(after), self.notes.get(name, ""))
                                           for name, (before, after) in self.quantized.items()]
-        rows += [(name, "", "", why) for name, why in self.skipped.items()]
+        others = {name: note for name, note in self.notes.items() if name not in self.quantized}
+        rows += [(name, "", "", why) for name, why in {**self.skipped, **others}.items()]
         return str(self).splitlines()[0], ("layer", "before", "after", "note"), rows
 
     def __str__(self) -> str:
@@ -72,6 +75,15 @@ def skipping(skip: Skip) -> Callable[[nn.Module, str], bool]:
     return lambda layer, name: any(pattern.fullmatch(part) for pattern in patterns for part in (name, *name.split(".")))
 
 
+def unmatched(skip: Skip, names: Iterable[str]) -> dict[str, str]:
+    """Notes on patterns of `skip` that match none of the layers."""
+    if skip is None or callable(skip):
+        return {}
+    parts = dict.fromkeys(part for name in names for part in (name, *name.split(".")))
+    return {f"skip {pattern!r}": f"matches no linear layer{did_you_mean(pattern, parts)}"
+            for pattern in ([skip] if isinstance(skip, str) else skip) if not any(re.fullmatch(pattern, part) for part in parts)}
+
+
 def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
                    hessians: Mapping[str, Any] | None = None, **options: Any) -> Report:
     """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
@@ -86,9 +98,10 @@ def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
     format.chosen(options)
     if isinstance(model, nn.Linear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
-    report, is_skipped = Report(f"quantized to {format.name}"), skipping(skip)
+    is_skipped, places = skipping(skip), _places(model)
+    report = Report(f"quantized to {format.name}", notes=unmatched(skip, chain(*places)))
     reads = weight_reads(dict(model.named_modules(remove_duplicate=False)))
-    for names in _places(model):
+    for names in places:
         if not is_skipped(model.get_submodule(names[0]), names[0]):
             why = _reason(model.get_submodule(names[0])) or next((reads[name] for name in names if name in reads), "")
             why = why or _replace(model, names, format, hessians or {}, options, report)
@@ -208,8 +221,9 @@ def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear]
     check_model(model)
     if isinstance(model, QuantizedLinear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
-    report, is_skipped = Report(done), skipping(skip)
-    for names in _places(model):
+    is_skipped, places = skipping(skip), _places(model)
+    report = Report(done, notes=unmatched(skip, chain(*places)))
+    for names in places:
         old = model.get_submodule(names[0])
         if isinstance(old, QuantizedLinear) and not is_skipped(old, names[0]):
             sizes = _replace_layer(model, names, old, rule)
