@@ -12,6 +12,7 @@ import typer
 from qdsl.cli.app import (
     JOBS_HELP,
     SHARD_HELP,
+    AllowUnknown,
     Force,
     Json,
     app,
@@ -44,7 +45,7 @@ def dequantize(context: typer.Context,
                                                               "layers that stay quantized: whole names, or parts between dots."),
                                ] = None,
                shard: Annotated[str | None, typer.Option("--shard", help=SHARD_HELP, rich_help_panel=FOLDERS)] = None,
-               force: Force = False, as_json: Json = False) -> None:
+               force: Force = False, allow_unknown: AllowUnknown = False, as_json: Json = False) -> None:
     """Write the weights of a quantized model as plain floats: a GGUF file as a safetensors file, a folder as a folder.
 
     A folder keeps its plain tensors and other files.  Run the same command again to resume.
@@ -56,13 +57,13 @@ def dequantize(context: typer.Context,
     if not file.exists():
         fail(os_message(FileNotFoundError(ENOENT, "No such file or directory", str(file))))
     if file.is_dir() or file.suffix == ".safetensors":
-        _dequantize_folder(file, out, dtype, jobs, skip, shard, force, as_json)
+        _dequantize_folder(file, out, dtype, jobs, skip, shard, force, allow_unknown, as_json)
     else:
         refuse_options(context, FOLDERS, "folders of safetensors files")
-        _dequantize_gguf(file, out, dtype, force, as_json)
+        _dequantize_gguf(file, out, dtype, force, allow_unknown, as_json)
 
 
-def _dequantize_gguf(file: Path, out: Path, dtype: str, force: bool, as_json: bool) -> None:
+def _dequantize_gguf(file: Path, out: Path, dtype: str, force: bool, allow_unknown: bool, as_json: bool) -> None:
     from qdsl.host.files import check_output
     from qdsl.jobs.gguf.dequantize import dequantize_file
 
@@ -71,15 +72,17 @@ def _dequantize_gguf(file: Path, out: Path, dtype: str, force: bool, as_json: bo
         if out.suffix != ".safetensors":
             fail(f"--out is a .safetensors file, not '{out}'; "
                  f"`qdsl quantize {file} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
-        written = dequantize_file(file, out, dtype, force, progress)
+        written = dequantize_file(file, out, dtype, force, progress, allow_unknown)
     if as_json:
         typer.echo(json.dumps({"schema": 1, **written}))
     else:
         typer.echo(f"written  {out}: {counted(written['tensors'], 'tensor')}, {written['nbytes']} bytes")
+        for text in written["allowed"]:
+            typer.echo(f"note: {text}")
 
 
 def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip: list[str] | None, shard: str | None,
-                       force: bool, as_json: bool) -> None:
+                       force: bool, allow_unknown: bool, as_json: bool) -> None:
     from qdsl.checkpoint.detect.shaped import shaped_layers
     from qdsl.checkpoint.files.folder import Folder
     from qdsl.jobs.compress.units import FORMATS
@@ -96,7 +99,7 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
                 fail(f"{path} is compressed without loss: `qdsl decompress {path} --out {out}` writes the plain folder")
             if not detected.layers:
                 fail(f"{path}: no quantized layer")
-            report = run.convert(source, detected, aimed(dtype, True, skip=patterns), out, jobs=jobs,
+            report = run.convert(source, detected, aimed(dtype, True, skip=patterns, allow_unknown=allow_unknown), out, jobs=jobs,
                                  part=part, force=force, tell=progress)
     print_dequantized(report, dtype, as_json, "" if part is None else f"part {shard} of ")
 
@@ -109,6 +112,8 @@ def print_dequantized(report: dict[str, Any], dtype: str, as_json: bool, part: s
         return
     for line in left_lines(report):
         typer.echo(line)
+    for note in report["notes"]:
+        typer.echo(f"note: {note}")
     for layers in report["layers"]:
         typer.echo(f"{counted(layers['count'], 'layer')} of {layers['from']} as {dtype}")
     typer.echo(f"written  {part}{report['out']}: {counted(len(report['shards']), 'file')} of tensors, {report['nbytes']} bytes")

@@ -1,38 +1,14 @@
-"""Compares the metadata of GGUF language models with configs, by a table of keys in gguf_keys.json.
-
-`settings` has for each key, without its architecture, the entries of configs that say the same; the first that a config has
-counts.  `models` has others for some model types, null for keys that are not compared.  An entry is a name, as
-`rope_parameters.rope_theta`, or names with `*`, `/` and `+` between them, or a number; `layer_types=sliding_attention` is which
-layers are of that type.  `usual` has values that change nothing.  `inert` keys change no number, or shapes of tensors say the
-same.  `rope` keys are compared by qdsl.models.transformers.gguf_rope.  `common` and `architectures` are what llama.cpp reads.
-Keys outside of the architecture's own are notes of programs, or the vocabulary's.
-"""
+"""Compares the metadata of GGUF language models with configs, by the table of qdsl.checkpoint.detect.gguf_keys."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+from qdsl.checkpoint.detect.gguf_keys import are_close, effect, is_read, is_usual, plain, table
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.gguf_maps import GgufMap
-
-TABLE = Path(__file__).with_name("gguf_keys.json")
-CLOSE = 1e-5                                                     # relative difference of numbers that are rounded to float32
-# What a key concerns, by how it begins.
-EFFECTS = {"rope.": "rotary embeddings", "attention.": "attention", "attn_": "attention", "expert": "the weights of experts",
-           "ssm.": "the state space", "": "the model's numbers"}
-
-
-@cache
-def table() -> Mapping[str, Any]:
-    """The table of keys."""
-    loaded: dict[str, Any] = json.loads(TABLE.read_text())
-    return loaded
 
 
 def complete(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> None:
@@ -71,34 +47,13 @@ def unknown(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> list[str]
     return sentences
 
 
-def is_read(key: str, architecture: str) -> bool:
-    """Whether llama.cpp reads a key for models of an architecture."""
-    return key in table()["common"] or key in table()["architectures"].get(architecture, ())
-
-
-def is_usual(key: str, value: object) -> bool:
-    """Whether a value of a key changes nothing."""
-    usual = table()["usual"].get(key, ())
-    return all(any(_are_close(own, other) for other in usual) for own in (value if isinstance(value, list) else [value]))
-
-
-def effect(key: str) -> str:
-    """What a key may change."""
-    return next(text for start, text in EFFECTS.items() if key.startswith(start))
-
-
 def _settings(metadata: Mapping[str, Any], own: GgufMap) -> list[tuple[str, Any]]:
     """The keys of an architecture that a config is compared by, without its name, and their values."""
     start = f"{own.architecture}."
     models = table()["models"].get(own.model_type, {})
     skipped = {*table()["inert"], *table()["rope"]} - {*models} | {key for key, entries in models.items() if entries is None}
     keys = [key for key in metadata if key.startswith(start) and key.removeprefix(start) not in skipped]
-    return [(key.removeprefix(start), _plain(metadata[key])) for key in keys]
-
-
-def _plain(value: Any) -> Any:
-    """A value of metadata, an array as a list."""
-    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+    return [(key.removeprefix(start), plain(metadata[key])) for key in keys]
 
 
 def _entries(key: str, own: GgufMap) -> Sequence[Any]:
@@ -151,7 +106,7 @@ def _is_same(value: Any, expected: Any, config: Any) -> bool:
     others = expected if isinstance(expected, list) else [expected] * len(values)
     values = values * len(others) if len(values) == 1 else values
     return len(values) == len(others) and all(
-        _are_close(own, other) or (isinstance(value, list) and own == 0) for own, other in zip(values, others, strict=True))
+        are_close(own, other) or (isinstance(value, list) and own == 0) for own, other in zip(values, others, strict=True))
 
 
 def _pattern(value: Any, config: Any) -> list[bool]:
@@ -164,9 +119,3 @@ def _pattern(value: Any, config: Any) -> list[bool]:
 def _one_of(value: Any) -> Any:
     """The number that all layers have, or the numbers."""
     return value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
-
-
-def _are_close(value: Any, expected: Any) -> bool:
-    if isinstance(value, str | bool) or isinstance(expected, str | bool):
-        return bool(value == expected)
-    return math.isclose(value, expected, rel_tol=CLOSE)

@@ -104,7 +104,8 @@ def test_there_and_back_again(sharded: Path, tmp_path: Path) -> None:
 def test_a_file_without_an_index(tmp_path: Path, weights: dict[str, PackedWeight]) -> None:
     path = folders.folder(tmp_path / "in", folders.named(weights), index=False)
     convert(path, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", checksums.FILE, "tokenizer", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", checksums.FILE, "tokenizer",
+                                                    "tokenizer.json"]
     convert(path / "model.safetensors", tmp_path / "alone")
     assert sorted(os.listdir(tmp_path / "alone")) == ["config.json", "model.safetensors", checksums.FILE]
     assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import filecmp
 import json
 from functools import cache
 from pathlib import Path
@@ -15,9 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from qdsl.checkpoint.detect.gguf_keys import is_usual, metadata_findings, table
+from qdsl.checkpoint.detect.ledger import Kind
 from qdsl.checkpoint.files.gguf_metadata import Value
-from qdsl.models.gguf_keys import contradictions, is_usual, table, unknown
+from qdsl.cli import app
+from qdsl.models.gguf_keys import contradictions, unknown
 from qdsl.models.gguf_maps import FOLDER, GgufMap, model_types
 from qdsl.models.plan import LoadError
 from tests.support import gguf_cases
@@ -134,6 +139,54 @@ def test_the_file_tells_whether_the_head_is_tied(is_tied: bool, has_head: bool, 
     with torch.no_grad():
         logits = [model(torch.tensor([gguf_cases.TOKENS])).logits for model in models]
     assert torch.equal(*logits) and [model.config.tie_word_embeddings for model in models] == [not has_head] * 2
+
+
+# -- the ledger of a file, without a model ---------------------------------------------------------------------------------------
+
+
+def recorded(model_type: str) -> dict[str, Any]:
+    """The converter's metadata of a tiny model."""
+    architecture = GgufMap.read(FOLDER / f"{model_type}.json").architecture
+    return {"general.architecture": architecture, **{key: value for key, (_, value) in gguf_cases.metadata()[model_type].items()}}
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_nothing_is_found_in_what_the_converter_writes(model_type: str) -> None:
+    """A key that nobody knows is found, and one that llama.cpp does not read for this architecture, unless it changes nothing."""
+    metadata = recorded(model_type)
+    assert metadata_findings("model.gguf", metadata) == []
+    architecture = metadata["general.architecture"]
+    for key, value in {"attention.of_next_year": 2.0, "residual_scale": 0.25, "classifier.output_labels": ["yes", "no"]}.items():
+        reported = metadata_findings("model.gguf", {**metadata, f"{architecture}.{key}": value})
+        is_read = key in (*table()["architectures"][architecture], *table()["common"])
+        computed = is_read and key in table()["settings"]
+        assert [finding.kind for finding in reported] == ([] if computed else [Kind.ACTS if is_read else Kind.UNKNOWN]), key
+        assert all(finding.key == f"{architecture}.{key}" for finding in reported)
+    for value in (None, False, ""):
+        assert metadata_findings("model.gguf", {**metadata, f"{architecture}.attention.of_next_year": value}) == []
+
+
+def test_every_architecture_of_the_table_is_recorded() -> None:
+    assert {recorded(model_type)["general.architecture"] for model_type in model_types()} == table()["architectures"].keys()
+
+
+def test_commands_report_and_refuse_metadata(tmp_path: Path) -> None:
+    """`inspect` lists it; `dequantize` writes nothing, unless it is allowed, and then the same numbers."""
+    own, run = gguf_cases.tiny("llama"), CliRunner().invoke
+    paths = [gguf_cases.write_case(tmp_path / f"{name}.gguf", own, gguf_cases.cases()[case])
+             for name, case in (("usual", "unchanged"), ("new", "a new key"))]
+    sentence = "new.gguf: llama.attention.of_next_year is 2.0, which may change attention: nothing is known about it"
+    assert [run(app, ["inspect", "--strict", str(path)]).exit_code for path in paths] == [0, 3]
+    assert sentence in " ".join(run(app, ["inspect", str(paths[1])], env={"COLUMNS": "300"}).output.split())
+    report = json.loads(run(app, ["inspect", "--json", str(paths[1])]).output)
+    assert [entry["key"] for entry in report["not_understood"]] == ["llama.attention.of_next_year"] and report["acts"] == []
+    out = tmp_path / "out.safetensors"
+    refused = run(app, ["dequantize", str(paths[1]), "-o", str(out)])
+    assert refused.exit_code == 1 and sentence in refused.output and not out.exists()
+    allowed = run(app, ["dequantize", str(paths[1]), "-o", str(out), "--allow-unknown"])
+    assert allowed.exit_code == 0 and f"note: {sentence}" in allowed.output
+    assert run(app, ["dequantize", str(paths[0]), "-o", str(tmp_path / "usual.safetensors")]).exit_code == 0
+    assert filecmp.cmp(out, tmp_path / "usual.safetensors", shallow=False)
 
 
 # -- what a file is -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qdsl.checkpoint.detect.gguf_keys import key_findings
 from qdsl.checkpoint.detect.gguf_weights import packed_weight, type_storage
 from qdsl.checkpoint.detect.groups import SHARED_MEMORY
 from qdsl.checkpoint.detect.layer_weights import with_checked_scales
@@ -21,7 +22,7 @@ from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry
-from qdsl.checkpoint.report.survey import survey, tables, weights
+from qdsl.checkpoint.report.survey import by_kind, problem_tables, survey, tables, weights
 from qdsl.core.table import table, wrapped
 from qdsl.core.text import counted
 
@@ -52,7 +53,7 @@ def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = Non
         metadata = {key: _gguf_value(value) for key, value in gguf.metadata.stored().items()}
         return {"file": str(path), "format": "gguf", "version": gguf.version, "alignment": gguf.alignment,
                 "files": len(gguf.paths), **_totals(tensors), "notes": list(gguf.notes), "metadata": metadata,
-                "tensors": tensors}
+                **by_kind(key_findings(gguf)), "tensors": tensors}
 
 
 def _of_safetensors(path: Path, limit: int, shapes: Shapes | None, check: bool) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def lines(report: Mapping[str, Any], width: int | None = None) -> list[str]:
     tensors = [] if "layers" in report else [
         [escaped(entry["name"]), entry["type"], _shape(entry), _bits(entry["bits_per_weight"]), _size(entry["nbytes"]),
          entry.get("problem", "")] for entry in report["tensors"]]
-    surveyed = [line for heads, rows, right in (tables(report) if "layers" in report else [])
+    surveyed = [line for heads, rows, right in (tables(report) if "layers" in report else problem_tables(report))
                 for line in _block(heads, [[escaped(cell) for cell in row] for row in rows], right, width)]
     settings = [[escaped(entry["source"]), escaped(entry["method"]), _settings(entry["settings"])]
                 for entry in report.get("quantization", [])]

@@ -47,7 +47,12 @@ def survey(folder: Folder, layers: Layers, limit: int = SHARED_MEMORY) -> dict[s
             "plain": [_plain(folder, name, left) for name in layers.plain if name not in inside],
             "unknown": [{"layer": entry.name, "what": entry.why} for entry in layers.layers if entry.is_unknown],
             "contradictions": contradictions, "warnings": warnings,
-            **{name: [_finding(finding) for finding in layers.findings if finding.kind is kind] for name, kind in KINDS.items()}}
+            **by_kind(layers.findings)}
+
+
+def by_kind(findings: Sequence[Finding]) -> dict[str, list[dict[str, Any]]]:
+    """What a checkpoint says that is not computed, by the report's words for kinds."""
+    return {name: [_finding(finding) for finding in findings if finding.kind is kind] for name, kind in KINDS.items()}
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
@@ -130,13 +135,18 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     plain = [[name, str(len(alike)), first["type"], " x ".join(map(str, first["shape"])), first["by"]]
              for name, alike in _grouped(data["plain"], lambda row: (row["type"], tuple(row["shape"]), row["by"]))
              for first in alike[:1]]
-    problems = {head: _problem_rows(data[kind]) for head, kind in (
-        ("not known", "unknown"), ("contradictions", "contradictions"), ("acts, and is not computed", "acts"),
-        ("not understood", "not_understood"), ("computed in more bits", "coarser"), ("warnings", "warnings"))}
     return [(["layers", "", "format", "shape", "bits", "parameters", "beside", "by"], layers, " >"),
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),
-            *(([head, "", ""], rows, " >") for head, rows in problems.items())]
+            *problem_tables(data)]
+
+
+def problem_tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], str]]:
+    """The problems of a checkpoint as tables, in the same form."""
+    problems = {head: _problem_rows(data.get(kind, ())) for head, kind in (
+        ("not known", "unknown"), ("contradictions", "contradictions"), ("acts, and is not computed", "acts"),
+        ("not understood", "not_understood"), ("computed in more bits", "coarser"), ("warnings", "warnings"))}
+    return [([head, "", ""], rows, " >") for head, rows in problems.items()]
 
 
 def _others_text(layer: Mapping[str, Any]) -> str:

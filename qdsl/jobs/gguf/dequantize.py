@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qdsl.checkpoint.detect.gguf_keys import key_findings
 from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
+from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.files.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.resume import Resume
@@ -25,7 +27,8 @@ WEIGHTS = 1 << 20                                                # of one chunk:
 
 
 def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32", force: bool = True,
-                    tell: Callable[[Mapping[str, int]], AbstractContextManager[Any]] = nullcontext) -> dict[str, Any]:
+                    tell: Callable[[Mapping[str, int]], AbstractContextManager[Any]] = nullcontext,
+                    allow_unknown: bool = False) -> dict[str, Any]:
     """Write every tensor of a GGUF file under its name, in the model's shape; returns the number of tensors and their bytes.
 
     Checksums are written next to the file, for `qdsl verify`.
@@ -33,10 +36,13 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
     force: whether an existing file is replaced.  tell: called with the bytes to write by kind of work, shows progress.
     dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Scale tensors of other weights are multiplied in,
     and not written.  Re-run to resume with the first tensor that is not complete.
-    Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
+    allow_unknown: go on where metadata changes the model in a way that is not understood.
+    Raises CheckpointError for such metadata, for a tensor that cannot be read, or whose numbers a dtype cannot hold; nothing is
+    written then.
     """
     with GgufFile(path, copies=True) as file:
         check_output(out, *file.paths)
+        allowed = refuse(file.path, key_findings(file), allow_unknown)
         entries = [file.entry(name) for name in file.tensors]
         used = {other for entry in entries for other in companions(file, entry).values()}
         written = [entry for entry in entries if entry.name not in used]
@@ -50,7 +56,7 @@ def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], d
         resume = Resume(digest("dequantize", list(inputs.values()), dtype), inputs, reads, force=force)
         with tell(amounts):
             write_chunks(out, plan, {"format": "pt"}, resume, state_checksums=True)
-    return {"file": str(out), "tensors": len(plan), "nbytes": Path(out).stat().st_size}
+    return {"file": str(out), "tensors": len(plan), "nbytes": Path(out).stat().st_size, "allowed": allowed}
 
 
 def _kind(entry: GgufTensor, dtype: str) -> str:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from qdsl.checkpoint.detect.gguf_keys import is_read, is_usual, table
 from qdsl.checkpoint.files.gguf import GgufFile
-from qdsl.models.gguf_keys import is_read, is_usual, table
 from qdsl.models.plan import LoadError
 
 FREQUENCIES = "rope_freqs.weight"                                # divisors of frequencies for every length
