@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-from qdsl.host.progress import Counters, counting
+from qdsl.host.progress import FINISHED, Counters, counting
 
 MINUTE = 60.0                                                    # seconds between lines where there is no terminal
+TITLES = {FINISHED: "comparing finished work with checksums"}      # of work that a command was not asked for, by its kind
 NAME = 40                                                        # characters of a tensor's name
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
@@ -22,7 +24,9 @@ class Meter:
     def __init__(self, counters: Counters) -> None:
         self.counters, self.total = counters, sum(counters.amounts.values())
         self.name, self._reported = "", 0
+        self.title = next((TITLES[kind] for kind in counters.amounts if kind in TITLES), "")
         self._begun = monotonic()
+        self._samples = deque([(self._begun, 0.0)])
 
     def tell(self, done: int, name: str) -> None:
         """Notes the bytes that are done, and what they are of."""
@@ -34,22 +38,32 @@ class Meter:
         return min(self.total, max(self._reported, self.counters.done))
 
     @property
+    def written(self) -> float:
+        """Bytes that this command has done, without those of an interrupted one."""
+        return max(0.0, self.done - sum(row.before for row in self.counters.rows().values()))
+
+    @property
     def rate(self) -> float:
-        """Bytes in a second, without those that an interrupted command has written."""
-        before = sum(row.before for row in self.counters.rows().values())
-        return max(0.0, self.done - before) / max(1e-3, monotonic() - self._begun)
+        """Bytes in a second, of the last minute."""
+        now = monotonic()
+        self._samples.append((now, self.written))
+        while self._samples[1][0] <= now - MINUTE:
+            self._samples.popleft()
+        since, written = self._samples[0]
+        return (self._samples[-1][1] - written) / max(1e-3, now - since)
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds until all is done; None where nothing tells yet."""
-        if not self.counters.done and self.rate:                 # work that only reports its bytes
-            return (self.total - self.done) / self.rate
+        if not self.counters.done and self.written:              # work that only reports its bytes
+            return (self.total - self.done) / self.written * (monotonic() - self._begun)
         return self.counters.seconds_left
 
     def line(self) -> str:
         """The state in a line: '41 %, 1.2 of 3.0 GB, 25.1 MB/s, 1:12:04 left'."""
         share = 100 * self.done // max(1, self.total)
-        return f"{share:.0f} %, {amount(self.done, self.total)}, {sized(self.rate)}/s, {duration(self.seconds_left)} left"
+        title = f"{self.title}: " if self.title else ""
+        return f"{title}{share:.0f} %, {amount(self.done, self.total)}, {sized(self.rate)}/s, {duration(self.seconds_left)} left"
 
 
 def sized(nbytes: float) -> str:
@@ -132,7 +146,8 @@ def _bar(meter: Meter) -> Iterator[None]:
 
     columns = [Column(lambda: f"{100 * meter.done // max(1, meter.total):3.0f} %"), BarColumn(bar_width=12),
                Column(lambda: amount(meter.done, meter.total)), Column(lambda: f"{sized(meter.rate)}/s"),
-               Column(lambda: f"{duration(meter.seconds_left)} left"), Column(lambda: repr(meter.name[:NAME])[1:-1])]
+               Column(lambda: f"{duration(meter.seconds_left)} left"),
+               Column(lambda: meter.title or repr(meter.name[:NAME])[1:-1])]
     with Bar(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
         bar.add_task("", total=meter.total)
         yield

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 Piece = TypeVar("Piece", bound="bytes | bytearray | memoryview")
 COPY = "copy"
+FINISHED = "finished"                                            # work that a resumed job compares with checksums
 COPY_PACE = 1e-9                                                 # seconds for a byte, before one is copied
 COLUMNS = 5
 SLOTS = 256                                                      # of memory: a process counts in its own, so that none waits

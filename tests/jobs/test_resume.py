@@ -13,6 +13,7 @@ import pytest
 from qdsl.checkpoint.files import resume
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.cli.progress import Meter
 from qdsl.host import files as host_files
 from qdsl.host import unfinished
 from qdsl.jobs.engine import stage
@@ -87,17 +88,23 @@ def test_an_input_that_changed_behind_its_first_mib_is_noticed(job: str, inputs:
 
 @pytest.mark.parametrize("job", ["convert", "compress", "decompress", "quantize folder"])
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_staged_files_are_compared_before_they_are_kept(job: str, is_merged: bool, inputs: Path, tmp_path: Path) -> None:
-    """One that was damaged is written again, or named where parts are merged."""
+def test_staged_files_are_compared_before_they_are_kept(job: str, is_merged: bool, inputs: Path, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was damaged is written again, or named where parts are merged.  Progress says what is compared."""
+    titles: list[str] = []
+    monkeypatch.setattr(Meter, "tell", lambda meter, done, name: titles.append(meter.title))
     arguments = [*JOBS[job][0].format(inputs).split(), "-o", str(tmp_path / "out")]
     succeed(*arguments[:-1], tmp_path / "fresh")
     succeed(*arguments, "--shard", "1/1")
+    assert {*titles} == {""}
     staged = [path for path in (tmp_path / "out" / stage.STAGE).rglob("*.safetensors") if path.is_file()]
     flip(staged[0], staged[0].stat().st_size - 1)
     if is_merged:
         result = command("merge-index", tmp_path / "out")
         assert result.exit_code == 1 and "are not there, or not of" in result.stderr
+    titles.clear()
     succeed(*arguments)
+    assert is_merged or (titles[0] == "comparing finished work with checksums" and "" in titles)
     assert files(tmp_path / "out") == files(tmp_path / "fresh")
 
 

@@ -16,7 +16,7 @@ from qdsl.cli import progress as shown
 from qdsl.cli.progress import Meter, amount, duration, progress, sized
 from qdsl.host import progress as counted
 from qdsl.host.processes import results
-from qdsl.host.progress import COPY, Counters, Row
+from qdsl.host.progress import COPY, FINISHED, Counters, Row
 
 GB = 10**9
 Steps = Sequence[tuple[str, int, float]]                         # kind, bytes, seconds
@@ -136,6 +136,27 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
 
 def test_work_that_only_tells_its_bytes_is_measured_by_the_clock(meter: Meter) -> None:
     assert meter.line() == "1 %, 0.1 of 7.2 GB, 10.0 MB/s, 11:50 left"
+
+
+def test_the_rate_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is drawn, every second or once a minute; the first hour was fast, and does not count for ever."""
+    for pause in (1, 60):
+        clock = [0.0]
+        monkeypatch.setattr(shown, "monotonic", lambda clock=clock: clock[0])
+        counters = Counters({"Q4_K": 10**15})
+        meter = Meter(counters)
+        counters.add("Q4_K", Row(before=9 * GB))
+        for second in range(pause, 7200, pause):
+            clock[0] = second
+            counters.add("Q4_K", Row(pause * (10**9 if second <= 3600 else 10**6), pause))
+            rate = meter.rate
+        assert rate == pytest.approx(1e6)
+
+
+def test_a_comparison_of_finished_work_says_so() -> None:
+    counters = Counters({FINISHED: 200})
+    counters.add(FINISHED, Row(100, 1.0))
+    assert Meter(counters).line().startswith("comparing finished work with checksums: 50 %, 100 of 200 B, ")
 
 
 def test_no_terminal_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
         mine = plan.shards if part is None else share(plan.shards, *part)
         sizes = [step.coded.nbytes for shard in plan.shards for step in shard.steps if isinstance(step, Decode)]
         jobs = jobs or affordable(needed(max(sizes)), sum(sizes))
-        todo = missing(mine, out, jobs)
+        todo = missing(mine, out, jobs, tell)
         with tell(amounts(todo)) as report:
             write(todo, place, jobs, report)
         return _report(out, plan, mine, [] if part else _complete(path, plan, out))

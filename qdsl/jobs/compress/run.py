@@ -56,7 +56,7 @@ def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None,
         stage.begin(out, request, force)
         jobs = jobs or _jobs(work)
         mine = work.pieces if part is None else share(work.pieces, *part)
-        _encode(keep_intact(mine, pieces.read_contents, jobs), jobs, tell)
+        _encode(keep_intact(mine, pieces.read_contents, jobs, tell), jobs, tell)
         if part is not None:
             return _report(out, aim, _complete_pieces(mine), (), work.left)
         return _finish(work, _complete_pieces(mine), out, jobs, check, tell)
@@ -144,7 +144,7 @@ def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
 def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
     """Write the files from complete pieces, check them if asked to, and complete the folder."""
     shards = plan.shards(work.models, work.aim, complete_pieces, work.sources)
-    todo = missing(shards, out, jobs)
+    todo = missing(shards, out, jobs, tell)
     with tell(amounts(todo)) as report:
         write(todo, out / stage.STAGE, jobs, report)
     if check:

@@ -156,7 +156,7 @@ def _default_jobs(shards: Sequence[Shard]) -> int:
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
     """Encode the pieces that are missing or out of date."""
-    todo = keep_intact(pieces, encoded.contents, jobs)
+    todo = keep_intact(pieces, encoded.contents, jobs, tell)
     if not todo:
         return
     todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
@@ -184,7 +184,7 @@ def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
 
 def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: Telling) -> int:
     """Write the files that are missing or out of date; returns their number."""
-    todo = missing(shards, place.parent, jobs)
+    todo = missing(shards, place.parent, jobs, tell)
     with tell(amounts(todo)) as done:
         try:
             write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))

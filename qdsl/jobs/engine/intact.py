@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, TypeVar
 from zlib import crc32
@@ -13,8 +14,10 @@ from qdsl.checkpoint.files.crc import Range, checksum, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header
 from qdsl.host.files import open_input
 from qdsl.host.processes import results
+from qdsl.host.progress import FINISHED
 from qdsl.jobs.engine import stage
 from qdsl.jobs.engine.shards import Shard
+from qdsl.jobs.engine.work import Telling, quiet
 
 WORTH = 1 << 28                                                  # bytes that are worth another process
 NUMBERS = {"*": int}
@@ -36,19 +39,26 @@ PieceT = TypeVar("PieceT", bound=Piece)
 Work = TypeVar("Work")
 
 
-def missing(shards: Sequence[Shard], out: Path, jobs: int) -> list[Shard]:
-    """The shards that have to be written: those that are not staged, or whose bytes or inputs are not what they were."""
+def missing(shards: Sequence[Shard], out: Path, jobs: int, tell: Telling = quiet) -> list[Shard]:
+    """The shards that have to be written: those that are not staged, or whose bytes or inputs are not what they were.
+
+    tell: progress of the comparison, which is called where something is staged.
+    """
     staged = [shard for shard in shards if stage.is_whole(shard, out)]
-    bad = _not_intact(_is_intact, [(shard, out) for shard in staged], jobs, sum(shard.nbytes for shard in staged))
+    bad = _not_intact(_is_intact, [((shard, out), shard.nbytes) for shard in staged], jobs, tell)
     for shard, _ in bad:
         (stage.room(out / stage.STAGE, shard) / stage.NOTE).unlink(missing_ok=True)
     return [shard for shard in shards if not stage.is_whole(shard, out)]
 
 
-def keep_intact(pieces: Sequence[PieceT], header: Callable[[PieceT], object | None], jobs: int) -> list[PieceT]:
-    """The pieces that have to be encoded: those without a `header`, and those whose bytes or inputs changed, which it removes."""
+def keep_intact(pieces: Sequence[PieceT], header: Callable[[PieceT], object | None], jobs: int,
+                tell: Telling = quiet) -> list[PieceT]:
+    """The pieces that have to be encoded: those without a `header`, and those whose bytes or inputs changed, which it removes.
+
+    tell: as of `missing`.
+    """
     staged = [piece for piece in pieces if header(piece) is not None]
-    for piece in _not_intact(_piece_is_intact, staged, jobs, sum(piece.path.stat().st_size for piece in staged)):
+    for piece in _not_intact(_piece_is_intact, [(piece, piece.path.stat().st_size) for piece in staged], jobs, tell):
         piece.path.unlink()
     return [piece for piece in pieces if header(piece) is None]
 
@@ -65,9 +75,18 @@ def _checksum(chunks: Chunks) -> int:
     return crc
 
 
-def _not_intact(is_intact: Callable[[Work], bool], staged: Sequence[Work], jobs: int, nbytes: int) -> list[Work]:
-    with closing(results(is_intact, staged, min(jobs, len(staged), 1 + nbytes // WORTH))) as answers:
-        return [work for work, answer in zip(staged, answers, strict=True) if not answer]
+def _not_intact(is_intact: Callable[[Work], bool], sizes: Sequence[tuple[Work, int]], jobs: int, tell: Telling) -> list[Work]:
+    """The staged work that is not intact, of work and its bytes."""
+    if not sizes:
+        return []
+    staged, nbytes = [work for work, _ in sizes], [size for _, size in sizes]
+    with tell({FINISHED: sum(nbytes)}) as done, \
+            closing(results(is_intact, staged, min(jobs, len(staged), 1 + sum(nbytes) // WORTH))) as answers:
+        wrong = []
+        for work, answer, count in zip(staged, answers, accumulate(nbytes), strict=True):
+            done(count, "")
+            wrong += [] if answer else [work]
+        return wrong
 
 
 def _is_intact(work: tuple[Shard, Path]) -> bool:
