@@ -19,7 +19,8 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import Finding, Kind, refuse
+from qdsl.checkpoint.detect.neighbors import UNKNOWN_EFFECT
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
@@ -70,6 +71,7 @@ class EngineConfig:
         self.layers: dict[str, Layer] = {}
         self.plain: dict[str, Layer] = {}
         self.served: set[str] = set()
+        self.modules: dict[str, nn.Module] = {}                  # until weights are loaded, by names of layers of the checkpoint
         self.encoded: set[str] = set()
         self.has_packed_embedding = False
         self.has_warned = False
@@ -141,13 +143,15 @@ class EngineConfig:
 
     def assembled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a checkpoint under the names that modules expect; decoded for modules that take only plain numbers,
-        such as Llama's embedding.
+        such as Llama's embedding.  Raises CheckpointError for biases that no module has a place for.
         """
         decoded = [decoding(layer, torch.get_default_dtype()) for layer in self.unserved()]
         for name, tensor in assembled(assembled(weights, self.checkpoint.assemblies), decoded):
+            self.check_place(name, tensor)
             for pattern, replacement in RENAMED:
                 name = pattern.sub(replacement, name)
             yield name, tensor
+        self.modules.clear()
 
     def collector(self, layer: Layer, pieces: Sequence[Piece]) -> Collector:
         """A collector of a layer's tensors, which quantizes a plain layer that is to be packed."""
@@ -176,20 +180,33 @@ class EngineConfig:
             logging.getLogger("qdsl").warning("%s: products of packed experts take x as it is; quantize_x is for linear layers",
                                               prefix)
 
-    def parts(self, prefix: str) -> list[Layer]:
+    def parts(self, prefix: str, module: nn.Module) -> list[Layer]:
         """The layers of the checkpoint that a module consists of, [] where all are plain.  Raises ShardError."""
-        if prefix in self.layers:
-            self.served.add(prefix)
-            return [self.layers[prefix]]
+        layers = {**self.plain, **self.layers}
         stem, _, last = prefix.rpartition(".")
-        names = [f"{stem}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(last) or MERGED.get(last, ())]
+        names = [prefix] if prefix in layers else [
+            f"{stem}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(last) or MERGED.get(last, ())]
+        self.modules |= {layers[name].name: module for name in names if name in layers}
         if not any(name in self.layers for name in names):
             return []
-        layers = {**self.plain, **self.layers}
         if missing := [name for name in names if name not in layers]:
             raise ShardError(f"{prefix}: the checkpoint has some of {', '.join(names)} packed, and lacks {', '.join(missing)}")
         self.served.update(names)
         return [layers[name] for name in names]
+
+    def check_place(self, name: str, tensor: Tensor) -> None:
+        """Refuse a bias of a module that has none, which engines leave out; a bias of zeros changes nothing.
+
+        Raises CheckpointError, unless `allow_unknown`.  name: of a tensor in the checkpoint.
+        """
+        owner, _, leaf = name.rpartition(".")
+        module = self.modules.get(owner)
+        if module is None or leaf != "bias" or getattr(module, leaf, None) is not None or not tensor.any():
+            return
+        what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        finding = Finding(Kind.UNKNOWN, "", name, what, UNKNOWN_EFFECT)
+        for text in refuse(self.checkpoint.path, [finding], self.allow_unknown):
+            logging.getLogger("qdsl").warning("%s: not computed: %s", self.checkpoint.path, text)
 
 
 def register_counters(layer: nn.Module, collectors: Sequence[Collector], load: Callable[..., Any], stem: str = "") -> None:

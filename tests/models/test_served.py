@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.crc import FILE, text
@@ -123,10 +123,36 @@ def test_parts_of_a_module_may_be_plain(tmp_path: Path) -> None:
     with closing(open_gguf(file, model.config)) as source:
         config = EngineConfig()
         config.plan(Served.of_gguf(source))
-    kinds = {tuple(layer.format for layer in config.parts(f"model.layers.{block}.{module}"))
+    kinds = {tuple(layer.format for layer in config.parts(f"model.layers.{block}.{module}", nn.Module()))
              for block in range(4) for module in ("self_attn.qkv_proj", "mlp.gate_up_proj")}
     assert {("f16", "f32", "q4_0"), ("q4_0", "f16", "f32"), ("f32", "q4_0")} <= kinds
     assert not config.encoded
+
+
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_biases_without_a_place_are_refused(packed: bool, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Engines leave them out: beside packed and plain matrices, in merged modules too; zeros, and those with a place, pass."""
+    write_folder(tmp_path / "model", "own q4_0", "qwen3") if packed else language_models.write_plain(tmp_path / "model", "qwen3")
+    name, weights = f"model.layers.1.{place}.bias", tensors_of(tmp_path / "model")
+    served = Served.of_folder(tmp_path / "model")
+    modules = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+    def loaded(bias: Tensor, has_bias: bool, **settings: bool) -> list[str]:
+        config = EngineConfig({"quant_method": "qdsl", **({} if packed else {"format": "q8_0", "skip": ["proj"]}), **settings})
+        config.plan(served)
+        for block in range(2):
+            for module in modules:
+                config.parts(f"model.layers.{block}.{module}", nn.Linear(4, 4, bias=has_bias, device="meta"))
+        names = [name for name, _ in config.assembled({**weights, name: bias}.items())]
+        assert not config.modules
+        return names
+
+    bias = torch.ones(4, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is bfloat16 \[4\], which may change what the layer"):
+        loaded(bias, has_bias=False)
+    assert name in loaded(bias, has_bias=True) and name in loaded(torch.zeros(4), has_bias=False) and not caplog.records
+    assert name in loaded(bias, has_bias=False, allow_unknown=True) and f"not computed: tensor {name}" in caplog.text
 
 
 def test_a_plain_file_may_be_quantized(tmp_path: Path) -> None:

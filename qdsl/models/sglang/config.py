@@ -42,7 +42,7 @@ class QdslConfig(EngineConfig, QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a module, None for SGLang's own.  Raises ShardError for packed experts."""
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
-            if parts := self.parts(prefix):
+            if parts := self.parts(prefix, layer):
                 return PackedLinearMethod(self, parts)
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if any(name.startswith(f"{prefix}.") for name in self.layers) and type(layer).__name__.endswith("MoE"):

@@ -30,7 +30,7 @@ def method_of(config: QdslConfig, layer: nn.Module, prefix: str) -> Any:
         return experts_method(config, layer, prefix)
     if not isinstance(layer, LinearBase | VocabParallelEmbedding):
         return None
-    parts = config.parts(prefix)
+    parts = config.parts(prefix, layer)
     if parts:
         config.has_packed_embedding |= type(layer) is VocabParallelEmbedding
         return PackedLinearMethod(config, parts)
