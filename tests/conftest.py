@@ -22,6 +22,8 @@ except ImportError:
 
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
+for name in ("COLUMNS", "LINES"):                                # xdist's workers have those of a terminal, and tests read pipes
+    os.environ.pop(name, None)
 os.environ["QDSL_CPU_COMPILE"] = "never"                         # the tests of compiled loops turn them on
 
 
