@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qdsl
+from qdsl.models.plan import LoadError
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.weight_reads import weight_reads
 from tests.support import producer_folders, tiny_models
@@ -42,17 +43,22 @@ def near(value: Tensor, wanted: Tensor) -> bool:
     return bool((value - wanted).norm() <= 1e-5 * wanted.norm())
 
 
-def fp8_folder(model: Any, folder: Path) -> None:
-    """Write a model with FP8 numbers in all its projections, with the axes that it has; the model gets these numbers."""
+def fp8_folder(model: Any, folder: Path, transposed: tuple[str, ...] = ()) -> None:
+    """Write a model with FP8 numbers in all its projections, with the axes that it has; the model gets these numbers.
+
+    transposed: names of modules whose weights are written with the other axes.
+    """
     kind = KINDS["compressed-tensors fp8 channel"]
     tensors: dict[str, Tensor] = {}
     state = model.state_dict()
     for name, tensor in state.items():
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, nn.Linear | transformers.pytorch_utils.Conv1D) and name.endswith("weight") and "head" not in name:
-            packed = kind.stored.pack(tensor)
+            is_transposed = name.removesuffix(".weight").endswith(transposed or ("none",))
+            packed = kind.stored.pack(tensor.t().contiguous() if is_transposed else tensor)
             tensors |= producer_folders.named(name.removesuffix(".weight"), packed)
-            tensor.copy_(packed.format.dequantize(packed, torch.float32))
+            dense = packed.format.dequantize(packed, torch.float32)
+            tensor.copy_(dense.t() if is_transposed else dense)
         else:
             tensors[name] = tensor.clone()
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
@@ -83,6 +89,17 @@ def test_fp8_as_the_model_has_its_axes(model_type: str, tmp_path: Path) -> None:
         f"{name}.weight" for name in read}
     load = plugin.from_pretrained if loaded.hf_quantizer.report.packed else type(model).from_pretrained
     assert near(logits(load(tmp_path / "again", dtype=torch.float32)), wanted)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "openai-gpt"])
+def test_squares_are_stored_as_the_others_or_refused(model_type: str, tmp_path: Path) -> None:
+    """Where the others are [N, K], squares are; where they are both, nobody can tell."""
+    model = model_of(model_type)
+    fp8_folder(model, tmp_path / "all", ("c_attn", "c_fc", "c_proj"))
+    assert near(logits(plugin.from_pretrained(tmp_path / "all", dtype=torch.float32)), logits(model))
+    fp8_folder(model_of(model_type), tmp_path / "some", ("c_attn",))
+    with pytest.raises(LoadError, match=r"attn\.c_proj.* is square, and others of its class are stored both ways"):
+        plugin.from_pretrained(tmp_path / "some", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("model_type", ["rwkv", "mamba"])
