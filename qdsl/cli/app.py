@@ -281,13 +281,7 @@ def width() -> int | None:
 
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:
-    """Print a table, as wide as the terminal."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print a table, as wide as the terminal; a pipe gets whole cells."""
+    from qdsl.core.table import table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    typer.echo("\n".join(table(heads, rows, "", width())))

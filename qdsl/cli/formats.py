@@ -185,8 +185,8 @@ def list_(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps({"schema": 1, "formats": rows}))
         return
-    print_table(["format", "bits per weight", "storages", "what it is"],
-                [[row["name"], row["bits"], ", ".join(row["storages"]), row["title"]] for row in rows])
+    print_table(["format", "bits per weight", "what it is", "storages"],
+                [[row["name"], row["bits"], row["title"], ", ".join(row["storages"])] for row in rows])
 
 
 @app.command()

@@ -119,7 +119,7 @@ def test_weights_and_settings_of_the_producer(tmp_path: Path, to: str, params: d
     plain = {name for name in report["left"] if read.scheme(name).settings is None or read.maybe(name)}
     assert plain >= ({"model.layers.0.gate"} if method == "gptq" else report["left"].keys())
     assert not any(read.scheme(name).settings is None or read.maybe(name) for name in names)
-    names = {"config.json", checksums.FILE, *report["shards"], "tokenizer", *([INDEX] if shards > 1 else [])}
+    names = {"config.json", checksums.FILE, *report["shards"], "tokenizer", "tokenizer.json", *([INDEX] if shards > 1 else [])}
     assert sorted(os.listdir(tmp_path / "out")) == sorted(names)
 
 
