@@ -125,6 +125,22 @@ def test_the_config_of_a_new_folder_says_what_its_files_hold(command: list[str],
         assert (language_models.logits(model) - (wanted := truth(decoded))).norm() <= 1e-2 * wanted.norm()
 
 
+@pytest.mark.parametrize("head", ["none", "other", "same"])
+def test_a_config_that_says_nothing(head: str, tmp_path: Path) -> None:
+    """Of ties, which some classes of transformers then take for granted: it says so where the head has a weight of its own."""
+    producer_folders.write_folder(tmp_path / "in", kind_with("gptq int8", ()), "tied", head_of(head))
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    for name, place in (("top", config), ("nested", {"model_type": "toy", "text_config": config})):
+        own = {**place, "quantization_config": config["quantization_config"]}
+        (tmp_path / "in" / "config.json").write_text(json.dumps(own))
+        done = CliRunner().invoke(app, ["dequantize", str(tmp_path / "in"), "-o", str(tmp_path / name)])
+        assert done.exit_code == 0, done.output
+        new = json.loads((tmp_path / name / "config.json").read_text())
+        for part in (new, new.get("text_config", new)):
+            assert part.get("tie_word_embeddings") is (False if head == "other" else None)
+
+
 @pytest.mark.parametrize("head", ["none", "other"])
 def test_a_gguf_file_has_the_head_of_its_folder(head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written from a folder whose config ties it, and loaded again."""

@@ -16,16 +16,16 @@ HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in"
 
 
 def with_ties(config: Mapping[str, Any], folder: Folder, layers: Layers, changed: Collection[str]) -> dict[str, Any]:
-    """A config that does not say that the head is tied where the new folder has another weight for it than the embedding's.
+    """A config that says that the head is not tied where the new folder has another weight for it than the embedding's.
 
+    A config that says nothing leaves it to the model's class, which may tie them.
     folder, layers: of the input.  changed: names of layers that get another storage.
     """
     text = config.get(TEXT)
-    says_so = config.get(TIED) is True or (isinstance(text, Mapping) and text.get(TIED) is True)
-    if not says_so or not _has_head(folder, layers, changed):
+    places = [config, *([text] if isinstance(text, Mapping) else [])]
+    if all(place.get(TIED) is False for place in places) or not _has_head(folder, layers, changed):
         return dict(config)
-    new = {**config, TEXT: {**text, TIED: False}} if isinstance(text, Mapping) and TIED in text else dict(config)
-    return {**new, TIED: False} if TIED in config else new
+    return {**config, TIED: False, **({TEXT: {**text, TIED: False}} if isinstance(text, Mapping) else {})}
 
 
 def _has_head(folder: Folder, layers: Layers, changed: Collection[str]) -> bool:
