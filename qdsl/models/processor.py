@@ -11,7 +11,7 @@ from qdsl.core.text import counted
 from qdsl.host.system import processor_flags
 from qdsl.runtime.cpu.linear import ROUNDING
 
-# Instructions that multiply bfloat16, by their flags in Linux's /proc/cpuinfo, the fastest first.
+# Instructions that multiply bfloat16, by Linux's names of them, the fastest first.
 BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 
 

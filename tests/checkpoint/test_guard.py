@@ -161,7 +161,7 @@ def test_plain_floats_are_not_guarded(tmp_path: Path) -> None:
     convert(path, tmp_path / "xpu", "xpu_int4pack")
     with Folder(tmp_path / "xpu") as folder:
         converting.convert(folder, layers(folder), aimed("bf16", True), tmp_path / "out")
-    assert config(tmp_path / "out") == {"model_type": "toy"}
+    assert config(tmp_path / "out") == {"model_type": "toy", "architectures": ["Toy"]}
 
 
 def test_settings_of_a_nested_model_guard_it_and_the_whole(tmp_path: Path) -> None:

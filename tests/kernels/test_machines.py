@@ -60,6 +60,6 @@ def test_a_small_machine() -> None:
     """What limits it is what jobs see; the cache is a temporary folder, with a warning."""
     assert system.processors() == 1 and system.free_memory() <= 4 << 30
     with pytest.warns(UserWarning, match=r"cannot be written; .* Set QDSL_CACHE"):
-        module = qdsl.load("q4_0")
+        module = qdsl.load(ROOT / "tests" / "specs" / "flat_nibbles.yaml")
     packed = module.quantize(torch.ones(32, 32))
     assert torch.equal(module.linear(torch.ones(1, 32), packed), torch.full((1, 32), 32.0))

@@ -29,7 +29,8 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     packed = format.quantize(weight, importance=importance, **options, **fixed)
     fields = format.unpack(packed)
     code = code_field(packed.variant)
-    size = _shared_blocks(packed, [name for name in fields if packed.variant.fields[name].axes or not fixed])
+    own = [name for name in fields if packed.variant.fields[name].groups is None]    # columns are in order
+    size = _shared_blocks(packed, [name for name in own if packed.variant.fields[name].axes or not fixed])
     if packed.variant.importance or not code or size is None:
         return packed, fields
     blocks = cut_blocks(weight, *size)
@@ -41,8 +42,9 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
         errors = _block_errors(trial, weight, importance, size)
         better = errors < least
         least = torch.where(better, errors, least)
-        for name, values in format.unpack(trial).items():
-            fields[name] = _where_better(packed, name, better, size, values, fields[name])
+        trial_fields = format.unpack(trial)
+        for name in own:
+            fields[name] = _where_better(packed, name, better, size, trial_fields[name], fields[name])
     return format.pack(fields, packed.storage, **packed.params), fields
 
 
@@ -58,9 +60,8 @@ def _shared_blocks(packed: PackedWeight, names: Iterable[str]) -> tuple[int, int
     n, k = packed.shape
     rows, columns = 1, 1
     for name in names:
-        field = packed.variant.fields[name]
         by = _steps(packed, name)
-        if by is None or field.groups is not None:
+        if by is None:
             return None
         rows, columns = lcm(rows, by[0]), lcm(columns, by[1])
     return min(rows, n), min(columns, k)
