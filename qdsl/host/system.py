@@ -6,6 +6,7 @@ so that removing the feature tests the branch.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -118,6 +119,18 @@ def map_file(file: BinaryIO) -> mmap.mmap:
     # NORESERVE: the file may be larger than the memory.
     reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | reserve, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def page_out(address: int, nbytes: int) -> None:
+    """Take whole pages of memory out of it until they are read again; their contents stay.  Does nothing where Linux is not.
+
+    Pages of a mapped file that nobody wrote are dropped, and others go to the swap space, if there is any.
+    """
+    size, page_out_advice = mmap.PAGESIZE, 21                    # MADV_PAGEOUT, of Linux 5.4 and later
+    first = -(-address // size) * size
+    length = (address + nbytes) // size * size - first
+    if sys.platform == "linux" and length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), page_out_advice)
 
 
 def stop_blocking(pipe: int) -> None:

@@ -236,7 +236,9 @@ def files_of(module: str) -> list[Path]:
 # 440 more read vocabularies of GGUF files as llama.cpp does, in place of another package; 650 obey or refuse their keys.
 # 500 more refuse contradictions and scales that are not finite; 300 decide ties by files and what multiplies as nn.Linear does.
 # 700 more: DF11 as published, plain GGUF files in engines, lengths of blocks, match_dense, templates, compiled layers.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 66_000, "generated": 19_000}
+# 1,500 more account for settings and tensors of producers, and compute what acts on x; 900 multiply interleaved rows on a CPU, by
+# functions that 1,350 lines of generated modules have; 700 calibrate; 2,000 are chats, servers, progress, tables and messages.
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 63_598, "generated": 18_479}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -267,8 +267,9 @@ def test_every_page_with_python_runs() -> None:
 
 
 def test_kernels_of_the_page_are_analyzed() -> None:
-    """In processes that compile kernels; what the page shows of the first is laid out as that prints it."""
-    lines = [line.split("#")[0] for block in blocks(ROOT / "docs" / "kernels.md", "sh") for line in block.splitlines()]
+    """In processes that compile kernels; what docs/kernels.md shows of the first is laid out as that prints it."""
+    lines = [line.split("#")[0] for page in ("kernels.md", "execute.md") for block in blocks(ROOT / "docs" / page, "sh")
+             for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("qdsl analyze ")]
     done = [compiling.run(*shlex.split(command)) for command in commands]
     assert done and not [process.stderr for process in done if process.returncode or process.stderr]

@@ -194,6 +194,21 @@ def test_maps_are_private_everywhere(windows: Msvcrt, tmp_path: Path) -> None:
     memory.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's advice")
+def test_pages_of_files_leave_memory_and_come_back(tmp_path: Path) -> None:
+    """What was written to a private map stays, too."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * (1 << 18))              # 64 MiB
+    with path.open("rb") as file:
+        mapped = system.map_file(file)
+    mapped[5 << 20] = 77
+    before = bytearray(mapped)
+    resident = system.resident_bytes()
+    system.page_out(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped))
+    assert resident - system.resident_bytes() > 32 << 20
+    assert mapped[5 << 20] == 77 and before == mapped
+
+
 def test_signals_without_masks(windows: Msvcrt) -> None:
     with system.interrupts_blocked():
         system.block_interrupts()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.host.system import processor_flags
+from qdsl.host.system import page_out, processor_flags
 from qdsl.runtime.cpu import threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
@@ -234,6 +234,8 @@ def placed(packed: PackedWeight) -> Placed | None:
     _entries[key] = entry = None if copy is None else _Entry(copy, {})
     if entry is not None:
         _is_current(entry, tensors)                              # notes their versions
+        for tensor in tensors:                                   # products do not read them any more
+            page_out(tensor.data_ptr(), tensor.nbytes)
     for tensor in tensors:                                       # its address may be another tensor's afterwards
         weakref.finalize(tensor.untyped_storage(), _entries.pop, key, None).atexit = False
     return copy
