@@ -40,27 +40,22 @@ class Side:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class _Worker:
-    """A process that prepares a side, makes its result once to warm up, and waits."""
+class Worker:
+    """A process that waits for lines, and answers each with a line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
-    @cached_property
-    def digest(self) -> str:
-        """Of the first result, once there is one."""
-        return self._answer()
-
-    def seconds(self) -> float:
-        """One more call, timed inside the process, once the threads of the side before have stopped waiting for work."""
+    def ask(self, line: str) -> str:
+        """The answer to a line."""
         assert self.process.stdin is not None
-        time.sleep(PAUSE)
         with suppress(BrokenPipeError):                          # a process that has ended gives no answer either
-            self.process.stdin.write("\n")
+            self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-        return float(self._answer())
+        return self.answer()
 
-    def _answer(self) -> str:
+    def answer(self) -> str:
+        """The next line that it writes.  Raises WrongResult where it has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -69,17 +64,40 @@ class _Worker:
 
 
 @contextmanager
-def _worker(side: Side) -> Iterator[_Worker]:
-    maker = f"{side.make.__module__}:{side.make.__qualname__}"
-    command = [sys.executable, "-m", "bench.worker", maker, json.dumps(side.arguments)]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD, **BOUND}, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, text=True) as process:
+def worker(module: str, *arguments: str, **environment: str) -> Iterator[Worker]:
+    """A process of a module, which ends with its input."""
+    with subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=ROOT, env={**os.environ, **environment},
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield _Worker(process)
+            yield Worker(process)
         finally:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
+
+
+class _Timed:
+    """A worker that prepares a side, makes its result once to warm up, and waits."""
+
+    def __init__(self, own: Worker) -> None:
+        self.worker = own
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the first result, once there is one."""
+        return self.worker.answer()
+
+    def seconds(self) -> float:
+        """One more call, timed inside the process, once the threads of the side before have stopped waiting for work."""
+        time.sleep(PAUSE)
+        return float(self.worker.ask(""))
+
+
+@contextmanager
+def _worker(side: Side) -> Iterator[_Timed]:
+    maker = f"{side.make.__module__}:{side.make.__qualname__}"
+    with worker("bench.worker", maker, json.dumps(side.arguments), **ONE_THREAD, **BOUND) as own:
+        yield _Timed(own)
 
 
 def interleave(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:

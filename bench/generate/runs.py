@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.generate import machine
-from bench.timing import PAUSE, ROOT, WrongResult
+from bench.timing import PAUSE, ROOT, Worker, worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +45,29 @@ class Sample:
 Samples = dict[tuple[str, Job], list[Sample]]                    # by side and job, one of every round
 
 
-class _Worker:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.about: dict[str, str] = self._answer()
+class _Side:
+    """A process that holds a model and runs jobs.  about: what it says of itself."""
+
+    def __init__(self, own: Worker) -> None:
+        self.worker = own
+        self.about: dict[str, str] = json.loads(own.answer())
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self.worker.process.pid
 
     def run(self, job: Job) -> tuple[float, float]:
         """Seconds and CPU seconds."""
-        assert self.process.stdin is not None
-        line = json.dumps({"work": job.work, "tokens": job.tokens, "threads": job.threads})
-        with suppress(BrokenPipeError):                          # a process that has ended gives no answer either
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-        answer = self._answer()
+        answer = json.loads(self.worker.ask(json.dumps({"work": job.work, "tokens": job.tokens, "threads": job.threads})))
         return float(answer["seconds"]), float(answer["cpu"])
-
-    def _answer(self) -> dict[str, str]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise WrongResult(f"a side ended with status {self.process.wait()}")
-        answer: dict[str, str] = json.loads(line)
-        return answer
 
 
 @contextmanager
-def _worker(side: str, path: Path, dtype: str) -> Iterator[_Worker]:
-    command = [sys.executable, "-m", "bench.generate.worker", side, str(path), dtype]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])},
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield _Worker(process)
-        finally:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+def _worker(side: str, path: Path, dtype: str) -> Iterator[_Side]:
+    with worker("bench.generate.worker", side, str(path), dtype,
+                PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path[1:]])) as own:
+        yield _Side(own)
 
 
 def run(path: Path, sides: Sequence[str], jobs: Sequence[Job], rounds: int, patience: float,
@@ -91,22 +78,22 @@ def run(path: Path, sides: Sequence[str], jobs: Sequence[Job], rounds: int, pati
     """
     samples: Samples = {}
     with ExitStack() as stack:
-        workers = {side: stack.enter_context(_worker(side, path, dtype)) for side in sides}
-        ids = [worker.process.pid for worker in workers.values()]
+        running = {side: stack.enter_context(_worker(side, path, dtype)) for side in sides}
+        ids = [own.pid for own in running.values()]
         for number in range(rounds + 1):
             for job in jobs:
-                for side, worker in workers.items():
+                for side, own in running.items():
                     patience -= machine.wait_for_quiet(ids, patience) if number else 0
-                    sample = _sample(worker, job, ids)
+                    sample = _sample(own, job, ids)
                     if number:
                         samples.setdefault((side, job), []).append(sample)
             print(f"{path.name}: round {number} of {rounds}", file=sys.stderr)
-        return samples, {side: worker.about for side, worker in workers.items()}
+        return samples, {side: own.about for side, own in running.items()}
 
 
-def _sample(worker: _Worker, job: Job, ids: Sequence[int]) -> Sample:
+def _sample(side: _Side, job: Job, ids: Sequence[int]) -> Sample:
     time.sleep(PAUSE)                                            # the threads of the side before stop waiting for work
     before = machine.load(ids)
-    wall, cpu = worker.run(job)
+    wall, cpu = side.run(job)
     foreign = machine.load(ids).foreign(before)
     return Sample(1e3 * wall / job.tokens, 1e3 * cpu / job.tokens, foreign)

@@ -64,7 +64,7 @@ class CalibrationRun:
 
     def for_gguf(self, model: Path, plan: Plan, out: Path) -> Calibration:
         """The moments of a model's layers, written next to the GGUF file, and what they depend on."""
-        from qdsl.encode.calibrated.store import folder_moments
+        from qdsl.encode.calibrated.store import Moments
         from qdsl.host.files import digest, identity
         from qdsl.jobs.calibrate import tensor_layers
         from qdsl.jobs.gguf.run import Calibration, quantizer_of
@@ -82,7 +82,7 @@ class CalibrationRun:
 
         place = folder / what[:16]
         self._write(model, target, place)
-        measured = folder_moments(place)
+        measured = Moments(place)
         layers = {tensor: layer for tensor, layer in tensors.items() if layer in measured}
         return Calibration(place, layers, what, self.sampling.method)
 

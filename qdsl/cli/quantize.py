@@ -174,8 +174,8 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
             from qdsl.jobs.gguf import run
 
             with exit_on_sigterm(), moments_of(calibration, file, planned, out) as moments, progress(planned.amounts) as tell:
-                costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
-                                          power=power, force=force, tell=tell, calibration=moments)
+                costs = run.quantize_file(source, planned, options, out, importance, power=power, force=force, tell=tell,
+                                          jobs=jobs or run.default_jobs(planned, moments), calibration=moments)
         report = plan.data(planned, file, costs)
         if svg is not None:
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))

@@ -73,8 +73,9 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
 def _loaded(model: str, sampling: Sampling, device: str | None) -> tuple[LanguageModel, list[Tensor]]:
     """A model with plain weights, of float32 on a CPU, and the samples on its device."""
     from qdsl.models.language import load_language_model
+    from qdsl.models.plugin import usable_device
 
-    language = load_language_model(model, device=device, dtype="auto" if device not in (None, "cpu") else "float32")
+    language = load_language_model(model, device=device, dtype="float32" if usable_device(device) == "cpu" else "auto")
     if language.packed_layers:
         language.model.dequantize()
     tokens = samples_of(language.tokenizer, sampling.content(), sampling.samples, sampling.length)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode.calibrated.hessian import Hessian, inverse_factor
-from qdsl.encode.calibrated.levels import code_field, levels
+from qdsl.encode.calibrated.levels import code_choices, code_field, levels
 from qdsl.encode.calibrated.scales import quantize_clipped
-from qdsl.encode.calibrated.solve import IMPORTANCE, quantize
+from qdsl.encode.calibrated.solve import IMPORTANCE, quantize, quantize_codes
 from qdsl.generated import int_group, mxfp4, nf4, q4_k
 from qdsl.runtime.format import Format
 from qdsl.runtime.weight.packed import FormatError
@@ -68,11 +68,29 @@ def test_independent_inputs_take_the_nearest_codes(path: Path) -> None:
     if not code:
         pytest.skip("codes are of several weights")
     solved = quantize(format, weight[:128], independent)
-    table = levels(solved, format.unpack(solved), code)
+    fields = format.unpack(solved)
+    table = levels(solved, fields, code, code_choices(solved, fields[code], code))
     values = format.dequantize(solved, torch.float32)
     for column in range(0, k, 37):
         nearest, _ = table.nearest(weight[:128, column].contiguous(), column)
         assert torch.equal((nearest - weight[:128, column]).abs(), (values[:, column] - weight[:128, column]).abs())
+
+
+def test_rounded_weights_stay_while_codes_are_solved() -> None:
+    """Fields of some storages are views of the weight's tensors."""
+    weight, hessian = layer()
+    shared = []
+    for path in with_quantizer():
+        format = module(path).FORMAT
+        packed, fields = quantize_clipped(format, weight[:128], hessian.importance, {})
+        code = code_field(packed.variant)
+        if code and fields[code].data_ptr() in [tensor.data_ptr() for tensor in packed.tensors.values()]:
+            before = {name: tensor.clone() for name, tensor in packed.tensors.items()}
+            quantize_codes(packed, fields, code, weight[:128], hessian)
+            assert all(torch.equal(before[name].view(torch.uint8), tensor.view(torch.uint8))
+                       for name, tensor in packed.tensors.items() if tensor.dim()), format.name
+            shared.append(format.name)
+    assert {"fp8_block", "int8_channel"} <= {*shared}
 
 
 @pytest.mark.parametrize("format", [int_group.FORMAT, nf4.FORMAT, q4_k.FORMAT, mxfp4.FORMAT], ids=lambda format: format.name)

@@ -55,6 +55,14 @@ def test_logits_are_nearer_than_by_rounding(target: tuple[str, ...]) -> None:
     assert not list(Path().glob("*.moments"))
 
 
+def test_types_that_need_importances_take_those_of_the_text() -> None:
+    assert "without an importance matrix" in run("quantize", "model", "--type", "IQ2_XS", "--out", "a.gguf").stderr
+    for jobs in ("1", "2"):
+        result = run("quantize", "model", "--type", "IQ2_XS", *CALIBRATED, "--jobs", jobs, "--out", f"{jobs}.gguf")
+        assert result.exit_code == 0, result.output
+    assert Path("1.gguf").read_bytes() == Path("2.gguf").read_bytes()
+
+
 def test_a_broken_run_continues_with_the_blocks_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "whole").exit_code == 0
     saved: list[str] = []
@@ -70,7 +78,6 @@ def test_a_broken_run_continues_with_the_blocks_that_are_there(monkeypatch: pyte
     assert run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "out").exit_code != 0
     assert saved == ["model.layers.0"] and not list(Path("out").glob("*.safetensors"))
     monkeypatch.setattr(store, "save", lambda folder, block, hessians: (saved.append(block), save(folder, block, hessians)))
-    store.folder_moments.cache_clear()
     result = run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "out")
     assert result.exit_code == 0, result.output
     assert saved == ["model.layers.0", "model.layers.1"]

@@ -26,6 +26,7 @@ from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
 from qdsl.runtime.weight.plan import Candidate, forget
 from tests.support.covering import ALL, covering
+from tests.support.cpu_products import check, in_order, plain, sample
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
 
 CASES, load = cases(), library.load
@@ -43,33 +44,6 @@ WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
 }
 
 
-def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 16).to(dtype)
-
-
-def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, what: object = "", terms: int = 1) -> None:
-    """Against float64, with exact weights: a float32 sum of K + 1 terms in any order, rounded to x's dtype once.
-
-    terms: times as large that terms, or as many that roundings, are where a scale is multiplied with sums of codes.
-    """
-    extra = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
-    wanted = x.double() @ weight.double().t() + extra
-    spread = x.double().abs() @ weight.double().abs().t() + extra.abs()
-    info = torch.finfo(x.dtype)
-    sums = terms * 1.01 * (weight.shape[1] + 1) * 2.0 ** -24 * spread
-    assert product.dtype == x.dtype and product.shape == wanted.shape
-    allowed = sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps
-    assert ((product.double() - wanted).abs() <= allowed).all(), what
-
-
-def plain(packed: PackedWeight) -> Tensor:
-    """The weight as torch decodes it, in float32."""
-    cpu.compile_products(False)
-    weight: Tensor = packed.format.dequantize(packed, torch.float32)
-    cpu.compile_products()
-    return weight
-
-
 def are_compiled() -> bool:
     """Whether every weight that was multiplied has a loop, in one way or another."""
     ways: dict[Any, list[loops.Loop | None]] = {}
@@ -85,14 +59,6 @@ def by_loop(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor |
         if loops.find(packed, together, way) is not None:
             return cpu.run(Candidate(way, {"ROWS": together}), x.float(), packed)
     return None
-
-
-def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
-    """A random weight without an order of its columns."""
-    fields = case.module.FORMAT.variant(case.choice).fields
-    stored = {name: value for name, value in random_fields(case, shape, seed).items() if fields[name].type != "index"}
-    packed: PackedWeight = case.module.pack(stored, storage=case.storage, **case.choice)
-    return packed.decode_streams()
 
 
 @pytest.fixture(scope="module")

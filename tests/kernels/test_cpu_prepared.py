@@ -29,11 +29,8 @@ from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.weight.packed import FormatError
 from qdsl.runtime.weight.plan import Target, plan_of
+from tests.support.cpu_products import sample
 from tests.support.formats import same_bits
-
-
-def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 16).to(dtype)
 
 
 @pytest.fixture(scope="module")
@@ -270,15 +267,13 @@ def regions(small_shares: None) -> Iterator[list[int]]:
     """The numbers of threads of regions, which the function of a test runs in place of OpenMP."""
     yield []
     functions = threads.functions()
-    library.load(threads.SOURCE.read_text(encoding="utf-8"), ("-O3",)).attach(
-        ctypes.cast(functions.parallel, ctypes.c_void_p), ctypes.c_int64(threads.PROCESS))
+    functions.attach(ctypes.cast(functions.parallel, ctypes.c_void_p), threads.PROCESS)
 
 
 def attach(function: Callable[[int, int, int, int], None], process: int = 0) -> object:
     """Have regions run by a function; the result keeps it alive."""
     parallel = threads.Parallel(function)
-    library.load(threads.SOURCE.read_text(encoding="utf-8"), ("-O3",)).attach(
-        ctypes.cast(parallel, ctypes.c_void_p), ctypes.c_int64(process))
+    threads.functions().attach(ctypes.cast(parallel, ctypes.c_void_p), process)
     return parallel
 
 

@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from qdsl.generated import fp8_channel, int_group, nvfp4, q4_0, q4_k, q6_k
 from qdsl.host import library
-from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.cpu import rows
 from qdsl.runtime.torch import model
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.covering import covering
-from tests.support.formats import Case, cases, random_fields, shapes, smallest
+from tests.support.cpu_products import check, in_order, plain, sample
+from tests.support.formats import Case, cases, shapes, smallest
 
 NUMBER = re.compile(r"-?\b[0-9][0-9.]*(e[+-]?\d+)?f?\b")
 PARTS = 2
@@ -41,41 +42,9 @@ CASES = [case for case in cases() if lines(case)]
 COVERING = covering(CASES, lines)
 
 
-def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 16).to(dtype)
-
-
-def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, what: object = "",
-          terms: int = 2) -> None:
-    """Against float64: float32 sums of K + 1 terms and products with scales; many rows of bfloat16 round weights, too.
-
-    terms: as many roundings of a product, or as many times as large its terms are.
-    """
-    extra = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
-    wanted = x.double() @ weight.double().t() + extra
-    spread = x.double().abs() @ weight.double().abs().t() + extra.abs()
-    info = torch.finfo(x.dtype)
-    rounded = info.eps / 2 if x.dtype == torch.bfloat16 and len(x) > rows.FEW else 0.0
-    sums = (1.01 * terms * (weight.shape[1] + 1) * 2.0 ** -24 + rounded) * spread
-    assert product.dtype == x.dtype and product.shape == wanted.shape
-    allowed = sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps
-    assert ((product.double() - wanted).abs() <= allowed).all(), what
-
-
-def plain(packed: PackedWeight) -> Tensor:
-    """The weight as torch decodes it, in float32."""
-    cpu.compile_products(False)
-    weight: Tensor = packed.format.dequantize(packed, torch.float32)
-    cpu.compile_products()
-    return weight
-
-
-def in_order(case: Case, shape: tuple[int, int]) -> PackedWeight:
-    """A random weight without an order of its columns."""
-    fields = case.module.FORMAT.variant(case.choice).fields
-    stored = {name: value for name, value in random_fields(case, shape, 0).items() if fields[name].type != "index"}
-    packed: PackedWeight = case.module.pack(stored, storage=case.storage, **case.choice)
-    return packed
+def bound(x: Tensor) -> dict[str, Any]:
+    """Arguments of `check`: products with scales are rounded, and many rows of bfloat16 round weights, too."""
+    return {"terms": 2, "rounds_weight": x.dtype == torch.bfloat16 and len(x) > rows.FEW}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +84,7 @@ def test_products_with_interleaved_rows_are_those_of_the_weight(part: int) -> No
             weight, dtype = plain(packed), (torch.float32, torch.bfloat16)[(number // PARTS + turn) % 2]
             for m in (1, 3, 6, 19):
                 x, bias = sample(m, shape[1], seed=m, dtype=dtype), sample(shape[0], dtype=dtype) if m % 2 else None
-                check(copy.product(x, bias), x, weight, bias, (str(case), shape, m))
+                check(copy.product(x, bias), x, weight, bias, (str(case), shape, m), **bound(x))
                 count += 1
     assert count > 4 * len(COVERING) // PARTS
 
@@ -162,7 +131,7 @@ def test_other_vectors_make_the_same_products(capability: str, monkeypatch: pyte
         assert copy is not None
         for m in (1, 2, 5, 13):
             x = sample(m, packed.shape[1], seed=m, dtype=torch.bfloat16 if m == 2 else torch.float32)
-            check(copy.product(x, None), x, weight, what=(packed, m))
+            check(copy.product(x, None), x, weight, what=(packed, m), **bound(x))
 
 
 def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:

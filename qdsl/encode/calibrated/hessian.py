@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,25 +19,40 @@ ATTEMPTS = 12                                                    # each doubles 
 
 @dataclass(slots=True)
 class Hessian:
-    """The mean of x x^T over the rows of x that a layer was called with: float32 [K, K], and the number of rows."""
+    """The mean of x x^T over the rows of x that a layer was called with: float32 [K, K], and the number of rows.
+
+    factors: those of `inverse_factor` that were computed, which layers with the same input share.
+    """
 
     matrix: Tensor
     rows: int = 0
+    factors: dict[bool, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def empty(cls, columns: int, device: torch.device | str = "cpu") -> Hessian:
         """The moments of no rows."""
         return cls(torch.zeros(columns, columns, dtype=torch.float32, device=device))
 
-    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """Count the rows of x [..., K].  weights: of each row in the mean, [...]; 1 by default."""
+    def add(self, x: Tensor) -> None:
+        """Count the rows of x [..., K]."""
         flat = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
-        if weights is not None:
-            flat = flat * weights.reshape(-1, 1).sqrt()
         rows = self.rows + len(flat)
         if rows:
             self.matrix.mul_(self.rows / rows).addmm_(flat.T, flat, alpha=1 / rows)
         self.rows = rows
+        self.factors.clear()
+
+    @property
+    def order(self) -> Tensor:
+        """The columns, those with the largest mean squares first."""
+        return self.matrix.diagonal().argsort(dim=0, descending=True, stable=True)
+
+    def inverse_factor(self, is_sorted: bool) -> Tensor:
+        """`inverse_factor` of the matrix, its columns sorted by `order`, or as they are."""
+        if is_sorted not in self.factors:
+            order = self.order
+            self.factors[is_sorted] = inverse_factor(self.matrix[order][:, order] if is_sorted else self.matrix)
+        return self.factors[is_sorted]
 
     @property
     def importance(self) -> Tensor:
@@ -55,7 +70,12 @@ class Hessian:
         return quantize(format, weight, self, **options)
 
 
-def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
+def inverting(columns: int) -> int:
+    """Bytes of memory that the moments of this many columns take while they are inverted."""
+    return (4 + 3 * 8) * columns ** 2
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
     """U, upper triangular float32 [K, K], with U^T U = the inverse of the damped Hessian.
 
     The damping doubles until Cholesky's decomposition exists.  A column without inputs counts as if alone.  Raises FormatError
@@ -69,7 +89,7 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     mean = float(diagonal.mean())
     added = 0.0
     for attempt in range(ATTEMPTS):
-        wanted = damping * mean * 2 ** attempt
+        wanted = DAMPING * mean * 2 ** attempt
         diagonal += wanted - added
         added = wanted
         lower, failed = torch.linalg.cholesky_ex(matrix)

@@ -25,9 +25,8 @@ def code_field(variant: Variant) -> str:
     steps = [axis.by({}) for name, field in variant.fields.items() for axis in field.axes
              if axis.dim == "K" and axis.step and not any(isinstance(part, str) for part in axis.step)]
     kind = number(variant.fields[own[0]].type) if len(own) == 1 else None
-    if not own or (kind is not None and kind.bits > 8) or any(step <= LEAST_BLOCK for step in steps):
-        return ""
-    return own[0] if len(own) == 1 else ""
+    is_code = len(own) == 1 and (kind is None or kind.bits <= 8) and all(step > LEAST_BLOCK for step in steps)
+    return own[0] if is_code else ""
 
 
 def block_columns(packed: PackedWeight, code: str) -> int:
@@ -58,13 +57,9 @@ class Levels:
         return self.values[block].gather(1, places)[:, 0], self.codes[block].gather(1, places)[:, 0]
 
 
-def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str) -> Levels:
-    """The values of every code of a weight whose fields are `fields`.
-
-    Integer codes are those between the least and the greatest of `fields`: a scheme leaves out codes that have no number.
-    """
+def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, choices: Tensor) -> Levels:
+    """The values of codes, `choices`, of a weight whose other fields are `fields`."""
     step = block_columns(packed, code)
-    choices = _choices(packed, fields[code], code)
     same = torch.empty_like(fields[code])
     integers = same.view(choices.dtype)
     values = torch.empty(-(-packed.shape[1] // step), packed.shape[0], len(choices), dtype=torch.float32, device=same.device)
@@ -77,8 +72,11 @@ def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str) -> Lev
     return Levels(rising, choices.to(same.device)[order], borders, step)
 
 
-def _choices(packed: PackedWeight, chosen: Tensor, code: str) -> Tensor:
-    """The codes as integers: all of a float type, and those in the range of `chosen` of an integer type."""
+def code_choices(packed: PackedWeight, chosen: Tensor, code: str) -> Tensor:
+    """The codes that weights may have, as integers.  chosen: those of round to nearest.
+
+    Of an integer type those between its least and its greatest: a scheme leaves out codes that have no number.
+    """
     variant = packed.variant
     kind = number(str(packed.params.get(variant.fields[code].type, variant.fields[code].type)))
     assert kind is not None

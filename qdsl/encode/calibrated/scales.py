@@ -16,7 +16,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
-CLIPS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)              # of the range of each block
+CLIPS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)                   # of the range of each block
 
 
 def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options: Mapping[str, Any],
@@ -25,12 +25,12 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
 
     Schemes that search with an importance do so, and clip nothing.
     """
-    fixed = _fixed_options(format, weight, options)
-    packed = format.quantize(weight, importance=importance, **options, **fixed)
+    options = {**_fixed_options(format, weight), **options}
+    packed = format.quantize(weight, importance=importance, **options)
     fields = format.unpack(packed)
     code = code_field(packed.variant)
     own = [name for name in fields if packed.variant.fields[name].groups is None]    # columns are in order
-    size = _shared_blocks(packed, [name for name in own if packed.variant.fields[name].axes or not fixed])
+    size = _shared_blocks(packed, [name for name in own if packed.variant.fields[name].axes or "amax" not in options])
     if packed.variant.importance or not code or size is None:
         return packed, fields
     blocks = cut_blocks(weight, *size)
@@ -38,7 +38,7 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     least = _block_errors(packed, weight, importance, size)
     for clip in CLIPS:
         clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clip), high * clip), *weight.shape)
-        trial = format.quantize(clipped, importance=importance, **options, **fixed)
+        trial = format.quantize(clipped, importance=importance, **options)
         errors = _block_errors(trial, weight, importance, size)
         better = errors < least
         least = torch.where(better, errors, least)
@@ -48,11 +48,10 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     return format.pack(fields, packed.storage, **packed.params), fields
 
 
-def _fixed_options(format: Format, weight: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_options(format: Format, weight: Tensor) -> dict[str, Any]:
     """The option that keeps the super-scale of a whole weight, whatever is clipped."""
-    params, chosen, _ = format.chosen(options)
     largest = float(weight.abs().max()) if weight.numel() else 0.0
-    return {"amax": largest} if "amax" in format.variant(params).options and "amax" not in chosen and largest > 0 else {}
+    return {"amax": largest} if "amax" in next(iter(format.variants.values())).options and largest > 0 else {}
 
 
 def _shared_blocks(packed: PackedWeight, names: Iterable[str]) -> tuple[int, int] | None:

@@ -12,15 +12,16 @@ Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qdsl.encode.calibrated.hessian import DAMPING, Hessian, inverse_factor
-from qdsl.encode.calibrated.levels import code_field, levels
+from qdsl.encode.calibrated.hessian import Hessian
+from qdsl.encode.calibrated.levels import Levels, code_choices, code_field, levels
 from qdsl.encode.calibrated.scales import quantize_clipped
+from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
@@ -28,11 +29,9 @@ if TYPE_CHECKING:
 
 GPTQ, IMPORTANCE = METHODS = ("gptq", "importance")
 STEP = 128                                                       # columns whose errors reach the others by one product
-TILE = 1 << 20                                                   # weights per tile of rows
 
 
-def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPTQ, damping: float = DAMPING, **options: Any,
-             ) -> PackedWeight:
+def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPTQ, **options: Any) -> PackedWeight:
     """Quantizes a float weight [N, K] so that the outputs for the inputs of `hessian` change least.
 
     method: GPTQ, or IMPORTANCE to choose scales alone by the mean squares of columns.  options: those of the format's `quantize`,
@@ -47,37 +46,27 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
         return packed
     code = code_field(packed.variant)
     if code:
-        solved = _with_codes(packed, fields, code, weight, hessian, damping)
+        solved = quantize_codes(packed, fields, code, weight, hessian)
     else:
-        solved = _chunked(format, packed, weight, hessian, damping, options)
+        solved = _chunked(format, packed, weight, hessian, options)
     plain, compensated = (hessian.loss(format.dequantize(one, torch.float32).sub_(weight)) for one in (packed, solved))
     return solved if compensated < plain else packed
 
 
-def _with_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, weight: Tensor, hessian: Hessian, damping: float,
-                ) -> PackedWeight:
-    """The weight with compensated codes; its other fields stay."""
-    order = hessian.matrix.diagonal().argsort(dim=0, descending=True, stable=True)
-    factor = inverse_factor(hessian.matrix[order][:, order], damping)
-    for start, stop in _tiles(packed):
-        part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
-        values = packed.format.unpack(part)
-        fields[code][start:stop] = _solve(part, values, code, weight[start:stop], factor, order)
-    return packed.format.pack(fields, packed.storage, **packed.params)
+def quantize_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, weight: Tensor, hessian: Hessian) -> PackedWeight:
+    """The weight with compensated codes; its other fields stay, and so does `packed`."""
+    order, factor = hessian.order, hessian.inverse_factor(is_sorted=True)
+    choices = code_choices(packed, fields[code], code)
+    codes = torch.empty_like(fields[code])                       # fields may be views of the weight's tensors
+    for start, stop in tiles.row_tiles(packed):
+        part = packed.cut("N", start, stop)
+        table = levels(part, packed.format.unpack(part), code, choices)
+        codes[start:stop] = _solve(table, weight[start:stop], factor, order).view(codes.dtype)
+    return packed.format.pack({**fields, code: codes}, packed.storage, **packed.params)
 
 
-def _tiles(packed: PackedWeight) -> Iterator[tuple[int, int]]:
-    n, k = packed.shape
-    step = packed.step("N")
-    rows = max(1, TILE // max(1, k) // step) * step
-    for start in range(0, n, rows):
-        yield start, min(n, start + rows)
-
-
-def _solve(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, weight: Tensor, factor: Tensor, order: Tensor,
-           ) -> Tensor:
+def _solve(table: Levels, weight: Tensor, factor: Tensor, order: Tensor) -> Tensor:
     """The codes of rows [rows, K], column by column in an order."""
-    table = levels(packed, fields, code)
     places = order.tolist()
     work = weight.T[order].contiguous()                          # [K, rows], columns in the order
     codes = torch.empty(work.shape, dtype=table.codes.dtype, device=work.device)
@@ -93,16 +82,16 @@ def _solve(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, weight
         work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     chosen = torch.empty_like(codes)
     chosen[order] = codes
-    return chosen.T.contiguous().view(fields[code].dtype)
+    return chosen.T.contiguous()
 
 
-def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hessian, damping: float, options: Mapping[str, Any],
+def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hessian, options: Mapping[str, Any],
              ) -> PackedWeight:
     """The weight quantized by runs of columns; the error of each run is carried to those that follow."""
     step = packed.step("K")
     if step >= weight.shape[1] or packed.variant.cuts[1] == "1":
         return packed
-    factor = inverse_factor(hessian.matrix, damping)
+    factor = hessian.inverse_factor(is_sorted=False)
     work, parts = weight.T.clone(), []
     for start in range(0, len(work), step):
         stop = min(len(work), start + step)

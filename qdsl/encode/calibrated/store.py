@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ SUFFIX = ".moments.safetensors"
 
 
 class Moments(Mapping[str, Hessian]):
-    """The moments of layers in a folder, by the layers' names; each is read when it is asked for.
+    """The moments of layers in a folder, by the layers' names; each is read when it is asked for, and the last two are kept.
 
     Raises CheckpointError for files that hold something else, OSError where they cannot be read.
     """
@@ -27,8 +27,7 @@ class Moments(Mapping[str, Hessian]):
 
     def __getitem__(self, name: str) -> Hessian:
         path, tensor, rows = self.places[name]
-        with TensorFile(path, copies=True) as file:
-            return Hessian(file.tensor(tensor), rows)
+        return _read(path, tensor, rows, path.stat().st_mtime_ns)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
@@ -37,10 +36,11 @@ class Moments(Mapping[str, Hessian]):
         return len(self.places)
 
 
-@cache
-def folder_moments(folder: Path) -> Moments:
-    """The moments in a folder that does not change any more."""
-    return Moments(folder)
+@lru_cache(maxsize=2)                                           # keys, queries and values have the same, others lie between
+def _read(path: Path, tensor: str, rows: int, modified: int) -> Hessian:
+    """Moments of a file, with the time at which it was modified."""
+    with TensorFile(path, copies=True) as file:
+        return Hessian(file.tensor(tensor), rows)
 
 
 def save(folder: Path, block: str, hessians: Mapping[str, Hessian]) -> None:

@@ -158,7 +158,7 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = No
     if aim.moments:
         from qdsl.encode.calibrated import solve, store
 
-        moments = store.folder_moments(Path(aim.moments))
+        moments = store.Moments(Path(aim.moments))
         if layer.name in moments:
             return solve.quantize(target(layer, aim), floats, moments[layer.name], str(aim.calibration["method"]),
                                   storage=aim.storage, **options)

@@ -146,12 +146,15 @@ def _default_jobs(shards: Sequence[Shard]) -> int:
 
     Schemes that search, which are those that take an importance, need minutes for few weights, too.
     """
+    from qdsl.encode.calibrated.hessian import inverting  # imports torch
+
     steps = [step for shard in shards for step in shard.steps if isinstance(step, Change)]
     weights = [math.prod(step.layer.shape) * (step.layer.experts or 1) for step in steps]
     searched = any(variant.importance for step in steps if not step.aim.exact(step.layer)
                    for variant in target(step.layer, step.aim).variants.values())
-    largest = max((math.prod(step.layer.shape) for step in steps), default=0)
-    return affordable(needed(2 * largest), None if searched else sum(weights))
+    largest = max((2 * math.prod(step.layer.shape) + (inverting(step.layer.shape[1]) if step.aim.moments else 0)
+                   for step in steps), default=0)
+    return affordable(needed(largest), None if searched else sum(weights))
 
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:

@@ -22,6 +22,7 @@ from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.checkpoint.files.resume import Resume
 from qdsl.checkpoint.files.safetensors import Buffer, bytes_of, shown
 from qdsl.encode.calibrated import solve, store
+from qdsl.encode.calibrated.hessian import inverting
 from qdsl.host import progress
 from qdsl.host.files import check_output, digest, identity
 from qdsl.host.processes import affordable, needed, results
@@ -85,7 +86,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
     check_output(out, source.path, *source.paths, *([imatrix.path] if imatrix else []))
-    _check(plan, options, imatrix)
+    _check(plan, options, imatrix, calibration.layers if calibration else {})
     inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
     powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
     resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers,
@@ -125,17 +126,17 @@ def quantizer_of(type: str) -> Any:
     return module if module is not None and module.FORMAT.variant(module.FORMAT.complete({})).encode is not None else None
 
 
-def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
-    """Raise QuantizeError for what cannot be written, before any weight is read."""
-    if missing := without_imatrix(plan.steps, options, imatrix):
+def _check(plan: Plan, options: Options, imatrix: Imatrix | None, layers: Mapping[str, str]) -> None:
+    """Raise QuantizeError for what cannot be written, before any weight is read.  layers: those of a calibration."""
+    if missing := [step for step in without_imatrix(plan.steps, options, imatrix) if step.tensor.name not in layers]:
         hint = f"{imatrix.path} has nothing of it" if imatrix else "give one with --imatrix"
         raise QuantizeError(f"tensor {shown(missing[0].tensor.name)} would be garbage as {missing[0].type} without an importance "
                             f"matrix: {hint}")
     for type in sorted({step.type for step in plan.steps if not step.copied} - TORCH.keys()):
-        module = module_of(type)
-        variant = None if module is None else module.FORMAT.variant(module.FORMAT.complete({}))
-        if module is None or variant is None or variant.encode is None:
+        module = quantizer_of(type)
+        if module is None:
             raise QuantizeError(f"there is no quantizer for {type} yet")
+        variant = module.FORMAT.variant(module.FORMAT.complete({}))
         others = list(variant.storages[module.SPEC.storages[0]].tensors)[1:]
         if others:
             raise QuantizeError(f"{type} needs another tensor for each weight, {others[0]}, which is not written")
@@ -147,9 +148,9 @@ def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float], cal
     tensor = step.tensor
     importance = imatrix.values(tensor) if imatrix and step.type not in TORCH else None
     rows = tensor.rows // tensor.experts
-    size = max(1, CHUNK // tensor.columns)
     layer = calibration.layers.get(tensor.name) if calibration and tensor.experts == 1 and step.type not in TORCH else None
     moments = (calibration.folder, layer, calibration.method) if calibration and layer else None
+    size = rows if moments else max(1, CHUNK // tensor.columns)  # the moments are inverted once for all rows
     for expert in range(tensor.experts):
         first = expert * rows
         for start in range(first, first + rows, size):
@@ -214,7 +215,7 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     try:
         if task.moments is not None:
             folder, layer, method = task.moments
-            packed = solve.quantize(module.FORMAT, weight, store.folder_moments(folder)[layer], method)
+            packed = solve.quantize(module.FORMAT, weight, store.Moments(folder)[layer], method)
         else:
             importance = None if task.importance is None else _counted(task.importance, task.power)
             packed = module.quantize(weight, **({} if importance is None else {"importance": importance}))
@@ -256,7 +257,9 @@ def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where:
                             f"{column} is {float(weight[row, column])}{where}")
 
 
-def default_jobs(plan: Plan) -> int:
+def default_jobs(plan: Plan, calibration: Calibration | None = None) -> int:
     """The number of processes: what processors and memory allow, but fewer for a few seconds of work."""
     work = sum(step.weights for step in plan.steps if not step.copied)
-    return max(1, min(affordable(needed(16 * CHUNK)), work >> 26))
+    whole = [8 * step.weights + inverting(step.tensor.columns) for step in plan.steps
+             if calibration and step.tensor.name in calibration.layers]
+    return max(1, min(affordable(needed(max([16 * CHUNK, *whole]))), work >> 26))

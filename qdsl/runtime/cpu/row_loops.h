@@ -11,6 +11,13 @@ INLINE void part_numbers(const Weight *w, const uint8_t *block, int c, vf q[4][2
     for (int i = 0; i < 8; i++) q[i >> 1][i & 1] = number(w, codes_of(v, i >> 1, i & 1));
 }
 
+/* The results of LANES rows of w for M rows of x. */
+INLINE void store_rows(const Weight *w, Place at, const vf *total, float *out, int64_t N, const int M) {
+    const int64_t row = at.group * GROUP_ROWS + at.lane;
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < LANES && row + i < w->rows; i++) out[m * N + row + i] = total[m][i];
+}
+
 /* -- dot: M rows of x, 1 to 4, times exact weights ------------------------------------------------------------------------
 
    out[m] += scale * sum of number * x + offset * sum of x, group by group, in float32.  Four sums, one for each j, because an
@@ -65,9 +72,7 @@ INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, 
         add_group(w, at, start, p, 0, 4, sums, step, total, M);
 #endif
     }
-    const int64_t row = at.group * GROUP_ROWS + at.lane;
-    for (int m = 0; m < M; m++)
-        for (int i = 0; i < LANES && row + i < w->rows; i++) out[m * N + row + i] = total[m][i];
+    store_rows(w, at, total, out, N, M);
 }
 
 /* A row of x as `run` takes it: with zeros up to whole blocks, and, for weights with offsets, its sums in every group. */
@@ -161,9 +166,7 @@ INLINE void dot_bytes(const Weight *w, const float *x, int64_t step, float *out,
             }
         }
     }
-    const int64_t row = at.group * GROUP_ROWS + at.lane;
-    for (int m = 0; m < M; m++)
-        for (int i = 0; i < LANES && row + i < w->rows; i++) out[m * N + row + i] = total[m][i];
+    store_rows(w, at, total, out, N, M);
 }
 
 /* A row of x rounded to 8 bits, with a scale for every block of 32 columns. */

@@ -38,10 +38,13 @@ class Product(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Functions:
-    """The functions of product.c.  parallel: what they call to run on several threads; alive as long as they are."""
+    """The functions of product.c.  parallel: what they call to run on several threads, which `attach` sets; alive as long as they
+    are.
+    """
 
     product: Any
     rows: Any
+    attach: Any
     parallel: Any
 
 
@@ -57,7 +60,7 @@ def functions() -> Functions:
     openmp = openmp_parallel()
     parallel = Parallel(_in_own_pool) if openmp is None else openmp
     attach(ctypes.cast(parallel, pointer), 0 if openmp is None else PROCESS)
-    return Functions(product, rows, parallel)
+    return Functions(product, rows, attach, parallel)
 
 
 def _in_own_pool(body: int, work: int, count: int, flags: int) -> None:
