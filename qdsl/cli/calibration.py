@@ -60,7 +60,7 @@ class CalibrationRun:
             return None if is_skipped(name, aim.ignore or ()) else (format, options)
 
         with _text_errors():
-            return replace(aim, calibration=self.sampling.data()), partial(self._write, model, target)
+            return replace(aim, calibration=self.sampling.data()), partial(self._write, model, target, has_stored_names=True)
 
     def for_gguf(self, model: Path, plan: Plan, out: Path) -> Calibration:
         """The moments of a model's layers, written next to the GGUF file, and what they depend on."""
@@ -73,8 +73,8 @@ class CalibrationRun:
         files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
         with _text_errors():
             what = digest(self.sampling.data(), [identity(path) for path in files], [step.type for step in plan.steps])
-        tensors = tensor_layers(model, [step.tensor.name for step in plan.steps if not step.copied])
-        types = {tensors[step.tensor.name]: step.type for step in plan.steps if step.tensor.name in tensors}
+        tensors = tensor_layers(model, [step.tensor for step in plan.steps if not step.copied])
+        types = {name: step.type for step in plan.steps for name in tensors.get(step.tensor.name, ())}
 
         def target(name: str) -> Any:
             module = quantizer_of(types[name]) if name in types else None
@@ -83,16 +83,17 @@ class CalibrationRun:
         place = folder / what[:16]
         self._write(model, target, place)
         measured = Moments(place)
-        layers = {tensor: layer for tensor, layer in tensors.items() if layer in measured}
+        layers = {tensor: [name if name in measured else "" for name in names] for tensor, names in tensors.items()
+                  if any(name in measured for name in names)}
         return Calibration(place, layers, what, self.sampling.method)
 
-    def _write(self, model: Path, target: Callable[[str], Any], folder: Path) -> None:
+    def _write(self, model: Path, target: Callable[[str], Any], folder: Path, has_stored_names: bool = False) -> None:
         from qdsl.cli.models import running
         from qdsl.cli.progress import progress
         from qdsl.jobs.calibrate import write_moments
 
         with running(), _text_errors():
-            write_moments(str(model), self.sampling, folder, target, progress, self.device)
+            write_moments(str(model), self.sampling, folder, target, progress, self.device, has_stored_names)
 
 
 @contextmanager

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 from qdsl.host.files import digest, open_input
 from qdsl.jobs.gguf.mixes import EMBEDDINGS, OUTPUT
 
+EXPERTS = "_exps.weight"                                         # ends the names of stacked experts in GGUF files
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from qdsl.jobs.gguf import mixes
     from qdsl.models.calibrate import Target
     from qdsl.models.gguf_maps import GgufMap
     from qdsl.models.language import LanguageModel
@@ -52,20 +55,25 @@ def samples_of(tokenizer: Any, content: str, samples: int, length: int) -> list[
 
 
 def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, progress: Callable[[Mapping[str, int]], Any],
-                  device: str | None = None) -> None:
+                  device: str | None = None, has_stored_names: bool = False) -> None:
     """Write the moments of a language model's layers into a folder; those that are there are kept.
 
-    target(name): the format and options that a layer is quantized to, None where it stays.  progress(amounts): a context with
-    a function that counts the bytes of tokens.  Raises LoadError, CheckpointError and OSError.
+    target(name): the format and options that a layer is quantized to, None where it stays.  has_stored_names: names are those of
+    layers in the model's folder, and moments are found by them, too; else they are those of `calibrate`.  progress(amounts): a
+    context with a function that counts the bytes of tokens.  Raises LoadError, CheckpointError and OSError.
     """
-    from qdsl.encode.calibrated.store import Moments, save
+    from qdsl.encode.calibrated.store import Moments, save, save_names
     from qdsl.models.calibrate import block_list, calibrate
+    from qdsl.models.transformers.conversions import stored_names
 
     language, tokens = _loaded(model, sampling, device)
     folder.mkdir(parents=True, exist_ok=True)
+    stored = stored_names(language.model, Path(language.path)) if has_stored_names else {}
+    save_names(folder, stored)
+    by_model = {own: name for name, own in stored.items()}
     nbytes = 8 * tokens[0].numel()
     with progress({"samples": nbytes * len(tokens) * len(block_list(language.model)[1])}) as tell:
-        calibrate(language.model, tokens, target if sampling.sequential else None,
+        calibrate(language.model, tokens, (lambda name: target(by_model.get(name, name))) if sampling.sequential else None,
                   lambda block, hessians: save(folder, block, hessians), Moments(folder),
                   lambda count, name: tell(nbytes * count, name))
 
@@ -99,32 +107,51 @@ def write_imatrix(model: Path, sampling: Sampling, out: Path, progress: Callable
     with progress({"samples": nbytes * len(tokens)}) as tell:
         sums = square_sums(language.model, tokens, lambda count, name: tell(nbytes * count, name))
     own = _map_of(model)
-    tensors = []
-    rules = {name: own.rule(f"{name}.weight") for name in sums}
-    for name, rule in rules.items():
-        total, rows = sums[name]
+    tensors, left = [], []
+    for name, matrices in _matrices(sums, language.model).items():
+        rule = own.rule(name)
+        left += [] if rule else [name.removesuffix(".weight")]
         for source in rule.sources if rule is not None else ():
             if source not in EMBEDDINGS and source != OUTPUT:
-                tensors.append(NewTensor(f"{source}.in_sum2", BY_NAME["F32"], (1, len(total)), [bytes_of(total.cpu())]))
-                tensors.append(NewTensor(f"{source}.counts", BY_NAME["F32"], (1, 1), [struct.pack("<f", rows)]))
+                counts = struct.pack(f"<{len(matrices)}f", *(rows for _, rows in matrices))
+                data = b"".join(bytes_of(total.cpu()) for total, _ in matrices)
+                tensors.append(NewTensor(f"{source}.in_sum2", BY_NAME["F32"], (len(matrices), len(matrices[0][0])), [data]))
+                tensors.append(NewTensor(f"{source}.counts", BY_NAME["F32"], (len(matrices), 1), [counts]))
     metadata = {"general.type": Value.of("string", "imatrix"), "imatrix.datasets": Value.of("string[]", [sampling.text.name]),
                 "imatrix.chunk_count": Value.of("u32", len(tokens)), "imatrix.chunk_size": Value.of("u32", sampling.length)}
     write(out, metadata, sorted(tensors, key=lambda tensor: tensor.name))
-    return [name for name, rule in rules.items() if rule is None]
+    return left
 
 
-def tensor_layers(path: Path, tensors: Iterable[str]) -> dict[str, str]:
-    """The linear layers of a language model by the names of tensors in its GGUF file.
+def _matrices(sums: Mapping[str, tuple[Tensor, int]], model: Any) -> dict[str, list[tuple[Tensor, int]]]:
+    """The sums of each weight's matrices by the names of parameters: one matrix of a linear layer, all of stacked experts."""
+    parameters = dict(model.named_parameters())
+    matrices = {f"{name}.weight": [total] for name, total in sums.items() if f"{name}.weight" in parameters}
+    for name, (total, _) in sums.items():
+        stack = name.rpartition(".")[0]
+        if f"{name}.weight" not in matrices and stack not in matrices:
+            matrices[stack] = [sums.get(f"{stack}.{expert}", (total.new_zeros(total.shape), 0))
+                               for expert in range(len(parameters[stack]))]
+    return matrices
+
+
+def tensor_layers(path: Path, tensors: Iterable[mixes.Tensor]) -> dict[str, list[str]]:
+    """What `calibrate` calls the matrices of tensors in a language model's GGUF file: one name, or one for each expert.
 
     path: the GGUF file, or the folder that is written as one.  Raises LoadError for a model without a map.
     """
     from qdsl.models.gguf_maps import BLOCK, pattern_of
 
     own = _map_of(path)
-    layers = {source: name.removesuffix(".weight") for name, rule in own.rules.items() if name.endswith(".weight")
-              and not (rule.transposed or rule.elements) for source in rule.sources}
-    patterns = {tensor: pattern_of(tensor) for tensor in tensors}
-    return {tensor: layers[pattern].replace(BLOCK, block) for tensor, (pattern, block) in patterns.items() if pattern in layers}
+    layers = {source: name.removesuffix(".weight") for name, rule in own.rules.items() for source in rule.sources
+              if source.endswith(EXPERTS) or (name.endswith(".weight") and not (rule.transposed or rule.elements))}
+    names = {}
+    for tensor in tensors:
+        pattern, block = pattern_of(tensor.name)
+        if pattern in layers:
+            name = layers[pattern].replace(BLOCK, block)
+            names[tensor.name] = [f"{name}.{expert}" for expert in range(tensor.experts)] if pattern.endswith(EXPERTS) else [name]
+    return names
 
 
 def _map_of(path: Path) -> GgufMap:

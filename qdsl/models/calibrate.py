@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qdsl.encode.calibrated.hessian import Hessian
 from qdsl.encode.calibrated.solve import quantize
 from qdsl.models.plan import LoadError
+from qdsl.models.private_apis import experts_one_by_one
+from qdsl.models.stacks import is_transposed
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.weight.packed import FormatError
 
@@ -22,6 +25,8 @@ Target = Callable[[str], "tuple[Format, Mapping[str, Any]] | None"]
 Tell = Callable[[int, str], None]                                # samples that ran through a block, and the block's name
 HIDDEN = "hidden_states"                                         # the input of a block that is given by name
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Count = Callable[[str, Tensor], None]                            # a weight's name, and rows that are multiplied with it
+PRODUCTS = {nn.functional.linear, torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 
 
 class _Reached(Exception):
@@ -43,6 +48,7 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
               tell: Tell = lambda count, name: None) -> dict[str, Hessian]:
     """The moments of the inputs of a language model's linear layers, by the layers' names.
 
+    Experts in a stacked parameter count the tokens that they get, under its name with the expert's number, 'up_proj.3'.
     samples: tokens [1, length], of one length.  target(name): the format of a layer, and options of `quantize`; a block's layers
     are quantized so, before the next block gets its outputs.  At the end all weights are as they were.
     keep: is given each block's moments, which are then not returned.  measured: moments of layers by name; a block that has them
@@ -59,22 +65,23 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
     moments: dict[str, Hessian] = {}
     for number, block in enumerate(blocks):
         name = f"{path}.{number}"
-        layers = {f"{name}.{own}": layer for own, layer in block.named_modules() if product_of(layer)}
+        layers = linear_layers(block, name).keys()
         outputs: list[Tensor] | None = None
-        if measured is not None and measured.keys() >= layers.keys():
-            hessians = {layer: measured[layer] for layer in layers}
+        if measured is not None and measured.keys() >= layers:
+            hessians = {weight: measured[weight] for weight in weights_of(block, name) if weight in measured}
         else:
-            with collecting(block, layers) as hessians:
+            with collecting(name, block) as hessians:
                 outputs = _run(block, states, arguments[number], tell, name, number * len(states))
             if keep is not None:
                 keep(name, hessians)
         if keep is None:
             moments |= hessians
         if target is not None:
-            originals = _round(layers, hessians, target)
+            weights = weights_of(block, name)
+            originals = _round(weights, hessians, target)
             outputs = _run(block, states, arguments[number])
             for layer, weight in originals.items():
-                layer.weight.data = weight
+                weights[layer].copy_(weight)
         states = outputs or _run(block, states, arguments[number])
     return moments
 
@@ -91,29 +98,51 @@ def _run(block: nn.Module, states: Sequence[Tensor], arguments: Arguments, tell:
     return outputs
 
 
-def _round(layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian], target: Target) -> dict[nn.Module, Tensor]:
-    """Give linear layers the values of their quantized weights; returns the changed layers with their own weights."""
+def linear_layers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The linear layers of a module, by their names after a prefix."""
+    return {_joined(prefix, name): layer for name, layer in module.named_modules() if product_of(layer)}
+
+
+def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """The parameters [E, N, K] or [E, K, N] of a module's experts, with their names and owners; convolutions have such, too."""
+    for name, owner in module.named_modules():
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                yield _joined(prefix, name, leaf), owner, parameter
+
+
+def weights_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The weights [N, K] of a module's linear layers and experts, as views, by their names after a prefix."""
+    weights = {name: layer.weight.data.t() if product_of(layer) == "transposed" else layer.weight.data
+               for name, layer in linear_layers(module, prefix).items() if isinstance(layer.weight, Tensor)}
+    for name, owner, parameter in _stacks(module, prefix):
+        weights |= {f"{name}.{expert}": weight.t() if is_transposed(owner, parameter) else weight
+                    for expert, weight in enumerate(parameter.data)}
+    return weights
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _round(weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], target: Target) -> dict[str, Tensor]:
+    """Give weights the values that they have when they are quantized; returns the numbers of those that changed."""
     originals = {}
-    for name, layer in layers.items():
-        if (chosen := target(name)) is None or name not in hessians:
+    for name, weight in weights.items():
+        if name not in hessians or (chosen := target(name)) is None:
             continue
         format, options = chosen
-        weight, is_transposed = layer.weight, product_of(layer) == "transposed"
-        assert isinstance(weight, Tensor)
-        try:
-            packed = quantize(format, weight.t() if is_transposed else weight, hessians[name], **options)
-        except FormatError:                                      # it stays plain in the quantized model, too
-            continue
-        originals[layer] = weight.data
-        values = format.dequantize(packed, weight.dtype)
-        weight.data = values.t() if is_transposed else values
+        with suppress(FormatError):                              # it stays plain in the quantized model, too
+            packed = quantize(format, weight, hessians[name], **options)
+            originals[name] = weight.clone()
+            weight.copy_(format.dequantize(packed, weight.dtype))
     return originals
 
 
 @torch.no_grad()
 def square_sums(model: nn.Module, samples: Sequence[Tensor], tell: Tell = lambda count, name: None,
                 ) -> dict[str, tuple[Tensor, int]]:
-    """The sums of squared inputs of each linear layer, float32 [K], and the number of rows, by the layers' names."""
+    """The sums of squared inputs of each linear layer or expert, float32 [K], and the number of rows, by `calibrate`'s names."""
     sums: dict[str, tuple[Tensor, int]] = {}
 
     def count(name: str, x: Tensor) -> None:
@@ -121,25 +150,44 @@ def square_sums(model: nn.Module, samples: Sequence[Tensor], tell: Tell = lambda
         total, number = sums.get(name, (rows.new_zeros(rows.shape[1]), 0))
         sums[name] = total + rows.square().sum(0), number + len(rows)
 
-    with _inputs({name: layer for name, layer in model.named_modules() if product_of(layer)}, count):
+    with _inputs("", model, count):
         for number, sample in enumerate(samples, 1):
             model(sample, use_cache=False)
             tell(number, "")
     return sums
 
 
+class _Experts(TorchFunctionMode):
+    """Calls count(name, x) for every product of rows x with the weight of an expert, a slice of a stacked parameter."""
+
+    def __init__(self, prefix: str, module: nn.Module, count: Count) -> None:
+        super().__init__()
+        self.count = count
+        self.names = {weight.data_ptr(): (name, expert) for name, _, stack in _stacks(module, prefix)
+                      for expert, weight in enumerate(stack)}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in PRODUCTS and len(args) > 1 and (place := self.names.get(args[1].data_ptr())):
+            name, expert = place
+            for number, x in enumerate(args[0]) if args[1].dim() == 3 else ((expert, args[0]),):
+                self.count(f"{name}.{number}", x)
+        return function(*args, **(kwargs or {}))
+
+
 @contextmanager
-def _inputs(layers: Mapping[str, nn.Module], count: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Calls count(name, x) for every x that a layer gets while the context lasts."""
+def _inputs(prefix: str, module: nn.Module, count: Count) -> Iterator[None]:
+    """Calls count(name, x) for every x that a linear layer or an expert of a module gets while the context lasts."""
     with ExitStack() as stack:
-        for name, layer in layers.items():
+        stack.enter_context(experts_one_by_one(owner for _, owner, _ in _stacks(module, prefix)))
+        for name, layer in linear_layers(module, prefix).items():
             stack.enter_context(layer.register_forward_pre_hook(lambda _, inputs, name=name: count(name, inputs[0])))
+        stack.enter_context(_Experts(prefix, module, count))
         yield
 
 
 @contextmanager
-def collecting(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Hessian]]:
-    """Collects the moments of the inputs of layers of a module while it runs; complete when the context ends.
+def collecting(prefix: str, module: nn.Module) -> Iterator[dict[str, Hessian]]:
+    """Collects the moments of the inputs of a module's layers while it runs; complete when the context ends.
 
     Layers whose inputs are the same tensor in the first run share their moments.
     """
@@ -154,7 +202,7 @@ def collecting(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[d
             hessians[name].add(x)
         counted[name] = x
 
-    with _inputs(layers, count), module.register_forward_hook(lambda *_: counted.clear()):
+    with _inputs(prefix, module, count), module.register_forward_hook(lambda *_: counted.clear()):
         yield hessians
 
 

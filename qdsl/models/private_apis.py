@@ -5,7 +5,8 @@ tests/unit/test_private_names.py checks what each name is relied on for.  Names 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,21 @@ def float32_modules(model: Any) -> tuple[str, ...]:
     """Names of modules that a model or its class keeps in float32."""
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return tuple(module for name in names for module in getattr(model, name, None) or ())
+
+
+@contextlib.contextmanager
+def experts_one_by_one(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets modules of experts multiply one expert's tokens after the other's, each by a product of its own."""
+    name = "_experts_implementation"
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    before = {key: getattr(config, name, None) for key, config in configs.items()}
+    for config in configs.values():
+        setattr(config, name, "eager")
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            setattr(config, name, before[key])
 
 
 def mark_initialized(tensor: Tensor) -> None:

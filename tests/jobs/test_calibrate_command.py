@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import qdsl.models.transformers as plugin
 from qdsl.cli import app
 from qdsl.encode.calibrated import store
 from qdsl.jobs.gguf.imatrix import read
+from qdsl.models import calibrate as calibrating
 from qdsl.models import gguf_vocabulary
 from qdsl.models.language import load_language_model
 from tests.support import language_models
@@ -38,9 +41,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def logits(path: str) -> Tensor:
     """Of a sentence of the text, in float32."""
-    ids = plugin.tokenizer("model")(TEXT[:60], return_tensors="pt")["input_ids"] % language_models.VOCABULARY
-    result: Tensor = load_language_model(path, dtype="float32").model(ids).logits
+    result: Tensor = load_language_model(path, dtype="float32").model(tokens()).logits
     return result
+
+
+def tokens() -> Tensor:
+    """Of the beginning of the text."""
+    ids: Tensor = plugin.tokenizer("model")(TEXT[:60], return_tensors="pt")["input_ids"]
+    return ids % language_models.VOCABULARY
 
 
 @pytest.mark.parametrize("target", [FOLDER, ("--type", "Q3_K_S")], ids=["folder", "gguf"])
@@ -53,6 +61,31 @@ def test_logits_are_nearer_than_by_rounding(target: tuple[str, ...]) -> None:
         errors[name] = float((logits(f"{name}{suffix}") - logits("model")).square().mean())
     assert errors["once"] < 0.8 * errors["rounded"] and errors["calibrated"] < 0.8 * errors["rounded"]
     assert not list(Path().glob("*.moments"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("source", "target"), [
+    ("moe", FOLDER), ("mixtral", FOLDER), ("gpt_oss", ("--format", "fp8_block")), ("mixtral", ("--type", "Q4_0"))],
+    ids=lambda value: value if isinstance(value, str) else value[1])
+def test_experts_are_quantized_by_their_own_tokens(source: str, target: tuple[str, ...]) -> None:
+    """Whether the folder has them one by one, in stacks, or by other names than the model."""
+    shutil.rmtree("model")
+    language_models.add_byte_tokenizer(language_models.write_plain(Path("model"), source), [TEXT])
+    suffix = ".gguf" if target[0] == "--type" else ""
+    for name, options in {"rounded": (), "calibrated": CALIBRATED}.items():
+        result = run("quantize", "model", *target, *options, "--out", f"{name}{suffix}")
+        assert result.exit_code == 0, result.output
+    plain = load_language_model("model", dtype="float32").model
+    with calibrating.collecting("", plain) as moments:
+        plain(plugin.tokenizer("model")(TEXT, return_tensors="pt")["input_ids"])
+    losses = {}
+    for name in ("rounded", "calibrated"):
+        model = load_language_model(f"{name}{suffix}", dtype="float32").model.dequantize()
+        weights = calibrating.weights_of(model, "")
+        losses[name] = {key: moments[key].loss(weights[key] - own) for key, own in calibrating.weights_of(plain, "").items()
+                        if ".experts." in key and key in moments}
+    assert len(losses["rounded"]) > 4
+    assert all(losses["calibrated"][key] < 0.9 * loss for key, loss in losses["rounded"].items()), losses
 
 
 def test_types_that_need_importances_take_those_of_the_text() -> None:
@@ -91,6 +124,19 @@ def test_an_importance_matrix_is_read_by_quantize() -> None:
     layers = [f"blk.{block}.{name}.weight" for block in (0, 1) for name in (
         "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")]
     assert sorted(matrix.entries) == sorted(layers) and matrix.datasets == ("text.txt",)
+    assert run("quantize", "model", "--type", "IQ2_XS", "--imatrix", "im.gguf", "--out", "out.gguf").exit_code == 0
+
+
+def test_an_importance_matrix_has_the_experts_of_a_stack() -> None:
+    shutil.rmtree("model")
+    language_models.add_byte_tokenizer(language_models.write_plain(Path("model"), "mixtral"), [TEXT])
+    result = run("imatrix", "model", "text.txt", "--out", "im.gguf", "--length", "48")
+    assert result.exit_code == 0, result.output
+    matrix = read("im.gguf")
+    for name, columns in (("ffn_gate_exps", 256), ("ffn_up_exps", 256), ("ffn_down_exps", 256)):
+        entry = matrix.entries[f"blk.1.{name}.weight"]
+        counts = struct.unpack("<4f", entry.counts or b"")
+        assert entry.sums.nbytes == 4 * 4 * columns and sum(counts) == 2 * 48 * matrix.chunks
     assert run("quantize", "model", "--type", "IQ2_XS", "--imatrix", "im.gguf", "--out", "out.gguf").exit_code == 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import qdsl
 from qdsl.encode.calibrated.store import Moments, save
@@ -84,3 +84,41 @@ def test_known_moments_are_not_measured_again(tmp_path: Path) -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(LoadError, match="Sequential has no list of blocks with linear layers"):
         calibrate(nn.Sequential(nn.Linear(4, 4)), samples())
+
+
+EXPERTS = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 100}
+
+
+def model_of_experts(model_type: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **EXPERTS)
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in built.parameters():
+        nn.init.normal_(parameter, std=0.2)                      # some classes leave experts unset
+    return built
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_experts_count_their_own_tokens(model_type: str) -> None:
+    own = model_of_experts(model_type)
+    implementation = own.config._experts_implementation
+    routed: list[tuple[Tensor, ...]] = []
+    module = own.model.layers[1].mlp.experts
+    handle = module.register_forward_pre_hook(lambda _, args: routed.append(args))
+    logits(own)
+    handle.remove()
+    moments = calibrate(own, samples(4))
+    assert own.config._experts_implementation == implementation
+    x, experts = torch.cat([args[0].flatten(0, -2) for args in routed]), torch.cat([args[1] for args in routed])
+    for expert in range(4):
+        rows = x[(experts == expert).any(-1)]
+        up, down = (moments[f"model.layers.1.mlp.experts.{name}.{expert}"] for name in ("gate_up_proj", "down_proj"))
+        torch.testing.assert_close(up.matrix, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4)
+        assert up.rows == down.rows == len(rows) > 0 and len(down.matrix) == 32
+
+
+def test_experts_that_multiply_all_tokens_are_measured() -> None:
+    own = model_of_experts("llama4_text")
+    names = {name for name in calibrate(own, samples(4)) if ".experts." in name}
+    assert len(names) == 2 * 2 * 4

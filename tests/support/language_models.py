@@ -26,13 +26,16 @@ _EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 
 @cache
 def config(model: str) -> Any:
-    """The config of a tiny model: 'qwen3', 'tied' (Qwen3 whose head is its embedding), 'moe' (Qwen3-MoE) or 'gpt_oss'."""
+    """The config of a tiny model: qwen3, tied (Qwen3 whose head is its embedding), moe (Qwen3-MoE), mixtral or gpt_oss."""
     import transformers
 
     if model == "moe":                                           # with one dense layer
         config = transformers.Qwen3MoeConfig(**_SMALL, **_EXPERTS, intermediate_size=INNER, moe_intermediate_size=HIDDEN,
                                              num_experts=4, mlp_only_layers=[0], norm_topk_prob=True)
         config.architectures = ["Qwen3MoeForCausalLM"]
+    elif model == "mixtral":
+        config = transformers.MixtralConfig(**_SMALL, **_EXPERTS, intermediate_size=HIDDEN, num_local_experts=4)
+        config.architectures = ["MixtralForCausalLM"]
     elif model == "gpt_oss":
         config = transformers.GptOssConfig(**_SMALL, **_EXPERTS, intermediate_size=HIDDEN, num_local_experts=4, sliding_window=8)
         config.architectures = ["GptOssForCausalLM"]

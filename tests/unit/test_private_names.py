@@ -91,6 +91,16 @@ def test_gates_of_experts() -> None:
     assert torch.equal(experts._apply_gate(torch.cat([gate, up], 1)), experts.act_fn(gate) * up)
 
 
+def test_experts_run_one_by_one() -> None:
+    """Only so each expert's rows are one product with its weight; models that transformers loads take another way by default."""
+    config = MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+    config._experts_implementation = "grouped_mm"
+    experts = MixtralExperts(config)
+    with private.experts_one_by_one([experts, nn.Linear(2, 2)]):
+        assert config._experts_implementation == "eager"
+    assert config._experts_implementation == "grouped_mm"
+
+
 def test_a_config_is_replaced() -> None:
     model = Small(2, 5)
     private.set_config(model, {"size": 2})

@@ -13,10 +13,13 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, write
 from qdsl.encode.calibrated.hessian import Hessian
 
 SUFFIX = ".moments.safetensors"
+NAMES = "names.json"                                             # the model's names by those of the checkpoint
 
 
 class Moments(Mapping[str, Hessian]):
-    """The moments of layers in a folder, by the layers' names; each is read when it is asked for, and the last two are kept.
+    """The moments of layers in a folder, by the layers' names in the model, and in the checkpoint where `save_names` told them.
+
+    Each is read when it is asked for, and the last two are kept.
 
     Raises CheckpointError for files that hold something else, OSError where they cannot be read.
     """
@@ -24,6 +27,9 @@ class Moments(Mapping[str, Hessian]):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.places = dict(_places(folder))
+        names = folder / NAMES
+        if names.is_file():
+            self.places |= {own: self.places[name] for own, name in json.loads(names.read_text()).items() if name in self.places}
 
     def __getitem__(self, name: str) -> Hessian:
         path, tensor, rows = self.places[name]
@@ -53,6 +59,12 @@ def save(folder: Path, block: str, hessians: Mapping[str, Hessian]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / f"{block}{SUFFIX}", {name: matrix.contiguous() for name, matrix in tensors.values()},
           {"layers": json.dumps(layers)})
+
+
+def save_names(folder: Path, names: Mapping[str, str]) -> None:
+    """Write the model's names of weights by those of its checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAMES).write_text(json.dumps(names))
 
 
 def _places(folder: Path) -> Iterator[tuple[str, tuple[Path, str, int]]]:

@@ -144,10 +144,11 @@ def params_in(layer: Layer, aim: Aim) -> Mapping[str, int | str]:
 
 
 def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = None, floats: torch.Tensor | None = None,
-           ) -> PackedWeight:
+           expert: int = 0) -> PackedWeight:
     """Converts or quantizes a weight of a layer.  Raises FormatError where it cannot.
 
-    amax: the largest magnitude of all weights that share its super-scale.  floats: `values` of the weight.
+    amax: the largest magnitude of all weights that share its super-scale.  floats: `values` of the weight.  expert: its number
+    in a layer of experts.
     """
     if aim.exact(layer):
         from qdsl.runtime.weight.convert import with_indices
@@ -159,8 +160,9 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = No
         from qdsl.encode.calibrated import solve, store
 
         moments = store.Moments(Path(aim.moments))
-        if layer.name in moments:
-            return solve.quantize(target(layer, aim), floats, moments[layer.name], str(aim.calibration["method"]),
+        name = layer.name if layer.experts is None else f"{layer.name}.{expert}"
+        if name in moments:
+            return solve.quantize(target(layer, aim), floats, moments[name], str(aim.calibration["method"]),
                                   storage=aim.storage, **options)
     return target(layer, aim).quantize(floats, aim.storage, **options)
 

@@ -59,12 +59,12 @@ def _converted(step: Change) -> Iterator[tuple[torch.Tensor | None, PackedWeight
     """Every weight of a layer: the values that are quantized, None where they are kept, and the weight after the conversion."""
     folder, layer = worker.folder_of(step.source), step.layer
     shared = amax(folder, step.sharing) if step.sharing else None
-    for weight in weights(folder, layer):
+    for expert, weight in enumerate(weights(folder, layer)):
         try:
             before = None if step.aim.exact(layer) else values(weight)
             if before is not None and step.is_folded:
                 before = folded(before, layer.transforms, folder.tensor).float()
-            packed = become(weight, layer, step.aim, shared, before)
+            packed = become(weight, layer, step.aim, shared, before, expert)
         except FormatError as error:
             hint = f"; `--skip {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -57,12 +57,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Moments of inputs.  folder: has them.  layers: their names there, by the names of tensors.  what: a digest of all that they
-    depend on.  method: of encode/calibrated/solve.py.
+    """Moments of inputs.  folder: has them.  layers: their names there, by the names of tensors: one for each matrix, '' for an
+    expert that got no token.  what: a digest of all that they depend on.  method: of encode/calibrated/solve.py.
     """
 
     folder: Path
-    layers: Mapping[str, str]
+    layers: Mapping[str, Sequence[str]]
     what: str
     method: str
 
@@ -86,7 +86,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
     check_output(out, source.path, *source.paths, *([imatrix.path] if imatrix else []))
-    _check(plan, options, imatrix, calibration.layers if calibration else {})
+    _check(plan, options, imatrix, calibration.layers.keys() if calibration else ())
     inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
     powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
     resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers,
@@ -126,9 +126,9 @@ def quantizer_of(type: str) -> Any:
     return module if module is not None and module.FORMAT.variant(module.FORMAT.complete({})).encode is not None else None
 
 
-def _check(plan: Plan, options: Options, imatrix: Imatrix | None, layers: Mapping[str, str]) -> None:
-    """Raise QuantizeError for what cannot be written, before any weight is read.  layers: those of a calibration."""
-    if missing := [step for step in without_imatrix(plan.steps, options, imatrix) if step.tensor.name not in layers]:
+def _check(plan: Plan, options: Options, imatrix: Imatrix | None, measured: Container[str]) -> None:
+    """Raise QuantizeError for what cannot be written, before any weight is read.  measured: tensors with a calibration."""
+    if missing := [step for step in without_imatrix(plan.steps, options, imatrix) if step.tensor.name not in measured]:
         hint = f"{imatrix.path} has nothing of it" if imatrix else "give one with --imatrix"
         raise QuantizeError(f"tensor {shown(missing[0].tensor.name)} would be garbage as {missing[0].type} without an importance "
                             f"matrix: {hint}")
@@ -147,11 +147,13 @@ def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float], cal
         return
     tensor = step.tensor
     importance = imatrix.values(tensor) if imatrix and step.type not in TORCH else None
+    layers = calibration.layers.get(tensor.name) if calibration and step.type not in TORCH else None
     rows = tensor.rows // tensor.experts
-    layer = calibration.layers.get(tensor.name) if calibration and tensor.experts == 1 and step.type not in TORCH else None
-    moments = (calibration.folder, layer, calibration.method) if calibration and layer else None
-    size = rows if moments else max(1, CHUNK // tensor.columns)  # the moments are inverted once for all rows
+    if layers and importance is None:                            # as an importance matrix says it of experts without a token
+        importance = torch.ones(tensor.experts, tensor.columns, device="cpu")
     for expert in range(tensor.experts):
+        moments = (calibration.folder, layers[expert], calibration.method) if calibration and layers and layers[expert] else None
+        size = rows if moments else max(1, CHUNK // tensor.columns)   # the moments are inverted once for all rows
         first = expert * rows
         for start in range(first, first + rows, size):
             yield Task(tensor.name, step.type, start, min(start + size, first + rows),
@@ -260,6 +262,6 @@ def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where:
 def default_jobs(plan: Plan, calibration: Calibration | None = None) -> int:
     """The number of processes: what processors and memory allow, but fewer for a few seconds of work."""
     work = sum(step.weights for step in plan.steps if not step.copied)
-    whole = [8 * step.weights + inverting(step.tensor.columns) for step in plan.steps
+    whole = [8 * step.weights // step.tensor.experts + inverting(step.tensor.columns) for step in plan.steps
              if calibration and step.tensor.name in calibration.layers]
     return max(1, min(affordable(needed(max([16 * CHUNK, *whole]))), work >> 26))

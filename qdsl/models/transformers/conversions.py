@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -17,8 +19,11 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.plan import LoadError
+from qdsl.models.stacks import usual_stacks
 
 
 class Conversions:
@@ -96,6 +101,37 @@ class Conversions:
             raise LoadError(f"{shown(target)}: transformers makes it of {shown(members[0][0])} and others in a way that packed "
                             "weights cannot follow: name it in skip= and give plain numbers")
         return stack
+
+
+def layer_shapes(source: Source, is_plain_too: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of packed weights, and of plain ones, by layer name."""
+    shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items()
+                                          if layer.experts is None and all(layer.shape)}
+    for group in source.groups:
+        shapes |= {part.removesuffix(".weight"): (count,) for part, count in group.parts.items()}
+    plain = [name for name in source.plain if name.endswith(".weight")] if is_plain_too else []
+    return shapes | {name.removesuffix(".weight"): own for name in plain if len(own := source.shape(name)) == 2}
+
+
+def stored_names(model: nn.Module, path: Path) -> dict[str, str]:
+    """The model's names of weights, as `calibrate` has them, by the names of layers in its folder.
+
+    An expert of a stacked parameter 'up_proj' is 'up_proj.3'; in files with stacks layer and expert are joined so, too.
+    """
+    names = Conversions(model, get_model_conversion_mapping(model))
+    with open_checkpoint(path) as checkpoint:
+        source = checkpoint.source
+        stacks = {**usual_stacks(dict(model.named_parameters()), source, names.place, ""),
+                  **names.stacks(layer_shapes(source, is_plain_too=True))}
+        layers = {*source.layers, *(full.removesuffix(".weight") for full in source.plain)}
+    stored = {piece: f"{stack}.{expert}" for stack, experts in stacks.items() for expert, pieces in enumerate(experts)
+             for piece in pieces}
+    for layer in layers - stored.keys():
+        if (name := names.rename(layer)) is not None and (tensor := names.tensors.get(name)) is not None and tensor.dim() == 3:
+            stored |= {f"{layer}.{expert}": f"{name}.{expert}" for expert in range(len(tensor))}
+        elif name is not None:
+            stored[layer] = name
+    return stored
 
 
 def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:

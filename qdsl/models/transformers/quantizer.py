@@ -42,7 +42,7 @@ from qdsl.models.stacks import usual_stacks
 from qdsl.models.ties import Ties, keep_ties, recorded_ties, renew_ties
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
-from qdsl.models.transformers.conversions import Conversions, ignored, reverted
+from qdsl.models.transformers.conversions import Conversions, ignored, layer_shapes, reverted
 from qdsl.models.transformers.folder import load_folder, named_class, needs_own_reading
 from qdsl.models.transformers.gguf import gguf_path, load_gguf
 from qdsl.runtime.torch.module import PackedModule
@@ -117,7 +117,7 @@ class QdslHfQuantizer(HfQuantizer):
         skip = [*config.skip, *((*SKIPPED, *map(re.escape, float32_modules(model))) if config.format else ())]
         before, device = _tensors(model), single_device(self._device_map)
         stacks = None if names is None else {**usual_stacks(dict(model.named_parameters()), source, names.place, config.format),
-                                             **names.stacks(_shapes(source, config.format))}
+                                             **names.stacks(layer_shapes(source, config.format is not None))}
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
                                  stacks=stacks, format=config.format, verify=config.verify, planar=False,
                                  match_dense=config.match_dense, allow_unknown=config.allow_unknown, **config.options)
@@ -311,16 +311,6 @@ def _configs(model: Any) -> list[str]:
 def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
     raise ValueError("resize_token_embeddings: embeddings or the head are packed; load the model with "
                      "quantization_config=QdslConfig(skip=['embed_tokens', 'lm_head']), which makes them dense, then resize")
-
-
-def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
-    """The shapes of packed weights, and of those that a format may quantize, by layer name."""
-    shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items()
-                                          if layer.experts is None and all(layer.shape)}
-    for group in source.groups:
-        shapes |= {part.removesuffix(".weight"): (count,) for part, count in group.parts.items()}
-    plain = [name for name in source.plain if name.endswith(".weight")] if format is not None else []
-    return shapes | {name.removesuffix(".weight"): own for name in plain if len(own := source.shape(name)) == 2}
 
 
 def _report_converted(model: nn.Module, report: LoadReport) -> None:
