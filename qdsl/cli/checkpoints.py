@@ -12,6 +12,7 @@ from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, needs, re
 from qdsl.cli.compress import layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
+from qdsl.host.progress import CHECK, COMPARE
 
 SUSPICIOUS = ("warnings", "unknown", "acts", "not_understood")
 
@@ -91,7 +92,7 @@ def verify(a: Annotated[Path, input_argument("A, a folder of safetensors files, 
     with reported():
         total = verifying.size(a)
         jobs = jobs or min(affordable(needed(verifying.PIECE)), 1 + total // verifying.WORTH)
-        with progress({"compare": total}) as tell:
+        with progress({COMPARE: total}) as tell:
             if decoded:
                 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 
@@ -107,7 +108,7 @@ def _verify_checksums(path: Path, as_json: bool) -> None:
     """Print the damaged tensors of a checkpoint.  Raises typer.Exit where there are any."""
     from qdsl.checkpoint.files import checksums
 
-    with reported(), progress({"check": checksums.size(path)}) as tell:
+    with reported(), progress({CHECK: checksums.size(path)}) as tell:
         problems = checksums.damaged(path, tell)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
@@ -130,7 +131,7 @@ def _gguf_differences(file: Path, other: Path) -> list[Any]:
             quantized, source = _diffusers_pair(file, other)
         else:
             quantized, source = Gguf(file), language_folder(other, None) or open_source(other)
-        with progress({"compare": sum(tensor.nbytes for tensor in quantized.tensors.values())}) as tell:
+        with progress({COMPARE: sum(tensor.nbytes for tensor in quantized.tensors.values())}) as tell:
             return differences(quantized, source, tell)
 
 

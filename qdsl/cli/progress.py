@@ -10,7 +10,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-from qdsl.host.progress import FINISHED, Counters, counting
+from qdsl.host.progress import FINISHED, Counters, counting, under_way
 
 MINUTE = 60.0                                                    # seconds between lines where there is no terminal
 TITLES = {FINISHED: "comparing finished work with checksums"}      # of work that a command was not asked for, by its kind
@@ -22,11 +22,19 @@ class Meter:
     """What a command has done of its bytes, how fast it is, and how long it will take."""
 
     def __init__(self, counters: Counters) -> None:
-        self.counters, self.total = counters, sum(counters.amounts.values())
         self.name, self._reported = "", 0
+        self._follow(counters)
+
+    def _follow(self, counters: Counters) -> None:
+        self.counters, self.total = counters, sum(counters.amounts.values())
         self.title = next((TITLES[kind] for kind in counters.amounts if kind in TITLES), "")
         self._begun = monotonic()
         self._samples = deque([(self._begun, 0.0)])
+
+    def refresh(self) -> None:
+        """Turns to the work that was begun last: a job compares what it finished before it goes on."""
+        if (counters := under_way(self.counters)) is not self.counters:
+            self._follow(counters)
 
     def tell(self, done: int, name: str) -> None:
         """Notes the bytes that are done, and what they are of."""
@@ -57,7 +65,8 @@ class Meter:
         """Seconds until all is done; None where nothing tells yet."""
         if not self.counters.done and self.written:              # work that only reports its bytes
             return (self.total - self.done) / self.written * (monotonic() - self._begun)
-        return self.counters.seconds_left
+        left, counted = self.counters.seconds_left, self.total - self.counters.done
+        return left if left is None or counted <= 0 else left * (self.total - self.done) / counted
 
     def line(self) -> str:
         """The state in a line: '41 %, 1.2 of 3.0 GB, 25.1 MB/s, 1:12:04 left'."""
@@ -106,6 +115,7 @@ def _lines(meter: Meter) -> Iterator[None]:
 
     def write() -> None:
         while not is_done.wait(MINUTE):
+            meter.refresh()
             print(meter.line(), file=sys.stderr, flush=True)
 
     thread = Thread(target=write, daemon=True)
@@ -140,8 +150,9 @@ def _bar(meter: Meter) -> Iterator[None]:
 
         def get_renderables(self) -> Any:
             """The lines to draw."""
+            meter.refresh()
             for task in self.tasks:
-                task.completed = meter.done
+                task.total, task.completed = meter.total, meter.done
             return super().get_renderables()
 
     columns = [Column(lambda: f"{100 * meter.done // max(1, meter.total):3.0f} %"), BarColumn(bar_width=12),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 Piece = TypeVar("Piece", bound="bytes | bytearray | memoryview")
 COPY = "copy"
 FINISHED = "finished"                                            # work that a resumed job compares with checksums
+CHECK, COMPARE, ENCODE = "check", "compare", "encode"
 COPY_PACE = 1e-9                                                 # seconds for a byte, before one is copied
 COLUMNS = 5
 SLOTS = 256                                                      # of memory: a process counts in its own, so that none waits
@@ -93,6 +94,7 @@ def _pace(seconds: float, nbytes: float) -> float | None:
 
 counters: list[Counters] = []                                    # of the work under way, the last counts
 _steps: list[_Step] = []
+_parts: list[_Part] = []                                         # of the last of these steps, each within the one before
 _begun: set[str] = set()                                         # kinds of which this process has ended a step
 
 
@@ -100,9 +102,9 @@ class _Step:
     """A step under way in this process, which may count its bytes in parts."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.counted, self.since = kind, 0, monotonic()
+        self.kind, self.counted, self.since = kind, 0.0, monotonic()
 
-    def count(self, nbytes: int) -> None:
+    def count(self, nbytes: float) -> None:
         """Counts bytes that are done, and the time since the bytes before."""
         now = monotonic()
         seconds = now - self.since
@@ -126,10 +128,45 @@ def step(kind: str, nbytes: int) -> Iterator[None]:
         _steps.pop()
 
 
-def advance(nbytes: int) -> None:
+def advance(nbytes: float) -> None:
     """Counts bytes of the step under way, if one is."""
     if _steps:
         _steps[-1].count(nbytes)
+
+
+class _Part:
+    """An amount that is counted in smaller units.  left: units.  rate: the amount of a unit."""
+
+    def __init__(self, amount: float, units: float) -> None:
+        self.left = max(1.0, units)
+        self.rate = amount / self.left
+
+
+@contextmanager
+def part(amount: float, units: float) -> Iterator[None]:
+    """Counts an amount when the block ends; `passed` counts some of its units before, as a search passes rows of a matrix.
+
+    The amount is in bytes of the step under way, or in units of the part around this one.
+    """
+    if not _steps:
+        yield
+        return
+    _parts.append(_Part(amount, units))
+    try:
+        yield
+        passed(_parts[-1].left)
+    finally:
+        _parts.pop()
+
+
+def passed(units: float) -> None:
+    """Counts units of the part under way, if one is, and no more than it has."""
+    for outer in reversed(_parts):
+        units = min(outer.left, units)
+        outer.left -= units
+        units *= outer.rate
+    if _parts:
+        advance(units)
 
 
 def counted(kind: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -158,6 +195,11 @@ def counting(amounts: Mapping[str, int]) -> Iterator[Counters]:
         yield counters[-1]
     finally:
         counters.pop()
+
+
+def under_way(last: Counters) -> Counters:
+    """The counters of the work that was begun last; `last` where none is."""
+    return counters[-1] if counters else last
 
 
 def shared(jobs: int) -> Counters | None:

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "compiler": {"compiler/emit", "core", "host"},
     # the running shore, in its order
     "runtime/base": {"host"},
-    "runtime/weight": {"runtime/base", "codecs", "core"},
+    "runtime/weight": {"runtime/base", "codecs", "core", "host"},
     "runtime/gpu": {"runtime/base", "runtime/weight", "core", "host"},
     "codecs/gpu": {"runtime/base", "runtime/weight", "runtime/gpu", "codecs"},
     "runtime/cpu": {"runtime/base", "runtime/weight", "runtime/gpu", "core", "host"},

@@ -10,6 +10,7 @@ from qdsl.checkpoint.files.crc import FILE, checksum, checksums_path
 from qdsl.checkpoint.files.folder import read_object
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.host import progress
 from qdsl.host.files import open_input
 
 LIMIT = 100_000_000
@@ -33,7 +34,9 @@ def damaged(path: Path, tell: Callable[[int, str], None] = lambda done, name: No
             with open_input(file) as data:
                 for tensor, (start, nbytes) in tensors.items():
                     crc = expected.pop(tensor, None)
-                    if crc is None or crc != checksum(data, start, nbytes):
+                    with progress.step(progress.CHECK, nbytes), progress.part(nbytes, nbytes):
+                        is_right = crc is not None and crc == checksum(data, start, nbytes)
+                    if not is_right:
                         why = f"has no checksum in {FILE}" if crc is None else "is damaged"
                         problems.append(f"{file}: tensor {shown(tensor)} {why}")
                     tell(done := done + nbytes, tensor)

@@ -13,6 +13,7 @@ from zlib import crc32
 
 from qdsl.checkpoint.files.crc import Range, checksum, checksums_path, ranges_checksum, text
 from qdsl.checkpoint.files.strict_json import CheckpointError, shown
+from qdsl.host import progress
 from qdsl.host.files import OutputError, check_unchanged, journal_of, open_input, part_of, replacing, write_text
 from qdsl.host.system import open_new
 from qdsl.host.unfinished import remove_last
@@ -119,18 +120,30 @@ def _complete(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence
     """How many tensors are complete by the CRC of their bytes and inputs, and where they end in the journal and in the file."""
     count = end = place = 0
     lines = journal.readlines() if file.read(len(start)) == start else []
-    for line, (name, _, size, zeros) in zip(lines, tensors, strict=False):
-        try:
-            record = json.loads(line)
-            note = {"name": name, "crc": checksum(file, file.tell(), size), "zeros": file.read(zeros).hex(),
-                    "read": resume.read(name)}
-            if note != {key: record[key] for key in note}:
-                break
-            resume.notes[name], checksums[name] = record["note"], record["crc"]
-        except (ValueError, KeyError, TypeError):                # an incomplete line, or one that qdsl did not write
-            break
-        count, end, place = count + 1, end + len(line), file.tell()
+    named = [(line, tensor, tensor[2] + sum(nbytes for *_, nbytes in resume.reads.get(tensor[0], ())))
+             for line, tensor in zip(lines, tensors, strict=False)]
+    with progress.counting({progress.FINISHED: sum(nbytes for *_, nbytes in named)}):
+        for line, tensor, nbytes in named:
+            with progress.step(progress.FINISHED, nbytes), progress.part(nbytes, nbytes):
+                if not _is_complete(file, line, tensor, resume, checksums):
+                    break
+            count, end, place = count + 1, end + len(line), file.tell()
     return count, end, place
+
+
+def _is_complete(file: BinaryIO, line: bytes, tensor: NewTensor, resume: Resume, checksums: dict[str, int]) -> bool:
+    """Whether a tensor is in the file as its line of the journal says, of inputs as they are now; takes over what that notes."""
+    name, _, size, zeros = tensor
+    try:
+        record = json.loads(line)
+        note = {"name": name, "crc": checksum(file, file.tell(), size), "zeros": file.read(zeros).hex(),
+                "read": resume.read(name)}
+        if note != {key: record[key] for key in note}:
+            return False
+        resume.notes[name], checksums[name] = record["note"], record["crc"]
+    except (ValueError, KeyError, TypeError):                    # an incomplete line, or one that qdsl did not write
+        return False
+    return True
 
 
 def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> int:

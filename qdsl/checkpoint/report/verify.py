@@ -15,6 +15,7 @@ from typing import Any
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, element_bits, torch_dtypes
+from qdsl.host import progress
 from qdsl.host.files import open_input
 from qdsl.host.processes import results
 
@@ -217,7 +218,8 @@ def compare(piece: Piece) -> PieceDifference | None:
     size = READ // width * width
     count, first = 0, None
     a, b = bytearray(size), bytearray(size)
-    with open_input(piece.paths[0]) as left, open_input(piece.paths[1]) as right:
+    with progress.step(progress.COMPARE, piece.stop - piece.start), open_input(piece.paths[0]) as left, \
+            open_input(piece.paths[1]) as right:
         left.seek(piece.entries[0].start + piece.start)
         right.seek(piece.entries[1].start + piece.start)
         for start in range(piece.start, piece.stop, size):

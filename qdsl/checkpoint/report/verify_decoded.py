@@ -19,6 +19,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.checkpoint.report import worker
 from qdsl.checkpoint.report.verify import Apart, Difference, Tell, bitwise, index_of
+from qdsl.host import progress
 from qdsl.host.processes import results
 
 if TYPE_CHECKING:
@@ -175,11 +176,13 @@ def compare(pair: Pair) -> Apart:
         return [(start, min(start + step, first + matrix)) for first in range(0, rows if columns else 0, max(1, matrix))
                 for start in range(first, first + matrix, step)]
 
-    worst = Apart(0.0, 0.0)
-    if all(_is_same(a, b, *tile) for tile in tiles(PACKED)):     # which takes a fifth of the time of decoding them, or less
-        return worst
-    for start, stop in tiles(TILE):
-        worst = _worse(worst, a.of(start, stop), b.of(start, stop), start * columns, shape)
+    worst, nbytes = Apart(0.0, 0.0), _nbytes(worker.folders[0], pair.a)
+    with progress.step(progress.COMPARE, nbytes), progress.part(nbytes, rows):
+        if all(_is_same(a, b, *tile) for tile in tiles(PACKED)):  # which takes a fifth of the time of decoding them, or less
+            return worst
+        for start, stop in tiles(TILE):
+            worst = _worse(worst, a.of(start, stop), b.of(start, stop), start * columns, shape)
+            progress.passed(stop - start)
     return worst
 
 

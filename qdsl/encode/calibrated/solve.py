@@ -20,7 +20,8 @@ from torch import Tensor
 
 from qdsl.encode.calibrated.hessian import Hessian
 from qdsl.encode.calibrated.levels import Levels, code_choices, code_field, levels
-from qdsl.encode.calibrated.scales import quantize_clipped
+from qdsl.encode.calibrated.scales import CLIPS, quantize_clipped
+from qdsl.host import progress
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -41,14 +42,15 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
     if weight.shape[1:] != hessian.matrix.shape[1:]:
         raise FormatError(f"{format.name}: the weight has {weight.shape[1]} columns, and its inputs had {len(hessian.matrix)}")
     weight = weight.detach().float()
-    packed, fields = quantize_clipped(format, weight, hessian.importance, options)
+    trials = 1 if any(variant.importance for variant in format.variants.values()) else 1 + len(CLIPS)
+    with progress.part(weight.numel() / 2, trials * weight.numel()):
+        packed, fields = quantize_clipped(format, weight, hessian.importance, options)
     if method == IMPORTANCE:
         return packed
     code = code_field(packed.variant)
-    if code:
-        solved = quantize_codes(packed, fields, code, weight, hessian)
-    else:
-        solved = _chunked(format, packed, weight, hessian, options)
+    with progress.part(weight.numel() / 2, weight.numel()):
+        solved = quantize_codes(packed, fields, code, weight, hessian) if code else \
+            _chunked(format, packed, weight, hessian, options)
     plain, compensated = (hessian.loss(format.dequantize(one, torch.float32).sub_(weight)) for one in (packed, solved))
     return solved if compensated < plain else packed
 
@@ -80,6 +82,7 @@ def _solve(table: Levels, weight: Tensor, factor: Tensor, order: Tensor) -> Tens
             errors[k - start] = error
             work[k + 1:stop].addr_(inner[k - start, k - start + 1:], error, alpha=-1)
         work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+        progress.passed((stop - start) * work.shape[1])
     chosen = torch.empty_like(codes)
     chosen[order] = codes
     return chosen.T.contiguous()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from qdsl.checkpoint.files.crc import Range, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header, write_chunks
 from qdsl.codecs.lookup import StreamError
+from qdsl.host import progress
 from qdsl.host.files import digest
 from qdsl.jobs.compress import codecs
 from qdsl.jobs.compress.tensors import Coded, Reader, checksum, octets
@@ -121,8 +122,10 @@ def encode(piece: Piece) -> int:
     crc: dict[str, int] = {}
     size, reader, reads = 0, Reader(), ranges_checksum(piece.reads)
     for unit in piece.units:
-        matrices = {name: reader.read(data) for name, data in unit.parts.items()}
-        streams = _encoded(unit, piece.aim, list(matrices.values()))
+        with progress.step(progress.ENCODE, unit.nbytes):
+            matrices = {name: reader.read(data) for name, data in unit.parts.items()}
+            progress.advance(unit.nbytes / 4)                    # about its share of the time
+            streams = _encoded(unit, piece.aim, list(matrices.values()))
         if isinstance(streams, str):
             raw[unit.name] = streams
             size += unit.nbytes

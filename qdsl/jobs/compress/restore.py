@@ -18,6 +18,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Header
 from qdsl.host.files import digest, identity
 from qdsl.host.processes import affordable, needed
+from qdsl.host.progress import advance
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting
 from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.tensors import Bytes, Coded, Part, octets
@@ -58,10 +59,13 @@ class Decode:
 
     def write(self, out: BinaryIO) -> None:
         """Decode the matrices and write them.  Raises RewriteError for damaged tensors."""
-        for start, matrix in zip(self.to, self.coded.decoded(), strict=True):
+        matrices = self.coded.decoded()
+        advance(self.nbytes / 2)                                 # about its share of the time
+        for start, matrix in zip(self.to, matrices, strict=True):
             if start is not None:
                 out.seek(start)
                 out.write(octets(matrix))
+                advance(matrix.nbytes / 2)
 
 
 def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None, jobs: int | None = 1,

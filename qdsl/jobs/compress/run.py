@@ -16,11 +16,12 @@ from qdsl.checkpoint.files.safetensors import Entry, shown
 from qdsl.codecs.lookup import StreamError
 from qdsl.host.files import identity
 from qdsl.host.processes import affordable, needed, results
+from qdsl.host.progress import CHECK, ENCODE, advance, step
 from qdsl.jobs.compress import codecs, pieces, plan
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting, plain
 from qdsl.jobs.compress.pieces import Complete, Piece
 from qdsl.jobs.compress.tensors import Bytes, Reader, placed
-from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, left, units
+from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, Unit, left, units
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import keep_intact, missing
@@ -133,7 +134,7 @@ def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
         return
     todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
     before = after = 0
-    with tell({"encode": sum(one.size for one in todo)}) as report, \
+    with tell({ENCODE: sum(one.size for one in todo)}) as report, \
             closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
         for piece, size in zip(todo, sizes, strict=True):
             before += piece.size
@@ -149,7 +150,7 @@ def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check:
         write(todo, out / stage.STAGE, jobs, report)
     if check:
         checks = list(_checks(shards, complete_pieces, out))
-        with tell({"check": sum(one.piece.size for one in checks)}) as report:
+        with tell({CHECK: sum(one.piece.size for one in checks)}) as report:
             _check(checks, jobs, report)
     read = {file for model in work.models.values()
             for file in (*model.folder.shards, model.folder.root / model.folder.index_name)}
@@ -195,17 +196,24 @@ def different(check: Check) -> str:
     """Why the tensors of a piece do not decode to its matrices; '' where all do."""
     reader = Reader()
     for unit in check.piece.units:
-        if unit.name not in check.tensors:
-            continue
-        shapes = [part.shape for part in unit.parts.values()]
-        try:
-            tensors = {leaf: data.read() for leaf, data in check.tensors[unit.name].items()}
-            matrices = codecs.decode(check.piece.aim.format, tensors, shapes, check.piece.aim.threads, every=True)
-        except StreamError as error:
-            return f"{unit.label}: {error}"
-        for (name, part), matrix in zip(unit.parts.items(), matrices, strict=True):
-            if not np.array_equal(reader.read(part).reshape(-1), matrix):
-                return f"{unit.label}: {shown(name)} is another matrix when it is decoded"
+        with step(CHECK, unit.nbytes):
+            if unit.name in check.tensors and (wrong := _difference(check, unit, reader)):
+                return wrong
+    return ""
+
+
+def _difference(check: Check, unit: Unit, reader: Reader) -> str:
+    """Why the tensors of a unit do not decode to its matrices; '' where they do."""
+    shapes = [part.shape for part in unit.parts.values()]
+    try:
+        tensors = {leaf: data.read() for leaf, data in check.tensors[unit.name].items()}
+        matrices = codecs.decode(check.piece.aim.format, tensors, shapes, check.piece.aim.threads, every=True)
+    except StreamError as error:
+        return f"{unit.label}: {error}"
+    advance(unit.nbytes / 2)                                     # about its share of the time
+    for (name, part), matrix in zip(unit.parts.items(), matrices, strict=True):
+        if not np.array_equal(reader.read(part).reshape(-1), matrix):
+            return f"{unit.label}: {shown(name)} is another matrix when it is decoded"
     return ""
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.files.crc import Range, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, laid_out, parse_header, read_header, write_chunks
+from qdsl.host import progress
 from qdsl.host.files import digest, read_chunks
 from qdsl.jobs.engine import stage
 from qdsl.jobs.engine.intact import piece_notes
@@ -84,7 +85,8 @@ def encode(piece: Piece) -> int:
     costs: dict[str, Any] = {}
     reads = ranges_checksum(piece.reads)
     for change in piece.changes:
-        parts, cost = tensors_of(change)
+        with progress.step(progress.ENCODE, math.prod(change.layer.shape)):
+            parts, cost = tensors_of(change)
         tensors |= {change.names[name]: part for name, part in parts.items()}
         costs |= {} if cost is None else {change.label: asdict(cost)}
     write_chunks(piece.path, tensors, {"key": piece.key, "costs": json.dumps(costs), **piece_notes(tensors, reads)})

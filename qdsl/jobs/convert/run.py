@@ -25,6 +25,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report import worker
 from qdsl.host.processes import affordable, needed, results
+from qdsl.host.progress import ENCODE
 from qdsl.jobs.convert import encoded
 from qdsl.jobs.convert.aim import Aim, aimed, target
 from qdsl.jobs.convert.config import check_producer, readers, rewritten, stale
@@ -165,7 +166,7 @@ def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: 
     todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
     count, paths = 0, tuple(model.folder.path for model in models)
     try:
-        with tell({"encode": sum(piece.size for piece in todo)}) as done, \
+        with tell({ENCODE: sum(piece.size for piece in todo)}) as done, \
                 closing(results(encoded.encode, todo, min(jobs, len(todo)), worker.start, paths)) as sizes:
             for piece, size in zip(todo, sizes, strict=True):
                 count += size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +12,7 @@ from zlib import crc32
 
 from qdsl.checkpoint.files.crc import Range, checksum, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header
+from qdsl.host import progress
 from qdsl.host.files import open_input
 from qdsl.host.processes import results
 from qdsl.host.progress import FINISHED
@@ -90,7 +91,17 @@ def _not_intact(is_intact: Callable[[Work], bool], sizes: Sequence[tuple[Work, i
 
 
 def _is_intact(work: tuple[Shard, Path]) -> bool:
-    shard, out = work
+    shard, _ = work
+    with progress.step(FINISHED, shard.nbytes), progress.part(shard.nbytes, shard.nbytes + _nbytes(
+            reads for step in shard.steps for reads in step.reads)):
+        return _fits_notes(*work)
+
+
+def _nbytes(ranges: Iterable[Range]) -> int:
+    return sum(nbytes for *_, nbytes in ranges)
+
+
+def _fits_notes(shard: Shard, out: Path) -> bool:
     note = stage.read(stage.room(out / stage.STAGE, shard) / stage.NOTE)
     crc, reads = note.get("crc", {}), note.get("reads", {})
     if not (stage.fits(crc, NUMBERS) and stage.fits(reads, NUMBERS)):
@@ -110,7 +121,7 @@ def _piece_is_intact(piece: Piece) -> bool:
         stored = json.loads(header.metadata.get("stored", ""))
     except (CheckpointError, ValueError):
         return False
-    if not stage.fits(stored, NUMBERS) or header.metadata.get("reads") != str(ranges_checksum(piece.reads)):
-        return False
-    with open_input(piece.path) as file:
-        return all(checksum(file, entry.start, entry.nbytes) == stored.get(name) for name, entry in header.tensors.items())
+    size = piece.path.stat().st_size
+    with progress.step(FINISHED, size), progress.part(size, size + _nbytes(piece.reads)), open_input(piece.path) as file:
+        return stage.fits(stored, NUMBERS) and header.metadata.get("reads") == str(ranges_checksum(piece.reads)) and all(
+            checksum(file, entry.start, entry.nbytes) == stored.get(name) for name, entry in header.tensors.items())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.report.verify import Difference, Noise
+from qdsl.host import progress
 from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.jobs.gguf.run import Task, encode
 
@@ -33,8 +34,10 @@ def differences(quantized: Weights, source: Weights, tell: Callable[[int, str], 
             problems.append(Difference(name, "missing", _described(ours), _described(theirs)))
         elif ours.shape != theirs.shape:
             problems.append(Difference(name, "shape", str(list(ours.shape)), str(list(theirs.shape))))
-        elif (noise := _noise(quantized, source, name)) is not None:
-            problems.append(Difference(name, "decoded", ours.type, theirs.type, noise))
+        else:
+            with progress.step(progress.COMPARE, ours.nbytes), progress.part(ours.nbytes, math.prod(ours.shape[:-1])):
+                noise = _noise(quantized, source, name)
+            problems += [] if noise is None else [Difference(name, "decoded", ours.type, theirs.type, noise)]
         if ours is not None:
             done += ours.nbytes
             tell(done, name)
@@ -58,6 +61,7 @@ def _noise(quantized: Weights, source: Weights, name: str) -> Noise | None:
         if tensor.type in TORCH:
             weight = weight.to(getattr(torch, TORCH[tensor.type])).float()
         total += measured(weight, quantized.rows(name, start, stop).float())
+        progress.passed(stop - start)
     if total.noise == 0.0:
         return None
     usual = Sums()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.core.shapes import granule
+from qdsl.host import progress
 from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.bits import Piece, Placed, pieces, place
@@ -227,9 +228,12 @@ class _Change:
         tensor = self.packed.tensors[move.by].contiguous()
         adds = self.packed.layout.tensors[move.by].adds
         tensor = tensor - adds if adds else tensor
+        share = math.prod(self.packed.shape) * into.nbytes / max(1, self.size(list(self.wanted)))
         if move.moves and self.columns is not None:
-            return transpose.gather(move.source, move.result, move.width, self.columns, tensor, into)
-        transpose.move(move.plan, tensor, into)
+            with progress.part(share, 2 * tensor.nbytes):        # there and back
+                return transpose.gather(move.source, move.result, move.width, self.columns, tensor, into)
+        with progress.part(share, tensor.nbytes):
+            transpose.move(move.plan, tensor, into)
         return True
 
     # -- what is left -------------------------------------------------------------------------------------------------
@@ -304,4 +308,5 @@ def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWei
         into = part.derive(tensors, packed.shape).cut("N", start, stop)
         for name, tensor in part.tensors.items():
             into.tensors[name].copy_(tensor)
+        progress.passed((stop - start) * k)
     return _with_shape(tensors, other)

@@ -23,6 +23,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
+from qdsl.host.progress import passed
 from qdsl.runtime.weight.bits import Placed
 
 WORDS = {32: torch.int32, 16: torch.int16, 8: torch.int8}
@@ -236,6 +237,7 @@ def move(plan: Plan, source: Tensor, result: Tensor) -> None:
         space.take(_part(read, tile))
         space.apply_rounds()
         _part(written, tile).copy_(space.words[space.kept])
+        passed(math.prod(shape) * plan.bits // 8)
 
 
 def _flat(tensor: Tensor, bits: int) -> Tensor:
