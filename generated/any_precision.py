@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, lookup, pad
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, Storage, Variant, as_type, lookup, pad
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -146,18 +146,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"lut": Field("f16", "N", "16"), "q": Field("u4", "N", "K")},
     storages={
-        "any_precision": Storage(unpack=unpack_any_precision, pack=pack_any_precision, tensors={
-            "qweight": Stored("i32", "4", "N", "32*K/1024"),
-            "lut4": Stored("f16", "N", "16", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_any_precision, rows="N", units="K/32", last="k", digits=(32,), lanes=(4, 8),
-                order=(0, 1, 3, 2, 4))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-            "lut": Stored("f16", "N", "16", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6),
+        "any_precision": Storage(unpack_any_precision, pack_any_precision, Kernels(_decode_any_precision, rows="N", units="K/32",
+                last="k", digits=(32,), lanes=(4, 8), order=(0, 1, 3, 2, 4))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", 1, 0), entries=16, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), zero=(0, 0)))),
@@ -165,12 +158,31 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True,
 )
 
-FORMAT = Format(
-    name="any_precision", title="any-precision LLM at 4 bits, planes of bits and for every row a table of levels",
-    source="any-precision-llm any_precision/quantization/pack.py; columns in whole warps of 1024", formula="lut[n, q]",
-    variants={(): VARIANT},
-    digest="54ab48888bf9f3c4",
-)
+PROGRAM = {
+    "name": "any_precision", "title": "any-precision LLM at 4 bits, planes of bits and for every row a table of levels",
+    "source": "any-precision-llm any_precision/quantization/pack.py; columns in whole warps of 1024", "formula": "lut[n, q]",
+    "bits": "4 to 4.0156", "digest": "54ab48888bf9f3c4",
+    "variants": {(): {
+        "fields": {"lut": ("f16", "N", "16"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "any_precision": {"tensors": {
+                "qweight": ("i32", "4", "N", "32*K/1024"),
+                "lut4": ("f16", "N", "16", {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "lut": ("f16", "N", "16", {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -16,7 +16,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, entries
+from qdsl.runtime import Format, Kernels, Storage, Variant, entries
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -61,24 +61,29 @@ def _decode_aqlm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"q": Field("u16", "N", "K/8"), "cb": Field("real", "65536", "8"), "s": Field("real", "N")},
     storages={
-        "aqlm": Storage(unpack=unpack_aqlm, pack=pack_aqlm, tensors={
-            "codes": Stored("i16", "N", "K/8", "1"),
-            "codebooks": Stored("real", "1", "65536", "1", "8"),
-            "scales": Stored("real", "N", "1", "1", "1"),
-        }, kernels=Kernels(_decode_aqlm, rows="N", units="K", last="k")),
+        "aqlm": Storage(unpack_aqlm, pack_aqlm, Kernels(_decode_aqlm, rows="N", units="K", last="k")),
     },
     decode=decode,
 )
 
-FORMAT = Format(
-    name="aqlm_1x16", title="AQLM 1x16, for 8 columns a row of a codebook of 65536, and a scale per row",
-    source="aqlm checkpoints (QuantizedLinear, _dequantize_weight)", formula="cb[q, k % 8] * s",
-    variants={(): VARIANT},
-    params={"real": ("f16", "bf16")},
-    digest="57253af2c45fb12e",
-)
+PROGRAM = {
+    "name": "aqlm_1x16", "title": "AQLM 1x16, for 8 columns a row of a codebook of 65536, and a scale per row",
+    "source": "aqlm checkpoints (QuantizedLinear, _dequantize_weight)", "formula": "cb[q, k % 8] * s", "bits": "2.004",
+    "digest": "57253af2c45fb12e",
+    "params": {"real": ("f16", "bf16")},
+    "variants": {(): {
+        "fields": {"q": ("u16", "N", "K/8"), "cb": ("real", "65536", "8"), "s": ("real", "N")},
+        "cuts": ("N", "K"),
+        "storages": {"aqlm": {"tensors": {
+            "codes": ("i16", "N", "K/8", "1", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            "codebooks": ("real", "1", "65536", "1", "8", {"slices": (("cb", 0, [[(0, 1, 1)], [(0, 1, 3)]]),)}),
+            "scales": ("real", "N", "1", "1", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+        }}},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

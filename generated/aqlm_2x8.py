@@ -17,7 +17,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, empty, entries, workspace
+from qdsl.runtime import Format, Kernels, Storage, Variant, as_type, empty, entries, workspace
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -72,25 +72,30 @@ def _decode_aqlm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"a": Field("u8", "N", "K/8"), "b": Field("u8", "N", "K/8"), "cb": Field("real", "2", "256", "8"),
-            "s": Field("real", "N")},
     storages={
-        "aqlm": Storage(unpack=unpack_aqlm, pack=pack_aqlm, tensors={
-            "codes": Stored("i8", "N", "K/8", "2"),
-            "codebooks": Stored("real", "2", "256", "1", "8"),
-            "scales": Stored("real", "N", "1", "1", "1"),
-        }, kernels=Kernels(_decode_aqlm, rows="N", units="K", last="k")),
+        "aqlm": Storage(unpack_aqlm, pack_aqlm, Kernels(_decode_aqlm, rows="N", units="K", last="k")),
     },
     decode=decode,
 )
 
-FORMAT = Format(
-    name="aqlm_2x8", title="AQLM 2x8, for 8 columns the sum of a row of each of two codebooks of 256, and a scale per row",
-    source="aqlm checkpoints (QuantizedLinear, _dequantize_weight)", formula="(cb[0, a, k % 8] + cb[1, b, k % 8]) * s",
-    variants={(): VARIANT},
-    params={"real": ("f16", "bf16")},
-    digest="4e6ca38beb1bd978",
-)
+PROGRAM = {
+    "name": "aqlm_2x8", "title": "AQLM 2x8, for 8 columns the sum of a row of each of two codebooks of 256, and a scale per row",
+    "source": "aqlm checkpoints (QuantizedLinear, _dequantize_weight)", "formula": "(cb[0, a, k % 8] + cb[1, b, k % 8]) * s",
+    "bits": "2.0002", "digest": "4e6ca38beb1bd978",
+    "params": {"real": ("f16", "bf16")},
+    "variants": {(): {
+        "fields": {"a": ("u8", "N", "K/8"), "b": ("u8", "N", "K/8"), "cb": ("real", "2", "256", "8"), "s": ("real", "N")},
+        "cuts": ("N", "K"),
+        "storages": {"aqlm": {"tensors": {
+            "codes": ("i8", "N", "K/8", "2",
+                {"slices": (("a", 0, [[(0, 1, 0)], [(0, 1, 1)]]), ("b", 8, [[(0, 1, 0)], [(0, 1, 1)]]))}),
+            "codebooks": ("real", "2", "256", "1", "8", {"slices": (("cb", 0, [[(0, 1, 0)], [(0, 1, 1)], [(0, 1, 3)]]),)}),
+            "scales": ("real", "N", "1", "1", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+        }}},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

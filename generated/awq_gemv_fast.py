@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_zero
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, cdiv, pad, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, cdiv,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -141,35 +141,53 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"z": Field("f16", "N", "ceil(K/group)"), "s": Field("f16", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
-        "gemv_fast": Storage(unpack=unpack_gemv_fast, pack=pack_gemv_fast, reads=("K", "group"), extents=("K", "group"), tensors={
-            "qweight": Stored("i16", "N/4", "64*K/64", bits=("q[4:16@1 1@0, 8:1@1 4:4 2:8@1 64@1]",)),
-            "scales": Stored("f16", "1024*ceil(K/1024)/group", "N", bits=("s[1@1, 1@0]",)),
-            "qzeros": Stored("f16", "1024*ceil(K/1024)/group", "N", aliases=("scaled_zeros",), bits=("z[1@1, 1@0]",)),
-        }, kernels=Kernels(_decode_gemv_fast, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("f16", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "gemv_fast": Storage(unpack_gemv_fast, pack_gemv_fast, Kernels(_decode_gemv_fast, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
                     sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
 )
 
-FORMAT = Format(
-    name="awq_gemv_fast", title="AWQ for fast gemv kernels and llm-awq, 4-bit codes with a scale and a scaled zero in floats per group",
-    source="autoawq WQLinear_GEMVFast.from_linear, llm-awq quantize/qmodule.py pack_intweight", formula="q * s + z",
-    variants={(): VARIANT},
-    params={"group": (128, 64, 32, "any")},
-    sizes={"group": "K"},
-    digest="52af33d6fa67f954",
-)
+PROGRAM = {
+    "name": "awq_gemv_fast",
+    "title": "AWQ for fast gemv kernels and llm-awq, 4-bit codes with a scale and a scaled zero in floats per group",
+    "source": "autoawq WQLinear_GEMVFast.from_linear, llm-awq quantize/qmodule.py pack_intweight", "formula": "q * s + z",
+    "bits": "4.25", "digest": "52af33d6fa67f954",
+    "params": {"group": (128, 64, 32, "any")},
+    "sizes": {"group": "K"},
+    "variants": {(): {
+        "fields": {"z": ("f16", "N", "ceil(K/group)"), "s": ("f16", "N", "ceil(K/group)"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "ceil(K/group)"),
+        "storages": {
+            "gemv_fast": {
+                "tensors": {
+                    "qweight": ("i16", "N/4", "64*K/64",
+                        {"slices": (("q", 0, [[(4, 16, 1), (0, 1, 0)], [(8, 1, 1), (4, 4), (2, 8, 1), (0, 64, 1)]]),)}),
+                    "scales": ("f16", "1024*ceil(K/1024)/group", "N", {"slices": (("s", 0, [[(0, 1, 1)], [(0, 1, 0)]]),)}),
+                    "qzeros": ("f16", "1024*ceil(K/1024)/group", "N",
+                        {"aliases": ("scaled_zeros",), "slices": (("z", 0, [[(0, 1, 1)], [(0, 1, 0)]]),)}),
+                },
+                "reads": ("K", "group"), "extents": ("K", "group"),
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("f16", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "z": ("f16", "N", "ceil(K/group)", {"slices": (("z", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -14,7 +14,7 @@ Do not edit: change the spec and run `qdsl build`.
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant
+from qdsl.runtime import Format, Kernels, Storage, Variant
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -56,22 +56,25 @@ def _decode_plain(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"v": Field("bf16", "N", "K")},
     storages={
-        "plain": Storage(unpack=unpack_plain, pack=pack_plain, tensors={
-            "weight": Stored("bf16", "N", "K"),
-        }, kernels=Kernels(_decode_plain, rows="N", units="K", last="k")),
+        "plain": Storage(unpack_plain, pack_plain, Kernels(_decode_plain, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode, copies="v",
+    decode=decode, encode=encode,
 )
 
-FORMAT = Format(
-    name="bf16", title="plain bfloat16, the upper half of float32",
-    source="safetensors BF16, GGUF BF16", formula="v",
-    variants={(): VARIANT},
-    detect={"safetensors": "BF16", "gguf": "BF16"},
-    digest="7dc8a2bcc65c4b51",
-)
+PROGRAM = {
+    "name": "bf16", "title": "plain bfloat16, the upper half of float32", "source": "safetensors BF16, GGUF BF16", "formula": "v",
+    "bits": "16", "digest": "7dc8a2bcc65c4b51",
+    "detect": {"safetensors": "BF16", "gguf": "BF16"},
+    "variants": {(): {
+        "fields": {"v": ("bf16", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"plain": {"tensors": {"weight": ("bf16", "N", "K", {"slices": (("v", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)})}}},
+        "copies": "v",
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -132,17 +132,11 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type"), "q": Field("u2", "N", "K")},
     storages={
-        "transformers": Storage(unpack=unpack_transformers, pack=pack_transformers, whole=True, tensors={
-            "weight": Stored("u8", "N/4", "K", bits=("q[1@0 4:2, 1@1]",)),
-            "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
-        }, kernels=Kernels(_decode_transformers, rows="N", units="K", last="k", divides=True)),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "s": Stored("scale_type", bits=("s[]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7), divides=True,
+        "transformers": Storage(unpack_transformers, pack_transformers, Kernels(_decode_transformers, rows="N", units="K",
+                last="k", divides=True)),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7), divides=True,
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
                     finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2, ones=True, zero=(-1, -129),
                     exact=True, spans=(4,)))),
@@ -150,13 +144,36 @@ VARIANT = Variant(
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s",)),
 )
 
-FORMAT = Format(
-    name="bitnet", title="BitNet b1.58 of transformers, codes of three values and a scale that divides",
-    source="transformers integrations/bitnet.py pack_weights, BitLinear", formula="(q - 1) / s",
-    variants={(): VARIANT},
-    params={"scale_type": ("bf16", "f16", "f32")},
-    digest="0fc28cfbff78079d",
-)
+PROGRAM = {
+    "name": "bitnet", "title": "BitNet b1.58 of transformers, codes of three values and a scale that divides",
+    "source": "transformers integrations/bitnet.py pack_weights, BitLinear", "formula": "(q - 1) / s", "bits": "2",
+    "digest": "0fc28cfbff78079d",
+    "params": {"scale_type": ("bf16", "f16", "f32")},
+    "variants": {(): {
+        "fields": {"s": ("scale_type",), "q": ("u2", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "transformers": {
+                "tensors": {
+                    "weight": ("u8", "N/4", "K", {"slices": (("q", 0, [[(0, 1, 0), (4, 2)], [(0, 1, 1)]]),)}),
+                    "weight_scale": ("scale_type", "1", {"slices": (("s", 0, []),)}),
+                },
+                "whole": True,
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0,
+                        [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                    "s": ("scale_type", {"slices": (("s", 0, []),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

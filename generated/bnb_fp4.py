@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, joined, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -135,36 +135,58 @@ def _table_planar(g, N, F: tl.constexpr):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("f32", "ceil(N*K/block)"), "q": Field("u4", "N", "K")},
     storages={
-        "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"), tensors={
-            "weight": Stored("u8", "ceil(N*K/2)", "1"),
-            "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-            "s": Stored("f32", "N", "K/block"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
+        "bitsandbytes": Storage(unpack_bitsandbytes, pack_bitsandbytes, Kernels(_decode_bitsandbytes, rows="N", units="K",
+                last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0),
                     base=(0, 0), zero=(0, 0)))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",)),
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",)),
 )
 
-FORMAT = Format(
-    name="bnb_fp4", title="FP4 of bitsandbytes, 4-bit codes into floats of its own, with one scale per block",
-    source="bitsandbytes functional.py get_4bit_type, QuantState.as_dict", formula="levels[q] * s",
-    variants={(): VARIANT},
-    params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
-    sizes={"block": "K"},
-    detect={"tensors": {"weight.quant_map": "levels",
-        "weight.quant_state.bitsandbytes__fp4": {"quant_type": "fp4", "blocksize": "block",
-        "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"]}}},
-    digest="f6e807da7da3e3b0",
-)
+PROGRAM = {
+    "name": "bnb_fp4", "title": "FP4 of bitsandbytes, 4-bit codes into floats of its own, with one scale per block",
+    "source": "bitsandbytes functional.py get_4bit_type, QuantState.as_dict", "formula": "levels[q] * s", "bits": "4.5",
+    "digest": "f6e807da7da3e3b0",
+    "params": {"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
+    "sizes": {"block": "K"},
+    "detect": {"tensors": {
+        "weight.quant_map": "levels",
+        "weight.quant_state.bitsandbytes__fp4": {
+            "quant_type": "fp4", "blocksize": "block", "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"],
+        },
+    }},
+    "tables": {"levels": (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25)},
+    "variants": {(): {
+        "fields": {"s": ("f32", "ceil(N*K/block)"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "ceil(N*K/block)"),
+        "storages": {
+            "bitsandbytes": {
+                "tensors": {
+                    "weight": ("u8", "ceil(N*K/2)", "1"),
+                    "weight_absmax": ("f32", "ceil(N*K/block)",
+                        {"aliases": ("weight.absmax",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("N", "K"),
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("f32", "N", "K/block"),
+                },
+                "reads": ("K",), "extents": ("N", "K", "block"),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, W8A8,
-        as_float, as_type, pad, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, W8A8, as_float, as_type,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -132,20 +132,14 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("f32", "N"), "q": Field("i8", "N", "K")},
     storages={
-        "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, tensors={
-            "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
-            "SCB": Stored("f32", "N", aliases=("weight.SCB",), bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k",
+        "bitsandbytes": Storage(unpack_bitsandbytes, pack_bitsandbytes, Kernels(_decode_bitsandbytes, rows="N", units="K",
+                last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_bitsandbytes,
                     row_fields=(GroupField("SCB", 1, 0),), in_order=True, width=8, bits=8, signed=True, base=(128, 2304),
                     ones=True, double=True, w8a8=W8A8(w8a8, "i8", "weight")))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("f32", "N", bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
                     finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8, signed=True, base=(128, 2304),
                     ones=True, double=True, zero=(-128, -128)))),
@@ -153,13 +147,32 @@ VARIANT = Variant(
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
-FORMAT = Format(
-    name="bnb_int8", title="LLM.int8 of bitsandbytes, codes of 8 bits in 127ths of the largest weight of a row",
-    source="bitsandbytes functional.py int8_vectorwise_quant, nn Linear8bitLt", formula="q * s / 127",
-    variants={(): VARIANT},
-    detect={"tensors": {"weight_format": 0}},
-    digest="d99377216098498a",
-)
+PROGRAM = {
+    "name": "bnb_int8", "title": "LLM.int8 of bitsandbytes, codes of 8 bits in 127ths of the largest weight of a row",
+    "source": "bitsandbytes functional.py int8_vectorwise_quant, nn Linear8bitLt", "formula": "q * s / 127", "bits": "8.002",
+    "digest": "d99377216098498a",
+    "detect": {"tensors": {"weight_format": 0}},
+    "variants": {(): {
+        "fields": {"s": ("f32", "N"), "q": ("i8", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "bitsandbytes": {"tensors": {
+                "weight": ("i8", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "SCB": ("f32", "N", {"aliases": ("weight.SCB",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("f32", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

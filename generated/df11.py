@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant
+from qdsl.runtime import Format, Kernels, Storage, Variant
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -70,30 +70,37 @@ def _decode_df11(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"v": Field("bf16", "N", "K")},
     storages={
-        "df11": Storage(unpack=unpack_df11, pack=pack_df11, reads=("N", "K"),
-                streams={"exponents": Stream("huffman_windows", Stored("u8", "N*K"), tables="luts", data="encoded_exponent",
-                    positions="output_positions", gaps="gaps")},
-                tensors={
-            "luts": Stored("u8", "?", "256"),
-            "encoded_exponent": Stored("u8", "?"),
-            "output_positions": Stored("u8", "?"),
-            "gaps": Stored("u8", "?"),
-            "sign_mantissa": Stored("u8", "N*K"),
-        }, kernels=Kernels(_decode_df11, rows="N", units="K", last="k")),
+        "df11": Storage(unpack_df11, pack_df11, Kernels(_decode_df11, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode, copies="v",
+    decode=decode, encode=encode,
 )
 
-FORMAT = Format(
-    name="df11", title="DFloat11, bfloat16 without loss, exponents in a Huffman code of at most 32 bits",
-    source="dfloat11 0.5.0 dfloat11_utils.py, encode_weights and get_luts", formula="v",
-    variants={(): VARIANT},
-    detect={"parts": {"begins": "split_positions", "settings": "dfloat11_config", "names": "pattern_dict",
-        "threads": "threads_per_block", "alone": "hlane"}},
-    digest="89e3f1682d96b077",
-)
+PROGRAM = {
+    "name": "df11", "title": "DFloat11, bfloat16 without loss, exponents in a Huffman code of at most 32 bits",
+    "source": "dfloat11 0.5.0 dfloat11_utils.py, encode_weights and get_luts", "formula": "v", "bits": "10.8",
+    "digest": "89e3f1682d96b077",
+    "detect": {"parts": {
+        "begins": "split_positions", "settings": "dfloat11_config", "names": "pattern_dict", "threads": "threads_per_block",
+        "alone": "hlane",
+    }},
+    "variants": {(): {
+        "fields": {"v": ("bf16", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"df11": {
+            "tensors": {
+                "luts": ("u8", "?", "256"), "encoded_exponent": ("u8", "?"), "output_positions": ("u8", "?"), "gaps": ("u8", "?"),
+                "sign_mantissa": ("u8", "N*K"),
+            },
+            "reads": ("N", "K"),
+            "streams": {"exponents": ("huffman_windows", ("u8", "N*K"),
+                {"tables": "luts", "data": "encoded_exponent", "positions": "output_positions", "gaps": "gaps"})},
+        }},
+        "copies": "v",
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

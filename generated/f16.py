@@ -14,7 +14,7 @@ Do not edit: change the spec and run `qdsl build`.
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant
+from qdsl.runtime import Format, Kernels, Storage, Variant
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -56,22 +56,25 @@ def _decode_plain(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"v": Field("f16", "N", "K")},
     storages={
-        "plain": Storage(unpack=unpack_plain, pack=pack_plain, tensors={
-            "weight": Stored("f16", "N", "K"),
-        }, kernels=Kernels(_decode_plain, rows="N", units="K", last="k")),
+        "plain": Storage(unpack_plain, pack_plain, Kernels(_decode_plain, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode, copies="v",
+    decode=decode, encode=encode,
 )
 
-FORMAT = Format(
-    name="f16", title="plain IEEE half precision",
-    source="safetensors F16, GGUF F16", formula="v",
-    variants={(): VARIANT},
-    detect={"safetensors": "F16", "gguf": "F16"},
-    digest="d8795a272a645acb",
-)
+PROGRAM = {
+    "name": "f16", "title": "plain IEEE half precision", "source": "safetensors F16, GGUF F16", "formula": "v", "bits": "16",
+    "digest": "d8795a272a645acb",
+    "detect": {"safetensors": "F16", "gguf": "F16"},
+    "variants": {(): {
+        "fields": {"v": ("f16", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"plain": {"tensors": {"weight": ("f16", "N", "K", {"slices": (("v", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)})}}},
+        "copies": "v",
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -14,7 +14,7 @@ Do not edit: change the spec and run `qdsl build`.
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant
+from qdsl.runtime import Format, Kernels, Storage, Variant
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -56,22 +56,25 @@ def _decode_plain(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"v": Field("f32", "N", "K")},
     storages={
-        "plain": Storage(unpack=unpack_plain, pack=pack_plain, tensors={
-            "weight": Stored("f32", "N", "K"),
-        }, kernels=Kernels(_decode_plain, rows="N", units="K", last="k")),
+        "plain": Storage(unpack_plain, pack_plain, Kernels(_decode_plain, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode, copies="v",
+    decode=decode, encode=encode,
 )
 
-FORMAT = Format(
-    name="f32", title="plain IEEE single precision",
-    source="safetensors F32, GGUF F32", formula="v",
-    variants={(): VARIANT},
-    detect={"safetensors": "F32", "gguf": "F32"},
-    digest="ec3a944af1242397",
-)
+PROGRAM = {
+    "name": "f32", "title": "plain IEEE single precision", "source": "safetensors F32, GGUF F32", "formula": "v", "bits": "32",
+    "digest": "ec3a944af1242397",
+    "detect": {"safetensors": "F32", "gguf": "F32"},
+    "variants": {(): {
+        "fields": {"v": ("f32", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"plain": {"tensors": {"weight": ("f32", "N", "K", {"slices": (("v", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)})}}},
+        "copies": "v",
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty,
+        joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -136,17 +136,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("f16", "N"), "b": Field("f16", "N"), "q": Field("u4", "N", "K")},
     storages={
-        "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
-            "rows": Stored("u8", "N", "K/2 + 4"),
-        }, kernels=Kernels(_decode_fbgemm, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s": Stored("f16", "N", bits=("s[1@0]",)),
-            "b": Stored("f16", "N", bits=("b[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "fbgemm": Storage(unpack_fbgemm, pack_fbgemm, Kernels(_decode_fbgemm, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
                     finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True,
                     sums_in_tile_gemm=True))),
@@ -154,13 +148,30 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "b")),
 )
 
-FORMAT = Format(
-    name="fbgemm_4bit", title="FBGEMM fused rows of 4 bits, the codes of a row and behind them its scale and bias in float16",
-    source="torch.ops.quantized.embedding_bag_4bit_prepack, fbgemm QuantUtils.h FusedNBitRowwiseQuantizedSBHalf",
-    formula="s * q + b",
-    variants={(): VARIANT},
-    digest="513fa7f7ebf528e0",
-)
+PROGRAM = {
+    "name": "fbgemm_4bit",
+    "title": "FBGEMM fused rows of 4 bits, the codes of a row and behind them its scale and bias in float16",
+    "source": "torch.ops.quantized.embedding_bag_4bit_prepack, fbgemm QuantUtils.h FusedNBitRowwiseQuantizedSBHalf",
+    "formula": "s * q + b", "bits": "4.001 to 4.002", "digest": "513fa7f7ebf528e0",
+    "variants": {(): {
+        "fields": {"s": ("f16", "N"), "b": ("f16", "N"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "fbgemm": {"tensors": {"rows": ("u8", "N", "K/2 + 4")}, "reads": ("K",)},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("f16", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                    "b": ("f16", "N", {"slices": (("b", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, pad, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -125,17 +125,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("f32", "N"), "b": Field("f32", "N"), "q": Field("u8", "N", "K")},
     storages={
-        "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
-            "rows": Stored("u8", "N", "K + 8"),
-        }, kernels=Kernels(_decode_fbgemm, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("f32", "N", bits=("s[1@0]",)),
-            "b": Stored("f32", "N", bits=("b[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "fbgemm": Storage(unpack_fbgemm, pack_fbgemm, Kernels(_decode_fbgemm, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.u8,
                     finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), width=8, bits=8,
                     base=(0, 2176), ones=True, double=True, zero=(0, 0), sums_in_tile_gemm=True))),
@@ -143,13 +136,30 @@ VARIANT = Variant(
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "b")),
 )
 
-FORMAT = Format(
-    name="fbgemm_8bit", title="FBGEMM fused rows of 8 bits, the codes of a row and behind them its scale and bias in float32",
-    source="torch.ops.quantized.embedding_bag_byte_prepack, fbgemm QuantUtils.h Fused8BitRowwiseQuantizedSBFloat",
-    formula="s * q + b",
-    variants={(): VARIANT},
-    digest="fb75fb53a722bf24",
-)
+PROGRAM = {
+    "name": "fbgemm_8bit",
+    "title": "FBGEMM fused rows of 8 bits, the codes of a row and behind them its scale and bias in float32",
+    "source": "torch.ops.quantized.embedding_bag_byte_prepack, fbgemm QuantUtils.h Fused8BitRowwiseQuantizedSBFloat",
+    "formula": "s * q + b", "bits": "8.0039", "digest": "fb75fb53a722bf24",
+    "variants": {(): {
+        "fields": {"s": ("f32", "N"), "b": ("f32", "N"), "q": ("u8", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "fbgemm": {"tensors": {"rows": ("u8", "N", "K + 8")}, "reads": ("K",)},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("f32", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                    "b": ("f32", "N", {"slices": (("b", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream, Variant, cdiv, pad
+from qdsl.runtime import Format, Kernels, Pairs, Storage, Variant, cdiv, pad
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -87,31 +87,39 @@ def _pairs_fix4(exponents, sign_mantissa0, sign_mantissa1):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"v": Field("bf16", "N", "K")},
     storages={
-        "fix4": Storage(unpack=unpack_fix4, pack=pack_fix4, reads=("K",),
-                streams={"exponents": Stream("window", Stored("u8", "N", "K"), codes="codes", base="base", start="patch_start",
-                    index="patch_index", value="patch_exponent")},
-                shape="weight_shape", tensors={
-            "codes": Stored("i32", "N", "ceil(K/8)"),
-            "base": Stored("u8", "1"),
-            "patch_start": Stored("i32", "?"),
-            "patch_index": Stored("i32", "?"),
-            "patch_exponent": Stored("u8", "?"),
-            "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_fix4, rows="N", units="K", last="k",
+        "fix4": Storage(unpack_fix4, pack_fix4, Kernels(_decode_fix4, rows="N", units="K", last="k",
                 pairs=Pairs(_pairs_fix4, "bf16", "exponents", 7, "sign_mantissa"))),
     },
-    decode=decode, encode=encode, copies="v",
+    decode=decode, encode=encode,
 )
 
-FORMAT = Format(
-    name="fix4", title="bfloat16 without loss, exponents in 4 bits from a base, and a list of those that are further away",
-    source="this project; the code is described in qdsl/codecs/window/reference.py", formula="v",
-    variants={(): VARIANT},
-    digest="cdfbeb3808b84152",
-)
+PROGRAM = {
+    "name": "fix4", "title": "bfloat16 without loss, exponents in 4 bits from a base, and a list of those that are further away",
+    "source": "this project; the code is described in qdsl/codecs/window/reference.py", "formula": "v", "bits": "12",
+    "digest": "cdfbeb3808b84152",
+    "variants": {(): {
+        "fields": {"v": ("bf16", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"fix4": {
+            "tensors": {
+                "codes": ("i32", "N", "ceil(K/8)"), "base": ("u8", "1"), "patch_start": ("i32", "?"), "patch_index": ("i32", "?"),
+                "patch_exponent": ("u8", "?"),
+                "sign_mantissa": ("u8", "N", "8*ceil(K/8)",
+                    {"slices": (("v", 0, [[(0, 1, 0)], [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]], 0, 7),
+                    ("v", 7, [[(0, 1, 0)], [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]], 15, 1))}),
+                "weight_shape": ("shape", "2"),
+            },
+            "reads": ("K",),
+            "streams": {"exponents": ("window", ("u8", "N", "K"),
+                {"codes": "codes", "base": "base", "start": "patch_start", "index": "patch_index", "value": "patch_exponent"})},
+            "shape": "weight_shape",
+        }},
+        "copies": "v",
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

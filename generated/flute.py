@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_kmeans
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type,
-        joined, lookup, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, joined, lookup,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -127,37 +127,50 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"lut": Field("level_type", "16"), "s": Field("level_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
-        "flute": Storage(unpack=unpack_flute, pack=pack_flute, extents=("N",), tensors={
-            "weight": Stored("i16", "32*N/128", "K/2", "2", seen=("N/4", "K")),
-            "scales": Stored("level_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-            "tables": Stored("level_type", "16", bits=("lut[1@0]",)),
-        }, kernels=Kernels(_decode_flute, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-            "s": Stored("level_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "lut": Stored("level_type", "16", bits=("lut[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6),
+        "flute": Storage(unpack_flute, pack_flute, Kernels(_decode_flute, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", 0, 0), entries=16, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0, unit=(1.0, 1.0),
                     base=(0, 0), zero=(0, 0)))),
     },
-    decode=decode, encode=encode, importance=True, cuts=("N", "ceil(K/group)"),
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), levels="lut"),
+    decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), levels="lut"),
 )
 
-FORMAT = Format(
-    name="flute", title="FLUTE, 4-bit codes into a stored table of levels with a scale per group, in tiles of matrix units",
-    source="flute-kernel 0.4.2, flute/utils.py _pack_4bit with tile_P of 32, flute/integrations/base.py FluteLinear",
-    formula="lut[q] * s",
-    variants={(): VARIANT},
-    params={"group": (64, 32, 128, 256), "level_type": ("f16", "bf16")},
-    sizes={"group": "K"},
-    digest="1c53064ec1f4b5cc",
-)
+PROGRAM = {
+    "name": "flute", "title": "FLUTE, 4-bit codes into a stored table of levels with a scale per group, in tiles of matrix units",
+    "source": "flute-kernel 0.4.2, flute/utils.py _pack_4bit with tile_P of 32, flute/integrations/base.py FluteLinear",
+    "formula": "lut[q] * s", "bits": "4.25", "digest": "1c53064ec1f4b5cc",
+    "params": {"group": (64, 32, 128, 256), "level_type": ("f16", "bf16")},
+    "sizes": {"group": "K"},
+    "variants": {(): {
+        "fields": {"lut": ("level_type", "16"), "s": ("level_type", "N", "ceil(K/group)"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "ceil(K/group)"),
+        "storages": {
+            "flute": {
+                "tensors": {
+                    "weight": ("i16", "32*N/128", "K/2", "2", {"seen": ("N/4", "K")}),
+                    "scales": ("level_type", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "tables": ("level_type", "16", {"slices": (("lut", 0, [[(0, 1, 0)]]),)}),
+                },
+                "extents": ("N",),
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("level_type", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "lut": ("level_type", "16", {"slices": (("lut", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

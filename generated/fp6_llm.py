@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2
@@ -143,17 +143,9 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type", "N"), "q": Field("e3m2", "N", "K")},
     storages={
-        "fp6_llm": Storage(unpack=unpack_fp6_llm, pack=pack_fp6_llm, reads=("N", "K"), whole=True, tensors={
-            "packed_floatx_data": Stored("u8", "N/64 x K/16 x 256 + N/64 x K/16 x 512", seen=("N", "3*K/4")),
-            "scale": Stored("scale_type", "N", bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_fp6_llm, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
-            "s": Stored("scale_type", "N", bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "fp6_llm": Storage(unpack_fp6_llm, pack_fp6_llm, Kernels(_decode_fp6_llm, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.e3m2,
                     finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(4096.0, 1.0),
                     base=(0, 0), zero=(0, 0), spans=(0, 2)))),
@@ -164,13 +156,39 @@ VARIANT = Variant(
     scheme="absmax", roles={"code": "q", "scale": "s"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("s",)),
 )
 
-FORMAT = Format(
-    name="fp6_llm", title="FP6-LLM, six-bit floats in planes of 2 and of 4 bits for tensor cores, with a scale for every row",
-    source="usyd-fsalab/fp6_llm weight_prepacking.h, torchao FloatxTensorCoreLayout(3, 2)", formula="q * s",
-    variants={(): VARIANT},
-    params={"scale_type": ("f16", "bf16")},
-    digest="2d95bdbbc501f92c",
-)
+PROGRAM = {
+    "name": "fp6_llm",
+    "title": "FP6-LLM, six-bit floats in planes of 2 and of 4 bits for tensor cores, with a scale for every row",
+    "source": "usyd-fsalab/fp6_llm weight_prepacking.h, torchao FloatxTensorCoreLayout(3, 2)", "formula": "q * s",
+    "bits": "6 to 6.001", "digest": "2d95bdbbc501f92c",
+    "params": {"scale_type": ("f16", "bf16")},
+    "variants": {(): {
+        "fields": {"s": ("scale_type", "N"), "q": ("e3m2", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "fp6_llm": {
+                "tensors": {
+                    "packed_floatx_data": ("u8", "N/64 x K/16 x 256 + N/64 x K/16 x 512", {"seen": ("N", "3*K/4")}),
+                    "scale": ("scale_type", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("N", "K"), "whole": True,
+            },
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4,
+                        2),)}),
+                    "s": ("scale_type", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Stream, Variant, W8A8,
-        as_type, cdiv, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, W8A8, as_type, cdiv, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -173,46 +172,22 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"q": Field("e4m3", "N", "K"), "s": Field("scale_type", "N")},
     storages={
-        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
-            "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "1", aliases=("weight_scale_inv", "scale", "qscale_weight"),
-                bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+        "safetensors": Storage(unpack_safetensors, pack_safetensors, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
                     row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
                     base=(0, 0), codes="weight", special=127, w8a8=W8A8(w8a8, "e4m3", "weight")))),
-        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
-            "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-            "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+        "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
                     row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
                     codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
-        "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, tensors={
-            "data": Stored("e4m3", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
-            "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+        "quanto": Storage(unpack_quanto, pack_quanto, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
                     row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
                     codes="data", special=127, w8a8=W8A8(w8a8, "e4m3", "data")))),
-        "fp8_lane": Storage(unpack=unpack_fp8_lane, pack=pack_fp8_lane, reads=("K",),
-                streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
-                    table="table")},
-                shape="weight_shape", tensors={
-            "words": Stored("i32", "?"),
-            "starts": Stored("i32", "?", "?"),
-            "table": Stored("i16", "256"),
-            "sign_mantissa": Stored("u8", "N", "ceil(K/2)", bits=("q.at(0):3[1@0, 2:4 1@1]", "q.at(7):1+3[1@0, 2:4 1@1]")),
-            "weight_scale": Stored("scale_type", "N", "1", bits=("s[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_fp8_lane, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("scale_type", "N", bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "fp8_lane": Storage(unpack_fp8_lane, pack_fp8_lane, Kernels(_decode_fp8_lane, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
                     finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(256.0, 1.0),
                     base=(0, 0), zero=(0, 0), codes="q", special=127))),
@@ -223,13 +198,55 @@ VARIANT = Variant(
     scheme="absmax", roles={"code": "q", "scale": "s"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
-FORMAT = Format(
-    name="fp8_channel", title="FP8 E4M3 codes with one scale per output row",
-    source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel, optimum-quanto qfloat8", formula="q * s",
-    variants={(): VARIANT},
-    params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
-    digest="72dfc31be592abc9",
-)
+PROGRAM = {
+    "name": "fp8_channel", "title": "FP8 E4M3 codes with one scale per output row",
+    "source": "compressed-tensors float-quantized (channel), ModelOpt FP8 per channel, optimum-quanto qfloat8",
+    "formula": "q * s", "bits": "8.001", "digest": "72dfc31be592abc9",
+    "params": {"scale_type": ("bf16", "f32", "f16", "e8m0")},
+    "variants": {(): {
+        "fields": {"q": ("e4m3", "N", "K"), "s": ("scale_type", "N")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "safetensors": {"tensors": {
+                "weight": ("e4m3", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight_scale": ("scale_type", "N", "1",
+                    {"aliases": ("weight_scale_inv", "scale", "qscale_weight"), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+            }},
+            "torchao": {"tensors": {
+                "qdata": ("e4m3", "N", "K", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "scale": ("scale_type", "N", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+            }},
+            "quanto": {"tensors": {
+                "data": ("e4m3", "N", "K", {"aliases": ("weight._data",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "scale": ("scale_type", "N", "1", {"aliases": ("weight._scale",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+            }},
+            "fp8_lane": {
+                "tensors": {
+                    "words": ("i32", "?"), "starts": ("i32", "?", "?"), "table": ("i16", "256"),
+                    "sign_mantissa": ("u8", "N", "ceil(K/2)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]], 0, 3),
+                        ("q", 3, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]], 7, 1))}),
+                    "weight_scale": ("scale_type", "N", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                    "weight_shape": ("shape", "2"),
+                },
+                "reads": ("K",),
+                "streams": {"exponents": ("huffman_lanes", ("u8", "N", "K"),
+                    {"words": "words", "starts": "starts", "table": "table"})},
+                "shape": "weight_shape",
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type
+from qdsl.runtime import Format, Kernels, Storage, Variant, as_type
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -76,27 +76,35 @@ def _decode_rows(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("f32", "N", "ceil(K/128)"), "rope": Field("bf16", "N", "64"), "q": Field("e4m3", "N", "K")},
     storages={
-        "rows": Storage(unpack=unpack_rows, pack=pack_rows, fixed={"K": 512}, tensors={
-            "kv_c_and_k_pe": Stored("u8", "N", "512 + 16 + 128",
-                bits=("q[1@0, 1@1]", "s+4096[1@0, 4:4@1]", "rope+4224[1@0, 64:2@1]")),
-        }, kernels=Kernels(_decode_rows, rows="N", units="K", last="k")),
+        "rows": Storage(unpack_rows, pack_rows, Kernels(_decode_rows, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"least": 1.1754943508222875e-38}, cuts=("N", "ceil(K/128)"),
-    appended=("rope",),
+    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"least": 1.1754943508222875e-38},
 )
 
-FORMAT = Format(
-    name="fp8_ds_mla", title="Cache rows of multi-head latent attention, 512 codes of E4M3 with 4 scales, and 64 rotary numbers",
-    source="vLLM concat_and_cache_ds_mla_kernel (kv_cache_dtype fp8_ds_mla), FlashMLA tests/quant.py V32_FP8Sparse",
-    formula="q * s",
-    variants={(): VARIANT},
-    digest="ef332b69ec89a87e",
-)
+PROGRAM = {
+    "name": "fp8_ds_mla",
+    "title": "Cache rows of multi-head latent attention, 512 codes of E4M3 with 4 scales, and 64 rotary numbers",
+    "source": "vLLM concat_and_cache_ds_mla_kernel (kv_cache_dtype fp8_ds_mla), FlashMLA tests/quant.py V32_FP8Sparse",
+    "formula": "q * s", "bits": "10.25", "digest": "ef332b69ec89a87e",
+    "fixed": {"K": 512},
+    "variants": {(): {
+        "fields": {"s": ("f32", "N", "ceil(K/128)"), "rope": ("bf16", "N", "64"), "q": ("e4m3", "N", "K")},
+        "cuts": ("N", "ceil(K/128)"),
+        "storages": {"rows": {
+            "tensors": {"kv_c_and_k_pe": ("u8", "N", "512 + 16 + 128",
+                {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]), ("s", 4096, [[(0, 1, 0)], [(4, 4, 1)]]),
+                ("rope", 4224, [[(0, 1, 0)], [(64, 2, 1)]]))})},
+            "fixed": {"K": 512},
+        }},
+        "appended": ("rope",),
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

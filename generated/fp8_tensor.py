@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, W8A8,
-        as_type, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, W8A8, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -146,28 +145,17 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"q": Field("e4m3", "N", "K"), "s": Field("scale_type")},
     storages={
-        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
-            "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
-            "weight_scale": Stored("scale_type", "1", aliases=("weight_scale_inv", "scale", "qscale_weight", "scale_weight"),
-                optional="s", bits=("s[]",)),
-        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+        "safetensors": Storage(unpack_safetensors, pack_safetensors, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
                     row_fields=(GroupField("weight_scale", 0, 0, default=1.0),), in_order=True, width=8, bits=0,
                     unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127, w8a8=W8A8(w8a8, "e4m3", "weight")))),
-        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, always=("s",), tensors={
-            "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-            "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
-        }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
+        "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_torchao, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
                     row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
                     codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("scale_type", optional="s", bits=("s[]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
                     finish=group_sums.scaled, row_fields=(GroupField("s", 0, 0, default=1.0),), width=8, bits=0,
                     unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
@@ -175,17 +163,46 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, defaults={"s": 1}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
+    scheme="absmax", roles={"code": "q", "scale": "s"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
-FORMAT = Format(
-    name="fp8_tensor", title="FP8 E4M3 codes with one scale for the whole tensor, or none",
-    source="AutoFP8, ModelOpt FP8, compressed-tensors float-quantized (tensor), ComfyUI fp8_scaled and fp8_e4m3fn",
-    formula="q * s",
-    variants={(): VARIANT},
-    params={"scale_type": ("f32", "bf16", "f16", "e8m0")},
-    digest="de6f2c8fa605928c",
-)
+PROGRAM = {
+    "name": "fp8_tensor", "title": "FP8 E4M3 codes with one scale for the whole tensor, or none",
+    "source": "AutoFP8, ModelOpt FP8, compressed-tensors float-quantized (tensor), ComfyUI fp8_scaled and fp8_e4m3fn",
+    "formula": "q * s", "bits": "8", "digest": "de6f2c8fa605928c",
+    "params": {"scale_type": ("f32", "bf16", "f16", "e8m0")},
+    "variants": {(): {
+        "fields": {"q": ("e4m3", "N", "K"), "s": ("scale_type",)},
+        "cuts": ("N", "K"),
+        "storages": {
+            "safetensors": {"tensors": {
+                "weight": ("e4m3", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight_scale": ("scale_type", "1",
+                    {"aliases": ("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), "optional": "s",
+                    "slices": (("s", 0, []),)}),
+            }},
+            "torchao": {
+                "tensors": {
+                    "qdata": ("e4m3", "N", "K",
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "scale": ("scale_type", "1", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, []),)}),
+                },
+                "always": ("s",),
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", {"optional": "s", "slices": (("s", 0, []),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+        "defaults": {"s": 1},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

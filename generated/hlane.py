@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream, Variant, cdiv, pad
+from qdsl.runtime import Format, Kernels, Pairs, Storage, Variant, cdiv, pad
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -87,29 +87,39 @@ def _pairs_hlane(exponents, sign_mantissa0, sign_mantissa1):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"v": Field("bf16", "N", "K")},
     storages={
-        "hlane": Storage(unpack=unpack_hlane, pack=pack_hlane, reads=("K",),
-                streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
-                    table="table")},
-                shape="weight_shape", tensors={
-            "words": Stored("i32", "?"),
-            "starts": Stored("i32", "?", "?"),
-            "table": Stored("i16", "256"),
-            "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_hlane, rows="N", units="K", last="k",
+        "hlane": Storage(unpack_hlane, pack_hlane, Kernels(_decode_hlane, rows="N", units="K", last="k",
                 pairs=Pairs(_pairs_hlane, "bf16", "exponents", 7, "sign_mantissa"))),
     },
-    decode=decode, encode=encode, copies="v",
+    decode=decode, encode=encode,
 )
 
-FORMAT = Format(
-    name="hlane", title="bfloat16 without loss, exponents in a Huffman code of at most 8 bits, in lanes that are decoded side by side",
-    source="this project; the code is described in qdsl/codecs/huffman_lanes/reference.py", formula="v",
-    variants={(): VARIANT},
-    digest="c42618a77bfd7560",
-)
+PROGRAM = {
+    "name": "hlane",
+    "title": "bfloat16 without loss, exponents in a Huffman code of at most 8 bits, in lanes that are decoded side by side",
+    "source": "this project; the code is described in qdsl/codecs/huffman_lanes/reference.py", "formula": "v", "bits": "10.8",
+    "digest": "c42618a77bfd7560",
+    "variants": {(): {
+        "fields": {"v": ("bf16", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"hlane": {
+            "tensors": {
+                "words": ("i32", "?"), "starts": ("i32", "?", "?"), "table": ("i16", "256"),
+                "sign_mantissa": ("u8", "N", "8*ceil(K/8)",
+                    {"slices": (("v", 0, [[(0, 1, 0)], [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]], 0, 7),
+                    ("v", 7, [[(0, 1, 0)], [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]], 15, 1))}),
+                "weight_shape": ("shape", "2"),
+            },
+            "reads": ("K",),
+            "streams": {"exponents": ("huffman_lanes", ("u8", "N", "K"),
+                {"words": "words", "starts": "starts", "table": "table"})},
+            "shape": "weight_shape",
+        }},
+        "copies": "v",
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, empty, joined, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, empty,
+        joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -181,21 +181,11 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"), "h": Field("u1", "N", "K/16"),
-            "q": Field("u2", "N", "K")},
     storages={
-        "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "blocks": Stored("u8", "N", "76*K/256",
-                bits=("d[1@0, 76@1]", "h+16[1@0, 8:1 2:1@1 76@1]", "sc+32[1@0, 2:4 8:1@1 76@1]",
-                "q+96[1@0, 32:1@1 4:2 2:32@1 76@1]")),
-        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(4,), order=(0, 1, 2, 4, 3),
-                tables=(LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "h+4[1@0, 1@1]")),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7), tables=(LEVELS,),
+        "ik_llama": Storage(unpack_ik_llama, pack_ik_llama, Kernels(_decode_ik_llama, rows="N", units="K/4", last="k",
+                digits=(2, 32), lanes=(4,), order=(0, 1, 2, 4, 3), tables=(LEVELS,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.entries_of_4,
                     table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4, at=0), GroupField("sc", 1, 16, 1, at=4)),
@@ -204,14 +194,31 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d", "sc", "h")),
 )
 
-FORMAT = Format(
-    name="ik_iq2_k", title="ik_llama.cpp IQ2_K, 2-bit codes into two tables of levels, 4-bit scales of blocks of 16",
-    source="ik_llama.cpp ggml-common.h block_iq2_k, iqk_quantize.cpp dequantize_row_iq2_k",
-    formula="d * (sc - 8) * levels[4 * h + q]",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ2_K"},
-    digest="bf33de139d500c05",
-)
+PROGRAM = {
+    "name": "ik_iq2_k", "title": "ik_llama.cpp IQ2_K, 2-bit codes into two tables of levels, 4-bit scales of blocks of 16",
+    "source": "ik_llama.cpp ggml-common.h block_iq2_k, iqk_quantize.cpp dequantize_row_iq2_k",
+    "formula": "d * (sc - 8) * levels[4 * h + q]", "bits": "2.375 to 2.5625", "digest": "bf33de139d500c05",
+    "detect": {"gguf": "IQ2_K"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u4", "N", "K/16"), "h": ("u1", "N", "K/16"), "q": ("u2", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "ik_llama": {"tensors": {"blocks": ("u8", "N", "76*K/256",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 76, 1)]]), ("h", 16, [[(0, 1, 0)], [(8, 1), (2, 1, 1), (0, 76, 1)]]),
+                ("sc", 32, [[(0, 1, 0)], [(2, 4), (8, 1, 1), (0, 76, 1)]]),
+                ("q", 96, [[(0, 1, 0)], [(32, 1, 1), (4, 2), (2, 32, 1), (0, 76, 1)]]))})}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/256)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]]),)}),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("u8", "N", "K/16",
+                    {"padding": 224, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]), ("h", 4, [[(0, 1, 0)], [(0, 1, 1)]]))}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

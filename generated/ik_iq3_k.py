@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, empty,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -208,22 +208,11 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u5", "N", "K/16"), "h": Field("u1", "N", "K/16"),
-            "q": Field("u3", "N", "K")},
     storages={
-        "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "blocks": Stored("u8", "N", "110*K/256",
-                bits=("d[1@0, 110@1]", "h+16[1@0, 8:1 2:1@1 110@1]", "sc.at(0):4+48[1@0, 2:4 8:1@1 110@1]",
-                "sc.at(4):1+32[1@0, 8:1 2:1@1 110@1]", "q.at(0):2+112[1@0, 32:1@1 4:2 2:32@1 110@1]",
-                "q.at(2):1+624[1@0, 32:1@1 8:1 110@1]")),
-        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/8", last="k", digits=(32,), lanes=(2, 4), order=(0, 1, 3, 4, 2),
-                tables=(SCALES, LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 2:1 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "h+5[1@0, 1@1]")),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(SCALES, LEVELS,),
+        "ik_llama": Storage(unpack_ik_llama, pack_ik_llama, Kernels(_decode_ik_llama, rows="N", units="K/8", last="k",
+                digits=(32,), lanes=(2, 4), order=(0, 1, 3, 4, 2), tables=(SCALES, LEVELS,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
+                tables=(SCALES, LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
                     table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 5, table=SCALES, at=0),
@@ -233,14 +222,42 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("d", "sc", "h"), lookups={"sc": SCALES}),
 )
 
-FORMAT = Format(
-    name="ik_iq3_k", title="ik_llama.cpp IQ3_K, 3-bit codes into two tables of levels, 4-bit scales and signs of blocks of 16",
-    source="ik_llama.cpp ggml-common.h block_iq3_k, iqk_quantize.cpp dequantize_row_iq3_k",
-    formula="d * scales[sc] * levels[8 * h + q]",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ3_K"},
-    digest="2e1b366f968b71ed",
-)
+PROGRAM = {
+    "name": "ik_iq3_k",
+    "title": "ik_llama.cpp IQ3_K, 3-bit codes into two tables of levels, 4-bit scales and signs of blocks of 16",
+    "source": "ik_llama.cpp ggml-common.h block_iq3_k, iqk_quantize.cpp dequantize_row_iq3_k",
+    "formula": "d * scales[sc] * levels[8 * h + q]", "bits": "3.4375 to 3.5625", "digest": "2e1b366f968b71ed",
+    "detect": {"gguf": "IQ3_K"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u5", "N", "K/16"), "h": ("u1", "N", "K/16"), "q": ("u3", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "ik_llama": {"tensors": {"blocks": ("u8", "N", "110*K/256",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 110, 1)]]), ("h", 16, [[(0, 1, 0)], [(8, 1), (2, 1, 1), (0, 110, 1)]]),
+                ("sc", 48, [[(0, 1, 0)], [(2, 4), (8, 1, 1), (0, 110, 1)]], 0, 4),
+                ("sc", 32, [[(0, 1, 0)], [(8, 1), (2, 1, 1), (0, 110, 1)]], 4, 1),
+                ("q", 112, [[(0, 1, 0)], [(32, 1, 1), (4, 2), (2, 32, 1), (0, 110, 1)]], 0, 2),
+                ("q", 624, [[(0, 1, 0)], [(32, 1, 1), (8, 1), (0, 110, 1)]], 2, 1))})}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]],
+                        0, 2),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/512)",
+                        {"slices": (("q", 0,
+                        [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (2, 1), (0, 16, 1)]], 2, 1),)}),
+                    "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "sc": ("u8", "N", "K/16",
+                        {"padding": 192,
+                        "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]), ("h", 5, [[(0, 1, 0)], [(0, 1, 1)]]))}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

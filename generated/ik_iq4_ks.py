@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -193,18 +192,11 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f32", "N"), "sc": Field("u7", "N", "K/32"), "h": Field("u1", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
-        "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "rows": Stored("u8", "N", "4 + 136*K/256"),
-        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/2", last="k", digits=(8, 16), lanes=(2,), order=(0, 1, 2, 4, 3),
-                tables=(LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-            "d": Stored("f32", "N", bits=("d[1@0]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]", "h+7[1@0, 1@1]")),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
+        "ik_llama": Storage(unpack_ik_llama, pack_ik_llama, Kernels(_decode_ik_llama, rows="N", units="K/2", last="k",
+                digits=(8, 16), lanes=(2,), order=(0, 1, 2, 4, 3), tables=(LEVELS,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar, finish=group_sums.scaled,
                     group_fields=(GroupField("sc", 1, 32, 7, at=0), GroupField("sc", 1, 32, 1, at=7)),
@@ -214,14 +206,32 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "h")),
 )
 
-FORMAT = Format(
-    name="ik_iq4_ks", title="ik_llama.cpp IQ4_KS, a scale ahead of each row, 7-bit scales of blocks, 4-bit codes into two tables of levels",
-    source="ik_llama.cpp ggml-common.h block_iq4_ks, iqk_quantize.cpp dequantize_row_iq4_ks",
-    formula="d * (2 * sc - 127) * levels[16 * h + q]",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ4_KS"},
-    digest="f484603c1febc591",
-)
+PROGRAM = {
+    "name": "ik_iq4_ks",
+    "title": "ik_llama.cpp IQ4_KS, a scale ahead of each row, 7-bit scales of blocks, 4-bit codes into two tables of levels",
+    "source": "ik_llama.cpp ggml-common.h block_iq4_ks, iqk_quantize.cpp dequantize_row_iq4_ks",
+    "formula": "d * (2 * sc - 127) * levels[16 * h + q]", "bits": "4.25 to 4.2501", "digest": "f484603c1febc591",
+    "detect": {"gguf": "IQ4_KS"},
+    "variants": {(): {
+        "fields": {"d": ("f32", "N"), "sc": ("u7", "N", "K/32"), "h": ("u1", "N", "K/32"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "ik_llama": {"tensors": {"rows": ("u8", "N", "4 + 136*K/256")}},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "d": ("f32", "N", {"slices": (("d", 0, [[(0, 1, 0)]]),)}),
+                    "sc": ("u8", "N", "K/32",
+                        {"slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]), ("h", 7, [[(0, 1, 0)], [(0, 1, 1)]]))}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

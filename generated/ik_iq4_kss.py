@@ -17,7 +17,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, integer, lookup
+from qdsl.runtime import Format, Kernels, Storage, Table, Variant, as_type, integer, lookup
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -110,24 +110,28 @@ def _decode_ik_llama(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f32", "N"), "sc": Field("u7", "N", "K/32"), "h": Field("u1", "N", "K/32"),
-            "q": Field("u15", "N", "K/32", "8")},
     storages={
-        "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "rows": Stored("u8", "N", "4 + 16*K/32"),
-        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K", last="k", tables=(LEVELS,))),
+        "ik_llama": Storage(unpack_ik_llama, pack_ik_llama, Kernels(_decode_ik_llama, rows="N", units="K", last="k",
+                tables=(LEVELS,))),
     },
     decode=decode,
 )
 
-FORMAT = Format(
-    name="ik_iq4_kss", title="ik_llama.cpp IQ4_KSS, 15 bits for four codes of even parity, two tables of levels, scales ahead of rows",
-    source="ik_llama.cpp ggml-common.h block_iq4_kss, iqk_quantize.cpp dequantize_row_iq4_kss",
-    formula="d * (2 * sc - 127) * levels[32 * h + 2 * q[n, k // 32, k // 2 % 8] // 2**(8 * (k % 2) + 4 * (k // 16 % 2)) % 32]",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ4_KSS"},
-    digest="5cb709bf04612b16",
-)
+PROGRAM = {
+    "name": "ik_iq4_kss",
+    "title": "ik_llama.cpp IQ4_KSS, 15 bits for four codes of even parity, two tables of levels, scales ahead of rows",
+    "source": "ik_llama.cpp ggml-common.h block_iq4_kss, iqk_quantize.cpp dequantize_row_iq4_kss",
+    "formula": "d * (2 * sc - 127) * levels[32 * h + 2 * q[n, k // 32, k // 2 % 8] // 2**(8 * (k % 2) + 4 * (k // 16 % 2)) % 32]",
+    "bits": "4", "digest": "5cb709bf04612b16",
+    "detect": {"gguf": "IQ4_KSS"},
+    "variants": {(): {
+        "fields": {"d": ("f32", "N"), "sc": ("u7", "N", "K/32"), "h": ("u1", "N", "K/32"), "q": ("u15", "N", "K/32", "8")},
+        "cuts": ("N", "K"),
+        "storages": {"ik_llama": {"tensors": {"rows": ("u8", "N", "4 + 16*K/32")}}},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, W8A8,
-        as_float, as_type, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, W8A8, as_float, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -118,40 +117,51 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"q": Field("i8", "N", "K"), "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)")},
     storages={
-        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
-            "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
-            "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale"),
-                bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+        "safetensors": Storage(unpack_safetensors, pack_safetensors, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
                     scale=group_sums.scaled_codes, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),), blocks=("bk",),
                     in_order=True, width=8, bits=8, signed=True, base=(128, 2304), double=True,
                     w8a8=W8A8(w8a8, "i8", "weight", groups=True)))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("s", "bn", "bk"),),
                     blocks=("bk",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
+    roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
-FORMAT = Format(
-    name="int8_block", title="INT8 codes with one scale per two-dimensional block",
-    source="vLLM and SGLang blockwise int8 (DeepSeek-R1-Block-INT8)", formula="q * s",
-    variants={(): VARIANT},
-    params={"bn": (128, 64, 32, "any"), "bk": (128, 64, 32, "any"), "scale_type": ("f32", "bf16", "f16")},
-    sizes={"bn": "N", "bk": "K"},
-    digest="ead4704047b7c6d2",
-)
+PROGRAM = {
+    "name": "int8_block", "title": "INT8 codes with one scale per two-dimensional block",
+    "source": "vLLM and SGLang blockwise int8 (DeepSeek-R1-Block-INT8)", "formula": "q * s", "bits": "8.002",
+    "digest": "ead4704047b7c6d2",
+    "params": {"bn": (128, 64, 32, "any"), "bk": (128, 64, 32, "any"), "scale_type": ("f32", "bf16", "f16")},
+    "sizes": {"bn": "N", "bk": "K"},
+    "variants": {(): {
+        "fields": {"q": ("i8", "N", "K"), "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)")},
+        "cuts": ("ceil(N/bn)", "ceil(K/bk)"),
+        "storages": {
+            "safetensors": {"tensors": {
+                "weight": ("i8", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight_scale_inv": ("scale_type", "ceil(N/bn)", "ceil(K/bk)",
+                    {"aliases": ("weight_scale", "scale"), "slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, W8A8,
-        as_float, as_type, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, W8A8, as_float, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -150,32 +149,19 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"q": Field("i8", "N", "K"), "z": Field("i8"), "s": Field("scale_type")},
     storages={
-        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
-            "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
-            "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
-            "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
-        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+        "safetensors": Storage(unpack_safetensors, pack_safetensors, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=group_sums.with_zero,
                     row_fields=(GroupField("weight_scale", 0, 0), GroupField("weight_zero_point", 0, 0, 8, default=0.0)),
                     in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     w8a8=W8A8(w8a8, "i8", "weight", sums=True)))),
-        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
-            "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-            "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
-            "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
-        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+        "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=group_sums.with_zero,
                     row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)), in_order=True,
                     width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     w8a8=W8A8(w8a8, "i8", "qdata", sums=True)))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("scale_type", bits=("s[]",)),
-            "z": Stored("i8", optional="z", bits=("z[]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
                     finish=group_sums.with_zero, row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)),
                     width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
@@ -183,17 +169,42 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
+    roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
 )
 
-FORMAT = Format(
-    name="int8_tensor", title="INT8 codes with one scale for the whole tensor and an optional zero point",
-    source="compressed-tensors int-quantized (tensor)", formula="(q - z) * s",
-    variants={(): VARIANT},
-    params={"scale_type": ("bf16", "f32", "f16")},
-    digest="cc9f384997f4a8ad",
-)
+PROGRAM = {
+    "name": "int8_tensor", "title": "INT8 codes with one scale for the whole tensor and an optional zero point",
+    "source": "compressed-tensors int-quantized (tensor)", "formula": "(q - z) * s", "bits": "8", "digest": "cc9f384997f4a8ad",
+    "params": {"scale_type": ("bf16", "f32", "f16")},
+    "variants": {(): {
+        "fields": {"q": ("i8", "N", "K"), "z": ("i8",), "s": ("scale_type",)},
+        "cuts": ("N", "K"),
+        "storages": {
+            "safetensors": {"tensors": {
+                "weight": ("i8", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight_scale": ("scale_type", "1", {"slices": (("s", 0, []),)}),
+                "weight_zero_point": ("i8", "1", {"optional": "z", "slices": (("z", 0, []),)}),
+            }},
+            "torchao": {"tensors": {
+                "qdata": ("i8", "N", "K", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "scale": ("scale_type", "1", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, []),)}),
+                "zero_point": ("i8", "1", "1", {"aliases": ("_weight_zero_point",), "optional": "z", "slices": (("z", 0, []),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", {"slices": (("s", 0, []),)}),
+                    "z": ("i8", {"optional": "z", "slices": (("z", 0, []),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+        "defaults": {"z": 0},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

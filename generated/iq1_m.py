@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_type, integer, pad)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_type,
+        integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -326,18 +326,9 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u3", "N", "K/16"), "down": Field("u1", "N", "K/8"),
-            "g": Field("u11", "N", "K/8")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "56*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/256)"),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
                     table=_table_planar, scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 3)),
                     blocks=("256", "16"), size=16, width=8, bits=0, base=(9, 137)))),
@@ -345,13 +336,30 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="iq1_m", title="GGML IQ1_M, rows of 8 ternary values from a grid of 2048, shifted up or down by an eighth, with 3-bit scales",
-    source="ggml-common.h block_iq1_m", formula="d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down))",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ1_M"},
-    digest="3025a64b054b0af0",
-)
+PROGRAM = {
+    "name": "iq1_m",
+    "title": "GGML IQ1_M, rows of 8 ternary values from a grid of 2048, shifted up or down by an eighth, with 3-bit scales",
+    "source": "ggml-common.h block_iq1_m", "formula": "d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down))",
+    "bits": "1.75 to 3.5625", "digest": "3025a64b054b0af0",
+    "detect": {"gguf": "IQ1_M"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u3", "N", "K/16"), "down": ("u1", "N", "K/8"), "g": ("u11", "N", "K/8")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "56*K/256")}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/256)"), "q_1": ("i32", "N", "16*ceil(K/512)"),
+                    "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "sc": ("u8", "N", "K/16", {"padding": 248, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_float, as_type, integer, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_float,
+        as_type, integer, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -292,18 +292,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u3", "N", "K/32"), "down": Field("u1", "N", "K/32"),
-            "g": Field("u11", "N", "K/8")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "50*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)"),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]", "down+3[1@0, 1@1]")),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3, at=0), GroupField("sc", 1, 32, 1, at=3)),
@@ -313,13 +305,28 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "", 2, ("d", "sc", "down"), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="iq1_s", title="GGML IQ1_S, rows of 8 ternary values from a grid of 2048, shifted up or down by an eighth, with 3-bit scales",
-    source="ggml-common.h block_iq1_s", formula="d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down))",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ1_S"},
-    digest="03d9ec0bc4f3ebe2",
-)
+PROGRAM = {
+    "name": "iq1_s",
+    "title": "GGML IQ1_S, rows of 8 ternary values from a grid of 2048, shifted up or down by an eighth, with 3-bit scales",
+    "source": "ggml-common.h block_iq1_s", "formula": "d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down))",
+    "bits": "1.5625 to 2.3125", "digest": "03d9ec0bc4f3ebe2",
+    "detect": {"gguf": "IQ1_S"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u3", "N", "K/32"), "down": ("u1", "N", "K/32"), "g": ("u11", "N", "K/8")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "50*K/256")}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/256)"),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("u8", "N", "K/32",
+                    {"padding": 240, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]), ("down", 3, [[(0, 1, 0)], [(0, 1, 1)]]))}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_float, as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_float,
+        as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -256,21 +256,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"), "g": Field("u10", "N", "K/8"),
-            "s": Field("u1", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "82*K/256",
-                bits=("d[1@0, 82@1]", "g.at(0):8+16[1@0, 32:1@1 82@1]", "g.at(8):2+528[1@0, 4:2 8:1@1 82@1]",
-                "s+272[1@0, 8:1 32:1@1 82@1]", "sc+592[1@0, 2:4 8:1@1 82@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(8,), order=(0, 1, 2, 3),
-                tables=(GRID,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/256)"),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(8,),
+                order=(0, 1, 2, 3), tables=(GRID,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
                     table=_table_planar, scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4)),
                     blocks=("256", "16"), size=16, width=8, bits=0, base=(43, 171)))),
@@ -278,13 +267,33 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="iq2_s", title="GGML IQ2_S, rows of 8 magnitudes from a grid of 1024, with a sign each and 4-bit scales",
-    source="ggml-common.h block_iq2_s", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 * s))",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ2_S"},
-    digest="a92753afafce54b1",
-)
+PROGRAM = {
+    "name": "iq2_s", "title": "GGML IQ2_S, rows of 8 magnitudes from a grid of 1024, with a sign each and 4-bit scales",
+    "source": "ggml-common.h block_iq2_s", "formula": "d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * (1 - 2 * s))",
+    "bits": "2.5625 to 3.5625", "digest": "a92753afafce54b1",
+    "detect": {"gguf": "IQ2_S"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u4", "N", "K/16"), "g": ("u10", "N", "K/8"), "s": ("u1", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "82*K/256",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 82, 1)]]), ("g", 16, [[(0, 1, 0)], [(32, 1, 1), (0, 82, 1)]], 0, 8),
+                ("g", 528, [[(0, 1, 0)], [(4, 2), (8, 1, 1), (0, 82, 1)]], 8, 2),
+                ("s", 272, [[(0, 1, 0)], [(8, 1), (32, 1, 1), (0, 82, 1)]]),
+                ("sc", 592, [[(0, 1, 0)], [(2, 4), (8, 1, 1), (0, 82, 1)]]))})}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/256)"), "q_1": ("i32", "N", "16*ceil(K/512)"),
+                    "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "sc": ("u8", "N", "K/16", {"padding": 240, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

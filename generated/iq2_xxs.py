@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_float, as_type, integer, pad)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_float,
+        as_type, integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -209,18 +209,9 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/32"), "g": Field("u8", "N", "K/8"),
-            "s": Field("u7", "N", "K/8")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "66*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/256)"),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_3,
                     numbers=bitplanes.entries_of_8, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32, width=8,
@@ -229,13 +220,29 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="iq2_xxs", title="GGML IQ2_XXS, rows of 8 magnitudes from a grid of 256, with signs and 4-bit scales",
-    source="ggml-common.h block_iq2_xxs", formula="d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8])",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ2_XXS"},
-    digest="658536321cdf34c2",
-)
+PROGRAM = {
+    "name": "iq2_xxs", "title": "GGML IQ2_XXS, rows of 8 magnitudes from a grid of 256, with signs and 4-bit scales",
+    "source": "ggml-common.h block_iq2_xxs", "formula": "d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8])",
+    "bits": "2.0625 to 3.3125", "digest": "658536321cdf34c2",
+    "detect": {"gguf": "IQ2_XXS"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u4", "N", "K/32"), "g": ("u8", "N", "K/8"), "s": ("u7", "N", "K/8")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "66*K/256")}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/256)"), "q_1": ("i32", "N", "16*ceil(K/512)"),
+                    "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "sc": ("u8", "N", "K/32", {"padding": 240, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

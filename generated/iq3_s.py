@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_float, as_type, empty, joined, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_float,
+        as_type, empty, joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -196,21 +196,11 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/32"), "g": Field("u9", "N", "K/4"),
-            "s": Field("u1", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "110*K/256",
-                bits=("d[1@0, 110@1]", "g.at(0):8+16[1@0, 64:1@1 110@1]", "g.at(8):1+528[1@0, 8:1 8:1@1 110@1]",
-                "s+592[1@0, 8:1 32:1@1 110@1]", "sc+848[1@0, 2:4 4:1@1 110@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(8,), order=(0, 1, 2, 3),
-                tables=(GRID,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)"),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(8,),
+                order=(0, 1, 2, 3), tables=(GRID,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
@@ -219,13 +209,30 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("d", "sc"), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="iq3_s", title="GGML IQ3_S, rows of 4 magnitudes from a grid of 512, with a sign each and 4-bit scales",
-    source="ggml-common.h block_iq3_s", formula="d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s))",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ3_S"},
-    digest="524afbbf49131b3e",
-)
+PROGRAM = {
+    "name": "iq3_s", "title": "GGML IQ3_S, rows of 4 magnitudes from a grid of 512, with a sign each and 4-bit scales",
+    "source": "ggml-common.h block_iq3_s", "formula": "d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s))",
+    "bits": "3.4375 to 4.3125", "digest": "524afbbf49131b3e",
+    "detect": {"gguf": "IQ3_S"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u4", "N", "K/32"), "g": ("u9", "N", "K/4"), "s": ("u1", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "110*K/256",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 110, 1)]]), ("g", 16, [[(0, 1, 0)], [(64, 1, 1), (0, 110, 1)]], 0, 8),
+                ("g", 528, [[(0, 1, 0)], [(8, 1), (8, 1, 1), (0, 110, 1)]], 8, 1),
+                ("s", 592, [[(0, 1, 0)], [(8, 1), (32, 1, 1), (0, 110, 1)]]),
+                ("sc", 848, [[(0, 1, 0)], [(2, 4), (4, 1, 1), (0, 110, 1)]]))})}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)"),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("u8", "N", "K/32", {"padding": 240, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

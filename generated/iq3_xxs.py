@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_float, as_type, integer)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_float,
+        as_type, integer)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -197,18 +197,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/32"), "g": Field("u8", "N", "K/4"),
-            "s": Field("u7", "N", "K/8")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "98*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)"),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.entries_of_16, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32, width=8,
@@ -217,13 +209,26 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("d", "sc"), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="iq3_xxs", title="GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales",
-    source="ggml-common.h block_iq3_xxs", formula="d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ3_XXS"},
-    digest="57f308266d1cee33",
-)
+PROGRAM = {
+    "name": "iq3_xxs", "title": "GGML IQ3_XXS, rows of 4 magnitudes from a grid of 256, with signs and 4-bit scales",
+    "source": "ggml-common.h block_iq3_xxs", "formula": "d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8])",
+    "bits": "3.0625 to 4.3125", "digest": "57f308266d1cee33",
+    "detect": {"gguf": "IQ3_XXS"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u4", "N", "K/32"), "g": ("u8", "N", "K/4"), "s": ("u7", "N", "K/8")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "98*K/256")}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)"),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("u8", "N", "K/32", {"padding": 240, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

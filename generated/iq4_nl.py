@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import block_levels
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, empty, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -178,21 +177,13 @@ def _table_planar(g, N, F: tl.constexpr):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,),
+                order=(0, 1, 3, 2), tables=(LEVELS,))),
+        "iq4_nl_r4": Storage(unpack_iq4_nl_r4, pack_iq4_nl_r4, Kernels(_decode_iq4_nl_r4, rows="N", units="K", last="k",
                 tables=(LEVELS,))),
-        "iq4_nl_r4": Storage(unpack=unpack_iq4_nl_r4, pack=pack_iq4_nl_r4, tensors={
-            "blocks": Stored("u8", "N/4", "72*K/32", seen=("N", "18*K/32"),
-                bits=("d[4:2@1 1@0, 72@1]", "q+64[4:4@1 1@0, 4:1@1 2:32@1 2:4 2:16@1 72@1]")),
-        }, kernels=Kernels(_decode_iq4_nl_r4, rows="N", units="K", last="k", tables=(LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0),
@@ -201,13 +192,35 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d",)),
 )
 
-FORMAT = Format(
-    name="iq4_nl", title="GGML IQ4_NL, 4-bit codes into a table of 16 levels, with one scale per 32",
-    source="ggml-common.h block_iq4_nl and kvalues_iq4nl", formula="d * levels[q]",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ4_NL", "repacked": {"IQ4_NL_R4": "iq4_nl_r4"}},
-    digest="51233cce86e2c6fd",
-)
+PROGRAM = {
+    "name": "iq4_nl", "title": "GGML IQ4_NL, 4-bit codes into a table of 16 levels, with one scale per 32",
+    "source": "ggml-common.h block_iq4_nl and kvalues_iq4nl", "formula": "d * levels[q]", "bits": "4.5",
+    "digest": "51233cce86e2c6fd",
+    "detect": {"gguf": "IQ4_NL", "repacked": {"IQ4_NL_R4": "iq4_nl_r4"}},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/32"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "18*K/32",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 18, 1)]]),
+                ("q", 16, [[(0, 1, 0)], [(16, 1, 1), (2, 4), (0, 18, 1)]]))})}},
+            "iq4_nl_r4": {"tensors": {"blocks": ("u8", "N/4", "72*K/32",
+                {"seen": ("N", "18*K/32"),
+                "slices": (("d", 0, [[(4, 2, 1), (0, 1, 0)], [(0, 72, 1)]]),
+                ("q", 64, [[(4, 4, 1), (0, 1, 0)], [(4, 1, 1), (2, 32, 1), (2, 4), (2, 16, 1), (0, 72, 1)]]))})}},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "d": ("f16", "N", "K/32", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

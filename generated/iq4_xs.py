@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_levels
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, empty, joined, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, empty,
+        joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -174,20 +174,11 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "136*K/256",
-                bits=("d[1@0, 136@1]", "sc.at(0):4+32[1@0, 2:4 4:1@1 136@1]", "sc.at(4):2+16[1@0, 4:2 2:1@1 136@1]",
-                "q+64[1@0, 16:1@1 2:4 8:16@1 136@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(8, 16), lanes=(2,), order=(0, 1, 2, 4, 3),
-                tables=(LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(8, 16), lanes=(2,),
+                order=(0, 1, 2, 4, 3), tables=(LEVELS,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6)), blocks=("256", "32"), size=32, width=8,
@@ -196,13 +187,31 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc")),
 )
 
-FORMAT = Format(
-    name="iq4_xs", title="GGML IQ4_XS, 4-bit codes into a table of 16 levels, with 6-bit scales in super-blocks of 256",
-    source="ggml-common.h block_iq4_xs and kvalues_iq4nl", formula="d * (sc - 32) * levels[q]",
-    variants={(): VARIANT},
-    detect={"gguf": "IQ4_XS"},
-    digest="f27dc5f25ec6a1cb",
-)
+PROGRAM = {
+    "name": "iq4_xs", "title": "GGML IQ4_XS, 4-bit codes into a table of 16 levels, with 6-bit scales in super-blocks of 256",
+    "source": "ggml-common.h block_iq4_xs and kvalues_iq4nl", "formula": "d * (sc - 32) * levels[q]", "bits": "4.25 to 4.3125",
+    "digest": "f27dc5f25ec6a1cb",
+    "detect": {"gguf": "IQ4_XS"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u6", "N", "K/32"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "136*K/256",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 136, 1)]]),
+                ("sc", 32, [[(0, 1, 0)], [(2, 4), (4, 1, 1), (0, 136, 1)]], 0, 4),
+                ("sc", 16, [[(0, 1, 0)], [(4, 2), (2, 1, 1), (0, 136, 1)]], 4, 2),
+                ("q", 64, [[(0, 1, 0)], [(16, 1, 1), (2, 4), (8, 16, 1), (0, 136, 1)]]))})}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("u8", "N", "K/32", {"padding": 192, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, cdiv, empty, pad)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, cdiv, empty,
+        pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
@@ -141,18 +141,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"e": Field("e8m0h", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "17*K/32", bits=("e[1@0, 17@1]", "q+8[1@0, 16:1@1 2:4 17@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2),
-                tables=(LEVEL,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)",
-                bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
-            "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,),
+                order=(0, 1, 3, 2), tables=(LEVEL,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.e2m1, raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled,
                     group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32, width=8, bits=0,
@@ -162,13 +155,31 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e",)),
 )
 
-FORMAT = Format(
-    name="mxfp4", title="GGML MXFP4, 4-bit floats with a power of two per 32",
-    source="ggml-common.h block_mxfp4 and kvalues_mxfp4", formula="e * level[q]",
-    variants={(): VARIANT},
-    detect={"gguf": "MXFP4"},
-    digest="30ee6433a4669068",
-)
+PROGRAM = {
+    "name": "mxfp4", "title": "GGML MXFP4, 4-bit floats with a power of two per 32",
+    "source": "ggml-common.h block_mxfp4 and kvalues_mxfp4", "formula": "e * level[q]", "bits": "4.25",
+    "digest": "30ee6433a4669068",
+    "detect": {"gguf": "MXFP4"},
+    "variants": {(): {
+        "fields": {"e": ("e8m0h", "N", "K/32"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "17*K/32",
+                {"slices": (("e", 0, [[(0, 1, 0)], [(0, 17, 1)]]), ("q", 8, [[(0, 1, 0)], [(16, 1, 1), (2, 4), (0, 17, 1)]]))})}},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                        ("q", 4, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                    "e": ("e8m0h", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_type, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_type,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -148,37 +148,55 @@ def _table_planar(g, N, F: tl.constexpr):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("f32", "ceil(N*K/block)"), "q": Field("u4", "N", "K")},
     storages={
-        "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"), tensors={
-            "weight": Stored("u8", "ceil(N*K/2)", "1"),
-            "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"), tensors={
-            "code": Stored("i32", "N", "16*ceil(K/128)"),
-            "s": Stored("f32", "N", "K/block"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED,),
+        "bitsandbytes": Storage(unpack_bitsandbytes, pack_bitsandbytes, Kernels(_decode_bitsandbytes, rows="N", units="K",
+                last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.paired_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0),
                     base=(0, 0), zero=(0, 0)))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
-    row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s",), row_codes=ROW_CODES),
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s",), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="nf4", title="NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, with one scale per block",
-    source="bitsandbytes functional.py get_4bit_type, QuantState.as_dict", formula="levels[q] * s",
-    variants={(): VARIANT},
-    params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
-    sizes={"block": "K"},
-    detect={"tensors": {"weight.quant_map": "levels",
-        "weight.quant_state.bitsandbytes__nf4": {"quant_type": "nf4", "blocksize": "block",
-        "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"]}}},
-    digest="c9f14513e0669b18",
-)
+PROGRAM = {
+    "name": "nf4", "title": "NF4 of bitsandbytes, 4-bit codes into quantiles of a normal distribution, with one scale per block",
+    "source": "bitsandbytes functional.py get_4bit_type, QuantState.as_dict", "formula": "levels[q] * s", "bits": "4.5",
+    "digest": "c9f14513e0669b18",
+    "params": {"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
+    "sizes": {"block": "K"},
+    "detect": {"tensors": {
+        "weight.quant_map": "levels",
+        "weight.quant_state.bitsandbytes__nf4": {
+            "quant_type": "nf4", "blocksize": "block", "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"],
+        },
+    }},
+    "tables": {"levels": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)},
+    "variants": {(): {
+        "fields": {"s": ("f32", "ceil(N*K/block)"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "ceil(N*K/block)"),
+        "storages": {
+            "bitsandbytes": {
+                "tensors": {
+                    "weight": ("u8", "ceil(N*K/2)", "1"),
+                    "weight_absmax": ("f32", "ceil(N*K/block)",
+                        {"aliases": ("weight.absmax",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("N", "K"),
+            },
+            "planar": {
+                "tensors": {"code": ("i32", "N", "16*ceil(K/128)"), "s": ("f32", "N", "K/block")},
+                "reads": ("K",), "extents": ("N", "K", "block"),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -18,8 +18,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Branch, BranchTensor, Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored,
-        Variant, as_float, as_type, joined, pad, spread, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, joined,
+        pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -132,41 +132,56 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"q": Field("i4", "N", "K"), "s": Field("scale_type", "N", "K/64"), "m": Field("scale_type", "K")},
     storages={
-        "nunchaku": Storage(unpack=unpack_nunchaku, pack=pack_nunchaku, extents=("N", "K"), whole=True, tensors={
-            "qweight": Stored("i8", "N/128", "K/64", "8", "8", "4", "2", "2", "4", seen=("N", "K/2")),
-            "wscales": Stored("scale_type", "N/128", "K/64", "8", "4", "2", "2", seen=("K/64", "N")),
-            "smooth_factor": Stored("scale_type", "K/128", "8", "4", "2", "2", aliases=("smooth",), seen=("K",)),
-        }, kernels=Kernels(_decode_nunchaku, rows="N", units="K", last="k", divides=True)),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), factor="/m", tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s": Stored("scale_type", "N", "K/64", bits=("s[1@0, 1@1]",)),
-            "m": Stored("scale_type", "K", bits=("m[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5), divides=True,
+        "nunchaku": Storage(unpack_nunchaku, pack_nunchaku, Kernels(_decode_nunchaku, rows="N", units="K", last="k",
+                divides=True)),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5), divides=True,
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.i4, scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",),
                     size=32, signed=True, base=(8, 136), zero=(-8, -136)))),
     },
     decode=decode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), columns="/m"),
-    plus=(
-        Branch("low_rank",
-                up=BranchTensor("proj_up", "scale_type", "N", "?", digits=("N/16", "?", "8", "4", "2", "2", "2"),
-                    order=((0, 4, 2), (1, 5, 3, 6)), aliases=("lora_up",)),
-                down=BranchTensor("proj_down", "scale_type", "K", "?", digits=("K/16", "?", "8", "4", "2", "2", "2"),
-                    order=((1, 4, 2), (0, 5, 3, 6)), aliases=("lora_down",))),
-    ),
 )
 
-FORMAT = Format(
-    name="nunchaku_int4", title="Nunchaku INT4 (SVDQuant), codes and factors of a low rank in tiles of matrix units",
-    source="nunchaku, packer.py NunchakuWeightPacker with warps of 128 rows; deepcompressor writes it", formula="q * s / m",
-    variants={(): VARIANT},
-    params={"scale_type": ("bf16", "f16")},
-    detect={"bias": "permuted"},
-    digest="edd2b19b29c16823",
-)
+PROGRAM = {
+    "name": "nunchaku_int4", "title": "Nunchaku INT4 (SVDQuant), codes and factors of a low rank in tiles of matrix units",
+    "source": "nunchaku, packer.py NunchakuWeightPacker with warps of 128 rows; deepcompressor writes it", "formula": "q * s / m",
+    "bits": "4.25 to 4.251", "digest": "edd2b19b29c16823",
+    "params": {"scale_type": ("bf16", "f16")},
+    "detect": {"bias": "permuted"},
+    "variants": {(): {
+        "fields": {"q": ("i4", "N", "K"), "s": ("scale_type", "N", "K/64"), "m": ("scale_type", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "nunchaku": {
+                "tensors": {
+                    "qweight": ("i8", "N/128", "K/64", "8", "8", "4", "2", "2", "4", {"seen": ("N", "K/2")}),
+                    "wscales": ("scale_type", "N/128", "K/64", "8", "4", "2", "2", {"seen": ("K/64", "N")}),
+                    "smooth_factor": ("scale_type", "K/128", "8", "4", "2", "2", {"aliases": ("smooth",), "seen": ("K",)}),
+                },
+                "extents": ("N", "K"), "whole": True,
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("scale_type", "N", "K/64", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "m": ("scale_type", "K", {"slices": (("m", 0, [[(0, 1, 0)]]),)}),
+                },
+                "reads": ("K",), "factor": "/m",
+            },
+        },
+        "plus": (("low_rank",
+            {"up": ("proj_up", "scale_type", "N", "?",
+            {"digits": ("N/16", "?", "8", "4", "2", "2", "2"), "order": ((0, 4, 2), (1, 5, 3, 6)), "aliases": ("lora_up",)}),
+            "down": ("proj_down", "scale_type", "K", "?",
+            {"digits": ("K/16", "?", "8", "4", "2", "2", "2"), "order": ((1, 4, 2), (0, 5, 3, 6)), "aliases": ("lora_down",)})},
+            False),),
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Table, Variant,
-        as_type, cdiv, empty, pad, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, cdiv, empty,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
@@ -155,36 +155,51 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"e": Field("ue4m3", "N", "K/16"), "q": Field("u4", "N", "K"), "s": Field("f32")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "36*K/64", bits=("e[1@0, 4:1@1 36@1]", "q+32[1@0, 8:1@1 2:4 4:8@1 36@1]")),
-            "scale": Stored("f32", optional="s", bits=("s[]",)),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(4, 8), lanes=(2,), order=(0, 1, 2, 4, 3),
-                tables=(LEVEL,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)",
-                bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
-            "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
-            "s": Stored("f32", optional="s", bits=("s[]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(4, 8), lanes=(2,),
+                order=(0, 1, 2, 4, 3), tables=(LEVEL,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
                     raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled, finish=group_sums.scaled,
                     group_fields=(GroupField("e", 1, 16, "ue4m3"),), row_fields=(GroupField("s", 0, 0, default=1.0),),
                     blocks=("16",), size=16, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0)))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"},
-    settings={"level": LEVEL, "factor": 0.5}, defaults={"s": 1}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e", "s")),
+    settings={"level": LEVEL, "factor": 0.5}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e", "s")),
 )
 
-FORMAT = Format(
-    name="nvfp4", title="GGML NVFP4, 4-bit floats with an 8-bit float per 16, and a scale of the whole weight beside them",
-    source="ggml-common.h block_nvfp4 and kvalues_mxfp4", formula="e * 0.5 * level[q] * s",
-    variants={(): VARIANT},
-    detect={"gguf": "NVFP4"},
-    digest="52224f83ed9a590c",
-)
+PROGRAM = {
+    "name": "nvfp4", "title": "GGML NVFP4, 4-bit floats with an 8-bit float per 16, and a scale of the whole weight beside them",
+    "source": "ggml-common.h block_nvfp4 and kvalues_mxfp4", "formula": "e * 0.5 * level[q] * s", "bits": "4.5",
+    "digest": "52224f83ed9a590c",
+    "detect": {"gguf": "NVFP4"},
+    "variants": {(): {
+        "fields": {"e": ("ue4m3", "N", "K/16"), "q": ("u4", "N", "K"), "s": ("f32",)},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {
+                "blocks": ("u8", "N", "36*K/64",
+                    {"slices": (("e", 0, [[(0, 1, 0)], [(4, 1, 1), (0, 36, 1)]]),
+                    ("q", 32, [[(0, 1, 0)], [(8, 1, 1), (2, 4), (4, 8, 1), (0, 36, 1)]]))}),
+                "scale": ("f32", {"optional": "s", "slices": (("s", 0, []),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                        ("q", 4, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                    "e": ("ue4m3", "N", "K/16", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "s": ("f32", {"optional": "s", "slices": (("s", 0, []),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+        "defaults": {"s": 1},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type,
-        cdiv, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, cdiv, joined, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
@@ -147,21 +147,11 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("e4m3", "N", "K/16"), "g": Field("f32"), "q": Field("e2m1", "N", "K")},
     storages={
-        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
-            "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "weight_scale": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
-            "weight_global_scale": Stored("f32", "1", bits=("g[]",)),
-        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2),
-                divides=True)),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)",
-                bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
-            "g": Stored("f32", bits=("g[]",)),
-            "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), divides=True,
+        "compressed_tensors": Storage(unpack_compressed_tensors, pack_compressed_tensors, Kernels(_decode_compressed_tensors,
+                rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2), divides=True)),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), divides=True,
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
                     raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled, finish=_finish_planar,
                     group_fields=(GroupField("s", 1, 16, "e4m3"),), row_fields=(GroupField("g", 0, 0),), blocks=("16",), size=16,
@@ -173,12 +163,34 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("g", "s")),
 )
 
-FORMAT = Format(
-    name="nvfp4_ct", title="NVFP4, 4-bit floats with an 8-bit float per 16 divided by a scale of the whole weight",
-    source="compressed-tensors nvfp4-pack-quantized (weight_global_scale)", formula="s / g * q",
-    variants={(): VARIANT},
-    digest="15dce39d350484bc",
-)
+PROGRAM = {
+    "name": "nvfp4_ct", "title": "NVFP4, 4-bit floats with an 8-bit float per 16 divided by a scale of the whole weight",
+    "source": "compressed-tensors nvfp4-pack-quantized (weight_global_scale)", "formula": "s / g * q", "bits": "4.5",
+    "digest": "15dce39d350484bc",
+    "variants": {(): {
+        "fields": {"s": ("e4m3", "N", "K/16"), "g": ("f32",), "q": ("e2m1", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "compressed_tensors": {"tensors": {
+                "weight_packed": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale": ("e4m3", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight_global_scale": ("f32", "1", {"slices": (("g", 0, []),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                        ("q", 4, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                    "g": ("f32", {"slices": (("g", 0, []),)}),
+                    "s": ("e4m3", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

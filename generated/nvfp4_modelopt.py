@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type,
-        cdiv, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, cdiv, joined, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
@@ -245,36 +245,16 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("e4m3", "N", "K/16"), "g": Field("f32"), "q": Field("e2m1", "N", "K")},
     storages={
-        "modelopt": Storage(unpack=unpack_modelopt, pack=pack_modelopt, always=("g",), tensors={
-            "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "weight_scale": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
-            "weight_scale_2": Stored("f32", bits=("g[]",)),
-        }, kernels=Kernels(_decode_modelopt, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
-            "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 1@1]",)),
-            "scale": Stored("e4m3", "N", "K/16", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
-            "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
-        }, kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
-            "qdata": Stored("u8", "N", "8*K/16", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 8:1@1 8@1]",)),
-            "scale": Stored("e4m3", "ceil(N/128)", "ceil(K/64)", "512", aliases=("_weight_scale",),
-                seen=("32*ceil(N/128)", "16*ceil(K/64)"), bits=("s[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-            "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
-        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K/2", last="k", digits=(8,), lanes=(2,),
-                order=(0, 1, 2, 3))),
-        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, where=("g",), options={"amax": 2688}, tensors={
-            "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-            "scales": Stored("u8", "N", "K/16", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)",
-                bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
-            "g": Stored("f32", optional="g", bits=("g[]",)),
-            "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6),
+        "modelopt": Storage(unpack_modelopt, pack_modelopt, Kernels(_decode_modelopt, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_torchao, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "torchao_swizzled": Storage(unpack_torchao_swizzled, pack_torchao_swizzled, Kernels(_decode_torchao_swizzled, rows="N",
+                units="K/2", last="k", digits=(8,), lanes=(2,), order=(0, 1, 2, 3))),
+        "mlx": Storage(unpack_mlx, pack_mlx, Kernels(_decode_mlx, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
                     raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled, finish=group_sums.scaled,
                     group_fields=(GroupField("s", 1, 16, "e4m3"),), row_fields=(GroupField("g", 0, 0, default=1.0),),
@@ -283,15 +263,69 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
         "zeros": ("signed", "negative", "positive")},
-    defaults={"g": 1}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("g", "s")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("g", "s")),
 )
 
-FORMAT = Format(
-    name="nvfp4_modelopt", title="NVFP4, 4-bit floats with an 8-bit float per 16 times a scale of the whole weight",
-    source="ModelOpt NVFP4 (weight_scale_2), torchao NVFP4Tensor (per_tensor_scale)", formula="s * g * q",
-    variants={(): VARIANT},
-    digest="57bc089ff7ee8846",
-)
+PROGRAM = {
+    "name": "nvfp4_modelopt", "title": "NVFP4, 4-bit floats with an 8-bit float per 16 times a scale of the whole weight",
+    "source": "ModelOpt NVFP4 (weight_scale_2), torchao NVFP4Tensor (per_tensor_scale)", "formula": "s * g * q", "bits": "4.5",
+    "digest": "57bc089ff7ee8846",
+    "variants": {(): {
+        "fields": {"s": ("e4m3", "N", "K/16"), "g": ("f32",), "q": ("e2m1", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "modelopt": {
+                "tensors": {
+                    "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                    "weight_scale": ("e4m3", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight_scale_2": ("f32", {"slices": (("g", 0, []),)}),
+                },
+                "always": ("g",),
+            },
+            "torchao": {"tensors": {
+                "qdata": ("u8", "N", "K/2",
+                    {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "scale": ("e4m3", "N", "K/16",
+                    {"aliases": ("_weight_scale",), "slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "per_tensor_scale": ("f32",
+                    {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "slices": (("g", 0, []),)}),
+            }},
+            "torchao_swizzled": {
+                "tensors": {
+                    "qdata": ("u8", "N", "8*K/16",
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (8, 1, 1), (0, 8, 1)]]),)}),
+                    "scale": ("e4m3", "ceil(N/128)", "ceil(K/64)", "512",
+                        {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/64)"),
+                        "slices": (("s", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                    "per_tensor_scale": ("f32",
+                        {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "slices": (("g", 0, []),)}),
+                },
+                "reads": ("N", "K"),
+            },
+            "mlx": {
+                "tensors": {
+                    "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [[(0, 1, 0)], [(8, 4), (0, 1, 1)]]),)}),
+                    "scales": ("u8", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "where": ("g",),
+                "options": {"amax": 2688},
+            },
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                        ("q", 4, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                    "g": ("f32", {"optional": "g", "slices": (("g", 0, []),)}),
+                    "s": ("e4m3", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+        "defaults": {"g": 1},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type,
-        cdiv, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, cdiv, joined, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e8m0
@@ -268,46 +268,25 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"e": Field("e8m0", "N", "K/32"), "q": Field("e2m1", "N", "K")},
     storages={
-        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
-            "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "modelopt": Storage(unpack=unpack_modelopt, pack=pack_modelopt, tensors={
-            "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "gpt_oss": Storage(unpack=unpack_gpt_oss, pack=pack_gpt_oss, tensors={
-            "blocks": Stored("u8", "N", "K/32", "16", aliases=("_blocks", "gate_up_proj_blocks", "down_proj_blocks"),
-                bits=("q[1@0, 2:4 16:1@2 1@1]",)),
-            "scales": Stored("u8", "N", "K/32", aliases=("_scales", "gate_up_proj_scales", "down_proj_scales"),
-                bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_gpt_oss, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 2, 3))),
-        "deepseek": Storage(unpack=unpack_deepseek, pack=pack_deepseek, tensors={
-            "weight": Stored("i8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "weight_scale_inv": Stored("e8m0", "N", "K/32", aliases=("scale",), bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
-            "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 1@1]",)),
-            "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
-            "qdata": Stored("u8", "N", "16*K/32", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 16:1@1 16@1]",)),
-            "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,),
-                order=(0, 1, 2, 3))),
-        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
-            "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-            "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)",
-                bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
-            "e": Stored("e8m0", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6),
+        "compressed_tensors": Storage(unpack_compressed_tensors, pack_compressed_tensors, Kernels(_decode_compressed_tensors,
+                rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
+        "modelopt": Storage(unpack_modelopt, pack_modelopt,
+            Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "gpt_oss": Storage(unpack_gpt_oss, pack_gpt_oss, Kernels(_decode_gpt_oss, rows="N", units="K/2", last="k", digits=(16,),
+                lanes=(2,), order=(0, 1, 2, 3))),
+        "deepseek": Storage(unpack_deepseek, pack_deepseek,
+            Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "torchao": Storage(unpack_torchao, pack_torchao,
+            Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "torchao_swizzled": Storage(unpack_torchao_swizzled, pack_torchao_swizzled, Kernels(_decode_torchao_swizzled, rows="N",
+                units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 2, 3))),
+        "mlx": Storage(unpack_mlx, pack_mlx, Kernels(_decode_mlx, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.e2m1, raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled,
                     group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32, width=8, bits=0,
@@ -320,12 +299,69 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e",)),
 )
 
-FORMAT = Format(
-    name="ocp_mxfp4", title="OCP MXFP4, 4-bit floats with a power of two per 32",
-    source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor", formula="e * q",
-    variants={(): VARIANT},
-    digest="4b272c8ccfc17b5e",
-)
+PROGRAM = {
+    "name": "ocp_mxfp4", "title": "OCP MXFP4, 4-bit floats with a power of two per 32",
+    "source": "OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor",
+    "formula": "e * q", "bits": "4.25", "digest": "4b272c8ccfc17b5e",
+    "variants": {(): {
+        "fields": {"e": ("e8m0", "N", "K/32"), "q": ("e2m1", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "compressed_tensors": {"tensors": {
+                "weight_packed": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "modelopt": {"tensors": {
+                "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "gpt_oss": {"tensors": {
+                "blocks": ("u8", "N", "K/32", "16",
+                    {"aliases": ("_blocks", "gate_up_proj_blocks", "down_proj_blocks"),
+                    "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (16, 1, 2), (0, 1, 1)]]),)}),
+                "scales": ("u8", "N", "K/32",
+                    {"aliases": ("_scales", "gate_up_proj_scales", "down_proj_scales"),
+                    "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "deepseek": {"tensors": {
+                "weight": ("i8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale_inv": ("e8m0", "N", "K/32",
+                    {"aliases": ("scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "torchao": {"tensors": {
+                "qdata": ("u8", "N", "K/2",
+                    {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "scale": ("e8m0", "N", "K/32",
+                    {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "torchao_swizzled": {
+                "tensors": {
+                    "qdata": ("u8", "N", "16*K/32",
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (16, 1, 1), (0, 16, 1)]]),)}),
+                    "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                        {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                        "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                },
+                "reads": ("N", "K"),
+            },
+            "mlx": {"tensors": {
+                "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [[(0, 1, 0)], [(8, 4), (0, 1, 1)]]),)}),
+                "scales": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                        ("q", 4, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                    "e": ("e8m0", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Stored, Table,
-        Variant, as_type, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_type,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -149,34 +149,46 @@ def _table_planar(g, N, F: tl.constexpr):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("f16", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
-        "openvino": Storage(unpack=unpack_openvino, pack=pack_openvino, tensors={
-            "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "scale": Stored("f16", "N", "K/group", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_openvino, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2), tables=(LEVELS,))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "code": Stored("i32", "N", "16*ceil(K/128)"),
-            "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED,),
+        "openvino": Storage(unpack_openvino, pack_openvino, Kernels(_decode_openvino, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2), tables=(LEVELS,))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.paired_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0, unit=(2.0, 1.0),
                     base=(0, 0), zero=(0, 0)))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
-    row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s",), row_codes=ROW_CODES),
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s",), row_codes=ROW_CODES),
 )
 
-FORMAT = Format(
-    name="openvino_nf4", title="OpenVINO's NF4 constants, with levels rounded to float16, and one scale per group of columns",
-    source="OpenVINO nf4 constants of opset 13, NNCF CompressWeightsMode.NF4", formula="levels[q] * s",
-    variants={(): VARIANT},
-    params={"group": (64, 128, 32, -1)},
-    sizes={"group": "K"},
-    digest="6a84b31d9644944e",
-)
+PROGRAM = {
+    "name": "openvino_nf4",
+    "title": "OpenVINO's NF4 constants, with levels rounded to float16, and one scale per group of columns",
+    "source": "OpenVINO nf4 constants of opset 13, NNCF CompressWeightsMode.NF4", "formula": "levels[q] * s", "bits": "4.25",
+    "digest": "6a84b31d9644944e",
+    "params": {"group": (64, 128, 32, -1)},
+    "sizes": {"group": "K"},
+    "variants": {(): {
+        "fields": {"s": ("f16", "N", "ceil(K/group)"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "ceil(K/group)"),
+        "storages": {
+            "openvino": {"tensors": {
+                "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "scale": ("f16", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+            "planar": {
+                "tensors": {
+                    "code": ("i32", "N", "16*ceil(K/128)"),
+                    "s": ("f16", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

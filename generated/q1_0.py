@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -141,16 +141,11 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/128"), "q": Field("u1", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "18*K/128", bits=("d[1@0, 18@1]", "q+16[1@0, 8:1 16:1@1 18@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(16,), lanes=(8,), order=(0, 1, 2, 3))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/512)", bits=("q[1@0, 2:16 4:4@1 2:1 2:8 4:1@1 4:2 16@1]",)),
-            "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k", digits=(4, 4), lanes=(4, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(16,), lanes=(8,),
+                order=(0, 1, 2, 3))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
+                digits=(4, 4), lanes=(4, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_1,
                     numbers=bitplanes.u1, scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",), width=1,
                     bits=1, sums_in_tile_gemm=True, spans=(2,)))),
@@ -158,13 +153,31 @@ VARIANT = Variant(
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 1, ("d",)),
 )
 
-FORMAT = Format(
-    name="q1_0", title="GGML Q1_0, signs with one scale per 128",
-    source="ggml-common.h block_q1_0", formula="d * (2 * q - 1)",
-    variants={(): VARIANT},
-    detect={"gguf": "Q1_0"},
-    digest="e7dddbb4dd060e6d",
-)
+PROGRAM = {
+    "name": "q1_0", "title": "GGML Q1_0, signs with one scale per 128", "source": "ggml-common.h block_q1_0",
+    "formula": "d * (2 * q - 1)", "bits": "1.125", "digest": "e7dddbb4dd060e6d",
+    "detect": {"gguf": "Q1_0"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/128"), "q": ("u1", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "18*K/128",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 18, 1)]]),
+                ("q", 16, [[(0, 1, 0)], [(8, 1), (16, 1, 1), (0, 18, 1)]]))})}},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/512)",
+                        {"slices": (("q", 0,
+                        [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 1), (2, 8), (4, 1, 1), (4, 2), (0, 16, 1)]]),)}),
+                    "d": ("f16", "N", "K/128", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, workspace)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, workspace
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -165,21 +164,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"),
-            "mn": Field("u4", "N", "K/16"), "q": Field("u2", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "84*K/256",
-                bits=("sc[1@0, 16:1@1 84@1]", "mn+4[1@0, 16:1@1 84@1]", "q+128[1@0, 32:1@1 4:2 2:32@1 84@1]", "d+640[1@0, 84@1]",
-                "dmin+656[1@0, 84@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(4,), order=(0, 1, 2, 4, 3))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "mn+4[1@0, 1@1]")),
-            "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(4,),
+                order=(0, 1, 2, 4, 3))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2,
                     scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4, at=0), GroupField("dmin", 1, 256),
@@ -188,13 +177,35 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d", "sc", "dmin", "mn")),
 )
 
-FORMAT = Format(
-    name="q2_k", title="GGML Q2_K, 2-bit codes with 4-bit scales and minimums in super-blocks of 256",
-    source="ggml-common.h block_q2_K", formula="d * sc * q - dmin * mn",
-    variants={(): VARIANT},
-    detect={"gguf": "Q2_K"},
-    digest="49aa82cb71f7a313",
-)
+PROGRAM = {
+    "name": "q2_k", "title": "GGML Q2_K, 2-bit codes with 4-bit scales and minimums in super-blocks of 256",
+    "source": "ggml-common.h block_q2_K", "formula": "d * sc * q - dmin * mn", "bits": "2.625", "digest": "49aa82cb71f7a313",
+    "detect": {"gguf": "Q2_K"},
+    "variants": {(): {
+        "fields": {
+            "d": ("f16", "N", "K/256"), "dmin": ("f16", "N", "K/256"), "sc": ("u4", "N", "K/16"), "mn": ("u4", "N", "K/16"),
+            "q": ("u2", "N", "K"),
+        },
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "84*K/256",
+                {"slices": (("sc", 0, [[(0, 1, 0)], [(16, 1, 1), (0, 84, 1)]]),
+                ("mn", 4, [[(0, 1, 0)], [(16, 1, 1), (0, 84, 1)]]),
+                ("q", 128, [[(0, 1, 0)], [(32, 1, 1), (4, 2), (2, 32, 1), (0, 84, 1)]]), ("d", 640, [[(0, 1, 0)], [(0, 84, 1)]]),
+                ("dmin", 656, [[(0, 1, 0)], [(0, 84, 1)]]))})}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/256)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("u8", "N", "K/16",
+                    {"slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]), ("mn", 4, [[(0, 1, 0)], [(0, 1, 1)]]))}),
+                "dmin": ("f16", "N", "K/256", {"slices": (("dmin", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

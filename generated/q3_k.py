@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -179,19 +178,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/16"), "q": Field("u3", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "110*K/256",
-                bits=("q.at(0):2+256[1@0, 32:1@1 4:2 2:32@1 110@1]", "q.at(2):1[1@0, 32:1@1 8:1 110@1]",
-                "sc.at(0):4+768[1@0, 8:1@1 2:4 110@1]", "sc.at(4):2+832[1@0, 4:1@1 4:2 110@1]", "d+864[1@0, 110@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(2, 4), order=(0, 1, 3, 4, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(2, 4),
+                order=(0, 1, 3, 4, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.u3,
                     scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6)),
                     blocks=("256", "16"), size=16, width=2, bits=3))),
@@ -199,13 +189,38 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("d", "sc")),
 )
 
-FORMAT = Format(
-    name="q3_k", title="GGML Q3_K, 3-bit codes around 4 with 6-bit scales in super-blocks of 256",
-    source="ggml-common.h block_q3_K", formula="d * (sc - 32) * (q - 4)",
-    variants={(): VARIANT},
-    detect={"gguf": "Q3_K"},
-    digest="ba7e54dd4c97e861",
-)
+PROGRAM = {
+    "name": "q3_k", "title": "GGML Q3_K, 3-bit codes around 4 with 6-bit scales in super-blocks of 256",
+    "source": "ggml-common.h block_q3_K", "formula": "d * (sc - 32) * (q - 4)", "bits": "3.4375 to 3.5625",
+    "digest": "ba7e54dd4c97e861",
+    "detect": {"gguf": "Q3_K"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("u6", "N", "K/16"), "q": ("u3", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "110*K/256",
+                {"slices": (("q", 256, [[(0, 1, 0)], [(32, 1, 1), (4, 2), (2, 32, 1), (0, 110, 1)]], 0, 2),
+                ("q", 0, [[(0, 1, 0)], [(32, 1, 1), (8, 1), (0, 110, 1)]], 2, 1),
+                ("sc", 768, [[(0, 1, 0)], [(8, 1, 1), (2, 4), (0, 110, 1)]], 0, 4),
+                ("sc", 832, [[(0, 1, 0)], [(4, 1, 1), (4, 2), (0, 110, 1)]], 4, 2), ("d", 864, [[(0, 1, 0)], [(0, 110, 1)]]))})}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]],
+                        0, 2),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/512)",
+                        {"slices": (("q", 0,
+                        [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (2, 1), (0, 16, 1)]], 2, 1),)}),
+                    "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "sc": ("u8", "N", "K/16", {"padding": 192, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -262,29 +261,15 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2))),
-        "q4_0_r8": Storage(unpack=unpack_q4_0_r8, pack=pack_q4_0_r8, tensors={
-            "blocks": Stored("u8", "N/8", "144*K/32", seen=("N", "18*K/32"),
-                bits=("d[8:2@1 1@0, 144@1]", "q+128[8:4@1 1@0, 4:1@1 4:32@1 2:4 144@1]")),
-        }, kernels=Kernels(_decode_q4_0_r8, rows="N", units="K", last="k")),
-        "q4_0_4_4": Storage(unpack=unpack_q4_0_4_4, pack=pack_q4_0_4_4, tensors={
-            "blocks": Stored("u8", "N/4", "72*K/32", seen=("N", "18*K/32")),
-        }, kernels=Kernels(_decode_q4_0_4_4, rows="N", units="K", last="k")),
-        "q4_0_4_8": Storage(unpack=unpack_q4_0_4_8, pack=pack_q4_0_4_8, tensors={
-            "blocks": Stored("u8", "N/4", "72*K/32", seen=("N", "18*K/32")),
-        }, kernels=Kernels(_decode_q4_0_4_8, rows="N", units="K", last="k")),
-        "q4_0_8_8": Storage(unpack=unpack_q4_0_8_8, pack=pack_q4_0_8_8, tensors={
-            "blocks": Stored("u8", "N/8", "144*K/32", seen=("N", "18*K/32")),
-        }, kernels=Kernels(_decode_q4_0_8_8, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,),
+                order=(0, 1, 3, 2))),
+        "q4_0_r8": Storage(unpack_q4_0_r8, pack_q4_0_r8, Kernels(_decode_q4_0_r8, rows="N", units="K", last="k")),
+        "q4_0_4_4": Storage(unpack_q4_0_4_4, pack_q4_0_4_4, Kernels(_decode_q4_0_4_4, rows="N", units="K", last="k")),
+        "q4_0_4_8": Storage(unpack_q4_0_4_8, pack_q4_0_4_8, Kernels(_decode_q4_0_4_8, rows="N", units="K", last="k")),
+        "q4_0_8_8": Storage(unpack_q4_0_8_8, pack_q4_0_8_8, Kernels(_decode_q4_0_8_8, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32,
                     zero=(-8, -136), exact=True))),
@@ -295,14 +280,40 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d",)),
 )
 
-FORMAT = Format(
-    name="q4_0", title="GGML Q4_0, 4-bit codes around 8 with one scale per 32",
-    source="ggml-common.h block_q4_0", formula="d * (q - 8)",
-    variants={(): VARIANT},
-    detect={"gguf": "Q4_0",
-        "repacked": {"Q4_0_R8": "q4_0_r8", "Q4_0_4_4": "q4_0_4_4", "Q4_0_4_8": "q4_0_4_8", "Q4_0_8_8": "q4_0_8_8"}},
-    digest="b4f403e71b9bb4d1",
-)
+PROGRAM = {
+    "name": "q4_0", "title": "GGML Q4_0, 4-bit codes around 8 with one scale per 32", "source": "ggml-common.h block_q4_0",
+    "formula": "d * (q - 8)", "bits": "4.5", "digest": "b4f403e71b9bb4d1",
+    "detect": {
+        "gguf": "Q4_0",
+        "repacked": {"Q4_0_R8": "q4_0_r8", "Q4_0_4_4": "q4_0_4_4", "Q4_0_4_8": "q4_0_4_8", "Q4_0_8_8": "q4_0_8_8"},
+    },
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/32"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "18*K/32",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 18, 1)]]),
+                ("q", 16, [[(0, 1, 0)], [(16, 1, 1), (2, 4), (0, 18, 1)]]))})}},
+            "q4_0_r8": {"tensors": {"blocks": ("u8", "N/8", "144*K/32",
+                {"seen": ("N", "18*K/32"),
+                "slices": (("d", 0, [[(8, 2, 1), (0, 1, 0)], [(0, 144, 1)]]),
+                ("q", 128, [[(8, 4, 1), (0, 1, 0)], [(4, 1, 1), (4, 32, 1), (2, 4), (0, 144, 1)]]))})}},
+            "q4_0_4_4": {"tensors": {"blocks": ("u8", "N/4", "72*K/32", {"seen": ("N", "18*K/32")})}},
+            "q4_0_4_8": {"tensors": {"blocks": ("u8", "N/4", "72*K/32", {"seen": ("N", "18*K/32")})}},
+            "q4_0_8_8": {"tensors": {"blocks": ("u8", "N/8", "144*K/32", {"seen": ("N", "18*K/32")})}},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "d": ("f16", "N", "K/32", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

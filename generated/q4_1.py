@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, pad, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -142,17 +142,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/32"), "m": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "20*K/32", bits=("d[1@0, 20@1]", "m+16[1@0, 20@1]", "q+32[1@0, 16:1@1 2:4 20@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-            "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,),
+                order=(0, 1, 3, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset,
                     group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",), size=32,
@@ -161,13 +155,31 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "m")),
 )
 
-FORMAT = Format(
-    name="q4_1", title="GGML Q4_1, 4-bit codes with a scale and a minimum per 32",
-    source="ggml-common.h block_q4_1", formula="d * q + m",
-    variants={(): VARIANT},
-    detect={"gguf": "Q4_1"},
-    digest="75cf1a82c0c64ca2",
-)
+PROGRAM = {
+    "name": "q4_1", "title": "GGML Q4_1, 4-bit codes with a scale and a minimum per 32", "source": "ggml-common.h block_q4_1",
+    "formula": "d * q + m", "bits": "5", "digest": "75cf1a82c0c64ca2",
+    "detect": {"gguf": "Q4_1"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/32"), "m": ("f16", "N", "K/32"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "20*K/32",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 20, 1)]]), ("m", 16, [[(0, 1, 0)], [(0, 20, 1)]]),
+                ("q", 32, [[(0, 1, 0)], [(16, 1, 1), (2, 4), (0, 20, 1)]]))})}},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "d": ("f16", "N", "K/32", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "m": ("f16", "N", "K/32", {"slices": (("m", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

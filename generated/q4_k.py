@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Records, RowLoops, Storage, Stored, Variant,
-        as_float, as_type, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, Records, RowLoops, Storage, Variant, as_float, as_type,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, group_sums, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -201,23 +201,14 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"),
-            "mn": Field("u6", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "144*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(4, 32), lanes=(2,), order=(0, 1, 2, 4, 3),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(4, 32), lanes=(2,),
+                order=(0, 1, 2, 4, 3),
                 matrix_unit=MatrixUnitKernels(None, gemv=gemv_records, start=_start_gguf, numbers=bitplanes.u4,
                     fields=_fields_gguf, scale=group_sums.nested_with_minimum, blocks=("256", "32"),
                     records=Records("blocks", size=36, codes=4, head=(0,))))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-            "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
-            "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
@@ -226,13 +217,32 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "dmin", "mn")),
 )
 
-FORMAT = Format(
-    name="q4_k", title="GGML Q4_K, 4-bit codes with 6-bit scales and mins in super-blocks of 256",
-    source="ggml-common.h block_q4_K", formula="d * sc * q - dmin * mn",
-    variants={(): VARIANT},
-    detect={"gguf": "Q4_K"},
-    digest="a68099267625c83b",
-)
+PROGRAM = {
+    "name": "q4_k", "title": "GGML Q4_K, 4-bit codes with 6-bit scales and mins in super-blocks of 256",
+    "source": "ggml-common.h block_q4_K", "formula": "d * sc * q - dmin * mn", "bits": "4.5 to 4.625",
+    "digest": "a68099267625c83b",
+    "detect": {"gguf": "Q4_K"},
+    "variants": {(): {
+        "fields": {
+            "d": ("f16", "N", "K/256"), "dmin": ("f16", "N", "K/256"), "sc": ("u6", "N", "K/32"), "mn": ("u6", "N", "K/32"),
+            "q": ("u4", "N", "K"),
+        },
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "144*K/256")}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("u8", "N", "K/32", {"padding": 192, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "dmin": ("f16", "N", "K/256", {"slices": (("dmin", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "mn": ("u8", "N", "K/32", {"padding": 192, "slices": (("mn", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

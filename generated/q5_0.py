@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -156,17 +156,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/32"), "q": Field("u5", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "22*K/32",
-                bits=("d[1@0, 22@1]", "q.at(0):4+48[1@0, 16:1@1 2:4 22@1]", "q.at(4):1+16[1@0, 8:1 4:1@1 22@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/16", last="k", digits=(2,), lanes=(2, 8), order=(0, 1, 3, 2, 4))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/16", last="k", digits=(2,), lanes=(2, 8),
+                order=(0, 1, 3, 2, 4))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
                     numbers=bitplanes.u5, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32,
                     width=4, bits=5, zero=(-16, -144), exact=True, spans=(0, 1)))),
@@ -177,13 +170,34 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d",)),
 )
 
-FORMAT = Format(
-    name="q5_0", title="GGML Q5_0, 5-bit codes around 16 with one scale per 32",
-    source="ggml-common.h block_q5_0", formula="d * (q - 16)",
-    variants={(): VARIANT},
-    detect={"gguf": "Q5_0"},
-    digest="1f909d9ff94551af",
-)
+PROGRAM = {
+    "name": "q5_0", "title": "GGML Q5_0, 5-bit codes around 16 with one scale per 32", "source": "ggml-common.h block_q5_0",
+    "formula": "d * (q - 16)", "bits": "5.5", "digest": "1f909d9ff94551af",
+    "detect": {"gguf": "Q5_0"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/32"), "q": ("u5", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "22*K/32",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 22, 1)]]),
+                ("q", 48, [[(0, 1, 0)], [(16, 1, 1), (2, 4), (0, 22, 1)]], 0, 4),
+                ("q", 16, [[(0, 1, 0)], [(8, 1), (4, 1, 1), (0, 22, 1)]], 4, 1))})}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/512)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (4, 1), (0, 16, 1)]], 4,
+                        1),)}),
+                    "d": ("f16", "N", "K/32", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty,
+        joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -154,19 +154,10 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/32"), "m": Field("f16", "N", "K/32"), "q": Field("u5", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "24*K/32",
-                bits=("d[1@0, 24@1]", "m+16[1@0, 24@1]", "q.at(0):4+64[1@0, 16:1@1 2:4 24@1]",
-                "q.at(4):1+32[1@0, 8:1 4:1@1 24@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/16", last="k", digits=(2,), lanes=(2, 8), order=(0, 1, 3, 2, 4))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-            "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/16", last="k", digits=(2,), lanes=(2, 8),
+                order=(0, 1, 3, 2, 4))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
                     numbers=bitplanes.u5, scale=group_sums.with_offset,
                     group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",), size=32, width=4, bits=5,
@@ -175,13 +166,35 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "m")),
 )
 
-FORMAT = Format(
-    name="q5_1", title="GGML Q5_1, 5-bit codes with a scale and a minimum per 32",
-    source="ggml-common.h block_q5_1", formula="d * q + m",
-    variants={(): VARIANT},
-    detect={"gguf": "Q5_1"},
-    digest="9acd3992981022f5",
-)
+PROGRAM = {
+    "name": "q5_1", "title": "GGML Q5_1, 5-bit codes with a scale and a minimum per 32", "source": "ggml-common.h block_q5_1",
+    "formula": "d * q + m", "bits": "6", "digest": "9acd3992981022f5",
+    "detect": {"gguf": "Q5_1"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/32"), "m": ("f16", "N", "K/32"), "q": ("u5", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "24*K/32",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 24, 1)]]), ("m", 16, [[(0, 1, 0)], [(0, 24, 1)]]),
+                ("q", 64, [[(0, 1, 0)], [(16, 1, 1), (2, 4), (0, 24, 1)]], 0, 4),
+                ("q", 32, [[(0, 1, 0)], [(8, 1), (4, 1, 1), (0, 24, 1)]], 4, 1))})}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/512)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (4, 1), (0, 16, 1)]], 4,
+                        1),)}),
+                    "d": ("f16", "N", "K/32", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "m": ("f16", "N", "K/32", {"slices": (("m", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, pad, workspace)
+from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, pad,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -196,20 +196,10 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"),
-            "mn": Field("u6", "N", "K/32"), "q": Field("u5", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "176*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(4, 2), order=(0, 1, 3, 4, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-            "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
-            "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(4, 2),
+                order=(0, 1, 3, 4, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
                     numbers=bitplanes.u5, scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
@@ -219,13 +209,38 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "sc", "dmin", "mn")),
 )
 
-FORMAT = Format(
-    name="q5_k", title="GGML Q5_K, 5-bit codes with 6-bit scales and minimums in super-blocks of 256",
-    source="ggml-common.h block_q5_K", formula="d * sc * q - dmin * mn",
-    variants={(): VARIANT},
-    detect={"gguf": "Q5_K"},
-    digest="54cd315a0713dd26",
-)
+PROGRAM = {
+    "name": "q5_k", "title": "GGML Q5_K, 5-bit codes with 6-bit scales and minimums in super-blocks of 256",
+    "source": "ggml-common.h block_q5_K", "formula": "d * sc * q - dmin * mn", "bits": "5.5 to 5.625",
+    "digest": "54cd315a0713dd26",
+    "detect": {"gguf": "Q5_K"},
+    "variants": {(): {
+        "fields": {
+            "d": ("f16", "N", "K/256"), "dmin": ("f16", "N", "K/256"), "sc": ("u6", "N", "K/32"), "mn": ("u6", "N", "K/32"),
+            "q": ("u5", "N", "K"),
+        },
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "176*K/256")}},
+            "planar": {
+                "tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/512)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (4, 1), (0, 16, 1)]], 4,
+                        1),)}),
+                    "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "sc": ("u8", "N", "K/32", {"padding": 192, "slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "dmin": ("f16", "N", "K/256", {"slices": (("dmin", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "mn": ("u8", "N", "K/32", {"padding": 192, "slices": (("mn", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

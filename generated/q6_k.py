@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -160,20 +159,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "sc": Field("i8", "N", "K/16"), "q": Field("u6", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "210*K/256",
-                bits=("q.at(0):4[1@0, 64:1@1 2:4 2:64@1 210@1]", "q.at(4):2+1024[1@0, 32:1@1 4:2 2:32@1 210@1]",
-                "sc+1536[1@0, 16:1@1 210@1]", "d+1664[1@0, 210@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(2, 2),
-                order=(0, 1, 2, 5, 4, 3))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("i8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32),
+                lanes=(2, 2), order=(0, 1, 2, 5, 4, 3))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_6, numbers=bitplanes.u6,
                     scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)),
                     blocks=("256", "16"), size=16, width=4, bits=6))),
@@ -181,13 +170,31 @@ VARIANT = Variant(
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("d", "sc")),
 )
 
-FORMAT = Format(
-    name="q6_k", title="GGML Q6_K, 6-bit codes around 32 with 8-bit scales in super-blocks of 256",
-    source="ggml-common.h block_q6_K", formula="d * sc * (q - 32)",
-    variants={(): VARIANT},
-    detect={"gguf": "Q6_K"},
-    digest="d5378445898da666",
-)
+PROGRAM = {
+    "name": "q6_k", "title": "GGML Q6_K, 6-bit codes around 32 with 8-bit scales in super-blocks of 256",
+    "source": "ggml-common.h block_q6_K", "formula": "d * sc * (q - 32)", "bits": "6.5625", "digest": "d5378445898da666",
+    "detect": {"gguf": "Q6_K"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "sc": ("i8", "N", "K/16"), "q": ("u6", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "210*K/256",
+                {"slices": (("q", 0, [[(0, 1, 0)], [(64, 1, 1), (2, 4), (2, 64, 1), (0, 210, 1)]], 0, 4),
+                ("q", 1024, [[(0, 1, 0)], [(32, 1, 1), (4, 2), (2, 32, 1), (0, 210, 1)]], 4, 2),
+                ("sc", 1536, [[(0, 1, 0)], [(16, 1, 1), (0, 210, 1)]]), ("d", 1664, [[(0, 1, 0)], [(0, 210, 1)]]))})}},
+            "planar": {"tensors": {
+                "q_0": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                "q_1": ("i32", "N", "16*ceil(K/256)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "sc": ("i8", "N", "K/16", {"slices": (("sc", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

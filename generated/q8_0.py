@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty, pad)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -123,16 +122,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/32"), "q": Field("i8", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "34*K/32", bits=("d[1@0, 34@1]", "q+16[1@0, 32:1@1 34@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
                     size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
@@ -143,13 +136,29 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("d",)),
 )
 
-FORMAT = Format(
-    name="q8_0", title="GGML Q8_0, 8-bit codes with one scale per 32",
-    source="ggml-common.h block_q8_0", formula="d * q",
-    variants={(): VARIANT},
-    detect={"gguf": "Q8_0"},
-    digest="27e7007f65a4d856",
-)
+PROGRAM = {
+    "name": "q8_0", "title": "GGML Q8_0, 8-bit codes with one scale per 32", "source": "ggml-common.h block_q8_0",
+    "formula": "d * q", "bits": "8.5", "digest": "27e7007f65a4d856",
+    "detect": {"gguf": "Q8_0"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/32"), "q": ("i8", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "34*K/32",
+                {"slices": (("d", 0, [[(0, 1, 0)], [(0, 34, 1)]]), ("q", 16, [[(0, 1, 0)], [(32, 1, 1), (0, 34, 1)]]))})}},
+            "planar": {
+                "tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "d": ("f16", "N", "K/32", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                },
+                "reads": ("K",),
+            },
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime import Format, Kernels, Storage, Variant, as_float, as_type, empty
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -75,24 +75,28 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/32"), "s": Field("f16", "N", "K/32"), "q": Field("i8", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "36*K/32"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k")),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
     roles={"code": "q", "scale": "d", "sums": "s"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
 )
 
-FORMAT = Format(
-    name="q8_1", title="GGML Q8_1, 8-bit codes with one scale per 32, and what their sum comes to",
-    source="ggml-common.h block_q8_1", formula="d * q",
-    variants={(): VARIANT},
-    detect={"gguf": "Q8_1"},
-    digest="25302f5dab79de2f",
-)
+PROGRAM = {
+    "name": "q8_1", "title": "GGML Q8_1, 8-bit codes with one scale per 32, and what their sum comes to",
+    "source": "ggml-common.h block_q8_1", "formula": "d * q", "bits": "9", "digest": "25302f5dab79de2f",
+    "detect": {"gguf": "Q8_1"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/32"), "s": ("f16", "N", "K/32"), "q": ("i8", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"gguf": {"tensors": {"blocks": ("u8", "N", "36*K/32",
+            {"slices": (("d", 0, [[(0, 1, 0)], [(0, 36, 1)]]), ("s", 16, [[(0, 1, 0)], [(0, 36, 1)]]),
+            ("q", 32, [[(0, 1, 0)], [(32, 1, 1), (0, 36, 1)]]))})}}},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

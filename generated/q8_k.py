@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, empty, integer
+from qdsl.runtime import Format, Kernels, Storage, Variant, as_float, as_type, empty, integer
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -77,23 +77,27 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f32", "N", "K/256"), "bs": Field("i16", "N", "K/16"), "q": Field("i8", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "292*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k")),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
     scheme="signmax", roles={"code": "q", "scale": "d", "sums": "bs"}, settings={"divisor": -127, "by": "ratio"},
 )
 
-FORMAT = Format(
-    name="q8_k", title="GGML Q8_K, 8-bit codes with one scale per 256, and sums of codes",
-    source="ggml-common.h block_q8_K", formula="d * q",
-    variants={(): VARIANT},
-    detect={"gguf": "Q8_K"},
-    digest="a37cb980c36632af",
-)
+PROGRAM = {
+    "name": "q8_k", "title": "GGML Q8_K, 8-bit codes with one scale per 256, and sums of codes",
+    "source": "ggml-common.h block_q8_K", "formula": "d * q", "bits": "9.125", "digest": "a37cb980c36632af",
+    "detect": {"gguf": "Q8_K"},
+    "variants": {(): {
+        "fields": {"d": ("f32", "N", "K/256"), "bs": ("i16", "N", "K/16"), "q": ("i8", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {"gguf": {"tensors": {"blocks": ("u8", "N", "292*K/256",
+            {"slices": (("d", 0, [[(0, 1, 0)], [(0, 292, 1)]]), ("q", 32, [[(0, 1, 0)], [(256, 1, 1), (0, 292, 1)]]),
+            ("bs", 2080, [[(0, 1, 0)], [(16, 2, 1), (0, 292, 1)]]))})}}},
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

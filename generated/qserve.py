@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import progressive
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -157,22 +156,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s1": Field("f16", "N"), "s2": Field("i8", "N", "K/128"), "z": Field("i8", "N", "K/128"), "q": Field("u4", "N", "K")},
     storages={
-        "qserve": Storage(unpack=unpack_qserve, pack=pack_qserve, tensors={
-            "qweight": Stored("i8", "N/32", "512*K/32", seen=("N", "K/2"),
-                bits=("q[8:64@1 2:4@1 2:4 1@0, 4:1@1 4:16@1 2:8@1 512@1]",)),
-            "s1_scales": Stored("f16", "N", bits=("s1[1@0]",)),
-            "s2_scales": Stored("i8", "K/128", "32*N/32", bits=("s2[8:2@1 2:1@1 2:16@1 32@1, 1@0]",)),
-            "s2_zeros": Stored("i8", "K/128", "32*N/32", bits=("z[8:2@1 2:1@1 2:16@1 32@1, 1@0]",)),
-        }, kernels=Kernels(_decode_qserve, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s1": Stored("f16", "N", bits=("s1[1@0]",)),
-            "s2": Stored("i8", "N", "K/128", bits=("s2[1@0, 1@1]",)),
-            "z": Stored("i8", "N", "K/128", bits=("z[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "qserve": Storage(unpack_qserve, pack_qserve, Kernels(_decode_qserve, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset, finish=group_sums.scaled,
                     group_fields=(GroupField("s2", 1, 128, 8), GroupField("z", 1, 128, 8)), row_fields=(GroupField("s1", 1, 0),),
@@ -181,13 +168,38 @@ VARIANT = Variant(
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s1", "s2", "z")),
 )
 
-FORMAT = Format(
-    name="qserve", title="QServe W4A8 with groups, 4-bit codes, scales and zeros in 8 bits per group, and a scale for every row",
-    source="deepcompressor backend/qserve/utils.py QServePacker, OmniServe W4A8OF16LinearDynamicInputScale",
-    formula="(q * s2 + z) * s1",
-    variants={(): VARIANT},
-    digest="a788ad9d1d8cb878",
-)
+PROGRAM = {
+    "name": "qserve",
+    "title": "QServe W4A8 with groups, 4-bit codes, scales and zeros in 8 bits per group, and a scale for every row",
+    "source": "deepcompressor backend/qserve/utils.py QServePacker, OmniServe W4A8OF16LinearDynamicInputScale",
+    "formula": "(q * s2 + z) * s1", "bits": "4.125", "digest": "a788ad9d1d8cb878",
+    "variants": {(): {
+        "fields": {"s1": ("f16", "N"), "s2": ("i8", "N", "K/128"), "z": ("i8", "N", "K/128"), "q": ("u4", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "qserve": {"tensors": {
+                "qweight": ("i8", "N/32", "512*K/32",
+                    {"seen": ("N", "K/2"),
+                    "slices": (("q", 0,
+                    [[(8, 64, 1), (2, 4, 1), (2, 4), (0, 1, 0)], [(4, 1, 1), (4, 16, 1), (2, 8, 1), (0, 512, 1)]]),)}),
+                "s1_scales": ("f16", "N", {"slices": (("s1", 0, [[(0, 1, 0)]]),)}),
+                "s2_scales": ("i8", "K/128", "32*N/32",
+                    {"slices": (("s2", 0, [[(8, 2, 1), (2, 1, 1), (2, 16, 1), (0, 32, 1)], [(0, 1, 0)]]),)}),
+                "s2_zeros": ("i8", "K/128", "32*N/32",
+                    {"slices": (("z", 0, [[(8, 2, 1), (2, 1, 1), (2, 16, 1), (0, 32, 1)], [(0, 1, 0)]]),)}),
+            }},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                "s1": ("f16", "N", {"slices": (("s1", 0, [[(0, 1, 0)]]),)}),
+                "s2": ("i8", "N", "K/128", {"slices": (("s2", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "z": ("i8", "N", "K/128", {"slices": (("z", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

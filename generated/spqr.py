@@ -22,8 +22,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Branch, BranchTensor, Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, integer,
-        rounded, workspace)
+from qdsl.runtime import Format, Kernels, Storage, Variant, as_float, as_type, integer, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -141,29 +140,40 @@ def _decode_spqr(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"p": Field("index", "K", groups="K"), "ss": Field("f16", "N/16", "K/16"), "sz": Field("f16", "N/16", "K/16"),
-            "zs": Field("f16", "N/16", "K/16"), "zz": Field("f16", "N/16", "K/16"), "s": Field("u3", "N", "K/16"),
-            "z": Field("u3", "N", "K/16"), "q": Field("u3", "N", "K")},
     storages={
-        "spqr": Storage(unpack=unpack_spqr, pack=pack_spqr, where=("p",), order="in_perm", tensors={
-            "dense_weights": Stored("i32", "N/16", "K/16", "32", seen=("N*K/8",), within="i64"),
-            "in_perm": Stored("i16", "K", optional="in_perm", within="i32"),
-        }, kernels=Kernels(_decode_spqr, rows="N", units="K", last="k")),
+        "spqr": Storage(unpack_spqr, pack_spqr, Kernels(_decode_spqr, rows="N", units="K", last="k")),
     },
-    decode=decode, defaults={"p": None}, cuts=("ceil(N/16)", "K"),
-    plus=(
-        Branch("csr",  start=BranchTensor("row_offsets", "i32", "?"), column=BranchTensor("col_vals", "i32", "?", half="i32@0"),
-                value=BranchTensor("col_vals", "i32", "?", half="f16@16"), ordered=True),
-    ),
+    decode=decode,
 )
 
-FORMAT = Format(
-    name="spqr", title="SpQR, 3-bit codes, scales and zeros in tiles of 16 x 16, columns in an order of their own, and outliers",
-    source="SpQR inference_lib/src/spqr_quant inference.py QuantizedLinear, spqr_cuda.cpp, sparse strategy csr",
-    formula="round(round(ss * round(s - sz, f16), f16) * round(q - round(zs * round(z - zz, f16), f16), f16), f16)",
-    variants={(): VARIANT},
-    digest="41fd246dfcf5c7a7",
-)
+PROGRAM = {
+    "name": "spqr",
+    "title": "SpQR, 3-bit codes, scales and zeros in tiles of 16 x 16, columns in an order of their own, and outliers",
+    "source": "SpQR inference_lib/src/spqr_quant inference.py QuantizedLinear, spqr_cuda.cpp, sparse strategy csr",
+    "formula": "round(round(ss * round(s - sz, f16), f16) * round(q - round(zs * round(z - zz, f16), f16), f16), f16)",
+    "bits": "4", "digest": "41fd246dfcf5c7a7",
+    "variants": {(): {
+        "fields": {
+            "p": ("index", "K", {"groups": "K"}),
+            "ss": ("f16", "N/16", "K/16"), "sz": ("f16", "N/16", "K/16"), "zs": ("f16", "N/16", "K/16"),
+            "zz": ("f16", "N/16", "K/16"), "s": ("u3", "N", "K/16"), "z": ("u3", "N", "K/16"), "q": ("u3", "N", "K"),
+        },
+        "cuts": ("ceil(N/16)", "K"),
+        "storages": {"spqr": {
+            "tensors": {
+                "dense_weights": ("i32", "N/16", "K/16", "32", {"seen": ("N*K/8",), "within": "i64"}),
+                "in_perm": ("i16", "K", {"optional": "in_perm", "within": "i32"}),
+            },
+            "where": ("p",), "order": "in_perm",
+        }},
+        "defaults": {"p": None},
+        "plus": (("csr",
+            {"start": ("row_offsets", "i32", "?"), "column": ("col_vals", "i32", "?", {"half": "i32@0"}),
+            "value": ("col_vals", "i32", "?", {"half": "f16@16"})}, True),),
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

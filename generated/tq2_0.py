@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float,
-        as_type, empty)
+from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -143,16 +142,11 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"d": Field("f16", "N", "K/256"), "q": Field("u2", "N", "K")},
     storages={
-        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "66*K/256", bits=("q[1@0, 32:1@1 4:2 2:32@1 66@1]", "d+512[1@0, 66@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(4,), order=(0, 1, 2, 4, 3))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(4,),
+                order=(0, 1, 2, 4, 3))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=_scale_planar, group_fields=(GroupField("d", 1, 256),), blocks=("256",), width=2,
                     bits=2, zero=(-1, -129), exact=True, spans=(4,)))),
@@ -163,13 +157,27 @@ VARIANT = Variant(
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d",)),
 )
 
-FORMAT = Format(
-    name="tq2_0", title="GGML TQ2_0, ternary codes in 2 bits with one scale per 256",
-    source="ggml-common.h block_tq2_0", formula="d * (q - 1)",
-    variants={(): VARIANT},
-    detect={"gguf": "TQ2_0"},
-    digest="d7372622b9646bad",
-)
+PROGRAM = {
+    "name": "tq2_0", "title": "GGML TQ2_0, ternary codes in 2 bits with one scale per 256", "source": "ggml-common.h block_tq2_0",
+    "formula": "d * (q - 1)", "bits": "2.0625", "digest": "d7372622b9646bad",
+    "detect": {"gguf": "TQ2_0"},
+    "variants": {(): {
+        "fields": {"d": ("f16", "N", "K/256"), "q": ("u2", "N", "K")},
+        "cuts": ("N", "K"),
+        "storages": {
+            "gguf": {"tensors": {"blocks": ("u8", "N", "66*K/256",
+                {"slices": (("q", 0, [[(0, 1, 0)], [(32, 1, 1), (4, 2), (2, 32, 1), (0, 66, 1)]]),
+                ("d", 512, [[(0, 1, 0)], [(0, 66, 1)]]))})}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/256)",
+                    {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                "d": ("f16", "N", "K/256", {"slices": (("d", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+            }},
+        },
+    }},
+}
+
+FORMAT = Format(PROGRAM, {(): VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

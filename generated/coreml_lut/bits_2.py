@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, lookup, pad,
-        spread)
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, Storage, Variant, as_type, joined, lookup, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -103,20 +102,13 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"lut": Field("level_type", "ceil(N/rows)", "4"), "q": Field("u2", "N", "K")},
     storages={
-        "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
-            "indices": Stored("u8", "ceil(N*K/4)"),
-            "lut": Stored("level_type", "ceil(N/rows)", "1", "4", "1", bits=("lut[1@0, 1@2]",)),
-        }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
-            "lut": Stored("level_type", "ceil(N/rows)", "4", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "coreml": Storage(unpack_coreml, pack_coreml, Kernels(_decode_coreml, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.float_entries_of_4, levels=GroupField("lut", "rows", 0), entries=4, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), spans=(2,)))),
     },
-    decode=decode, encode=encode, importance=True, cuts=("ceil(N/rows)", "K"),
+    decode=decode, encode=encode, importance=True,
 )

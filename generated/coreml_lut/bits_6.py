@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, integer, lookup, pad
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, Storage, Variant, as_type, integer, lookup, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -106,20 +106,12 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"lut": Field("level_type", "ceil(N/rows)", "64"), "q": Field("u6", "N", "K")},
     storages={
-        "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
-            "indices": Stored("u8", "3*ceil(N*K/4)"),
-            "lut": Stored("level_type", "ceil(N/rows)", "1", "64", "1", bits=("lut[1@0, 1@2]",)),
-        }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
-            "lut": Stored("level_type", "ceil(N/rows)", "64", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "coreml": Storage(unpack_coreml, pack_coreml, Kernels(_decode_coreml, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_6,
                     numbers=bitplanes.loaded_by_planes, levels=GroupField("lut", "rows", 0), entries=64, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
-    decode=decode, encode=encode, importance=True, cuts=("ceil(N/rows)", "K"),
+    decode=decode, encode=encode, importance=True,
 )

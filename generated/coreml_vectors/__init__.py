@@ -16,18 +16,33 @@ from qdsl.runtime import Format
 
 from . import bits_4, bits_8
 
-FORMAT = Format(
-    name="coreml_vectors", title="Core ML palettes of vectors, a code for a few rows of a column into a table of vectors",
-    source="coremltools 9.0 optimize/_utils.py lut_to_dense with vector_axis 0, ClusterDim of OpPalettizerConfig",
-    formula="lut[q, n % rows]",
-    by=("bits",),
-    variants={
-        (4,): bits_4.VARIANT,
-        (8,): bits_8.VARIANT,
+PROGRAM = {
+    "name": "coreml_vectors", "title": "Core ML palettes of vectors, a code for a few rows of a column into a table of vectors",
+    "source": "coremltools 9.0 optimize/_utils.py lut_to_dense with vector_axis 0, ClusterDim of OpPalettizerConfig",
+    "formula": "lut[q, n % rows]", "bits": "1 to 2", "digest": "7e9bf2a1a0412ffb",
+    "params": {"bits": (4, 8), "rows": (4,), "level_type": ("f16", "f32")},
+    "by": ("bits",),
+    "variants": {
+        (4,): {
+            "fields": {"lut": ("level_type", "16", "4"), "q": ("u4", "N/4", "K")},
+            "cuts": ("ceil(N/4)", "K"),
+            "storages": {"coreml": {"tensors": {
+                "indices": ("u8", "N/4", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
+                "lut": ("level_type", "1", "1", "16", "4", {"slices": (("lut", 0, [[(0, 1, 2)], [(0, 1, 3)]]),)}),
+            }}},
+        },
+        (8,): {
+            "fields": {"lut": ("level_type", "256", "4"), "q": ("u8", "N/4", "K")},
+            "cuts": ("ceil(N/4)", "K"),
+            "storages": {"coreml": {"tensors": {
+                "indices": ("u8", "N/4", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "lut": ("level_type", "1", "1", "256", "4", {"slices": (("lut", 0, [[(0, 1, 2)], [(0, 1, 3)]]),)}),
+            }}},
+        },
     },
-    params={"bits": (4, 8), "rows": (4,), "level_type": ("f16", "f32")},
-    digest="7e9bf2a1a0412ffb",
-)
+}
+
+FORMAT = Format(PROGRAM, {(4,): bits_4.VARIANT, (8,): bits_8.VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -9,7 +9,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, entries, joined, spread
+from qdsl.runtime import Kernels, Storage, Variant, entries, joined, spread
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -51,12 +51,8 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"lut": Field("level_type", "16", "4"), "q": Field("u4", "N/4", "K")},
     storages={
-        "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, tensors={
-            "indices": Stored("u8", "N/4", "K/2"),
-            "lut": Stored("level_type", "1", "1", "16", "4"),
-        }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
+        "coreml": Storage(unpack_coreml, pack_coreml, Kernels(_decode_coreml, rows="N", units="K", last="k")),
     },
-    decode=decode, cuts=("ceil(N/4)", "K"),
+    decode=decode,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -120,22 +120,13 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"z": Field("scale_type", "ceil(N*K/group)"), "s": Field("scale_type", "ceil(N*K/group)"), "q": Field("u2", "N", "K")},
     storages={
-        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True, tensors={
-            "W_q": Stored("u8", "N*K/4*group", "group"),
-            "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
-            "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
-        }, kernels=Kernels(_decode_hqq, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "s": Stored("scale_type", "N", "K/group"),
-            "z": Stored("scale_type", "N", "K/group"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "hqq": Storage(unpack_hqq, pack_hqq, Kernels(_decode_hqq, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2,
                     scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
                     blocks=("group",), size=16, width=2, bits=2))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime import Kernels, Storage, Variant, as_type, cdiv, integer, pad
 from qdsl.runtime.gpu.triton import tl, triton
 
 from .bits_4 import decode
@@ -64,14 +64,8 @@ def _decode_hqq_3bit(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"z": Field("scale_type", "N*K/group"), "s": Field("scale_type", "N*K/group"), "q": Field("u3", "N", "K")},
     storages={
-        "hqq_3bit": Storage(unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-                tensors={
-            "W_q": Stored("i32", "ceil(group/10)", "N*K/group"),
-            "scale": Stored("scale_type", "1", "N*K/group"),
-            "zero": Stored("scale_type", "1", "N*K/group"),
-        }, kernels=Kernels(_decode_hqq_3bit, rows="N", units="K", last="k")),
+        "hqq_3bit": Storage(unpack_hqq_3bit, pack_hqq_3bit, Kernels(_decode_hqq_3bit, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode, cuts=("1", "1"),
+    decode=decode, encode=encode,
 )

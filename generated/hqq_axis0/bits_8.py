@@ -9,7 +9,7 @@ Do not edit: change the spec and run `qdsl build`.
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant
+from qdsl.runtime import Kernels, Storage, Variant
 from qdsl.runtime.gpu.triton import tl, triton
 
 from .bits_4 import decode
@@ -54,13 +54,8 @@ def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"z": Field("scale_type", "N*K/group"), "s": Field("scale_type", "N*K/group"), "q": Field("u8", "N", "K")},
     storages={
-        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True, tensors={
-            "W_q": Stored("u8", "group", "N*K/group"),
-            "scale": Stored("scale_type", "1", "N*K/group"),
-            "zero": Stored("scale_type", "1", "N*K/group"),
-        }, kernels=Kernels(_decode_hqq, rows="N", units="K", last="k")),
+        "hqq": Storage(unpack_hqq, pack_hqq, Kernels(_decode_hqq, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode, cuts=("1", "1"),
+    decode=decode, encode=encode,
 )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        cdiv, empty, joined, pad, spread, workspace)
+from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, cdiv, empty,
+        joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -344,61 +344,23 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"g": Field("index", "K", groups="ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
-            "s": Field("scale_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
-        "tinygemm": Storage(unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",), tensors={
-            "qdata": Stored("i32", "N/8", "K/128", "128", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
-            "scale_and_zero": Stored("scale_type", "K/group", "N", "2", aliases=("scales_and_zeros",),
-                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-        }, kernels=Kernels(_decode_tinygemm, rows="N", units="K", last="k")),
-        "tile_packed": Storage(unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",), reads=("N", "K", "group"),
-                extents=("N", "K", "group"), tensors={
-            "qdata": Stored("i32", "ceil(N/8)", "8*ceil(K/1024)", "128", aliases=("_weight_qdata",),
-                bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
-            "scale_and_zero": Stored("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
-                aliases=("_weight_scale_and_zero",), bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-        }, kernels=Kernels(_decode_tile_packed, rows="N", units="K", last="k")),
-        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, where=("g",), tensors={
-            "qdata": Stored("i8", "N", "K/2", aliases=("_weight_qdata",)),
-            "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
-            "zero_point": Stored("scale_type", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
-        }, kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "cpu_avx512": Storage(unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",), extents=("N",),
-                order="ret_idx", tensors={
-            "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-            "ret_idx": Stored("i32", "K", optional="ret_idx"),
-        }, kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k")),
-        "cpu_avx2": Storage(unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",),
-                order="ret_idx", tensors={
-            "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-            "ret_idx": Stored("i32", "K", optional="ret_idx"),
-        }, kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k")),
-        "cpu_scalar": Storage(unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",), extents=("N",),
-                order="ret_idx", tensors={
-            "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-            "ret_idx": Stored("i32", "K", optional="ret_idx"),
-        }, kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k")),
-        "cpu_rest": Storage(unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx", tensors={
-            "weight": Stored("u8", "K", "N/2", bits=("q[2:4 1@1, 1@0]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-            "ret_idx": Stored("i32", "K", optional="ret_idx"),
-        }, kernels=Kernels(_decode_cpu_rest, rows="N/2", units="K", last="n", sums=2, lanes=(2,), order=(0, 2, 1))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-            "order": Stored("i32", "K", optional="order"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "tinygemm": Storage(unpack_tinygemm, pack_tinygemm, Kernels(_decode_tinygemm, rows="N", units="K", last="k")),
+        "tile_packed": Storage(unpack_tile_packed, pack_tile_packed, Kernels(_decode_tile_packed, rows="N", units="K", last="k")),
+        "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_torchao, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "cpu_avx512": Storage(unpack_cpu_avx512, pack_cpu_avx512, Kernels(_decode_cpu_avx512, rows="N", units="K", last="k")),
+        "cpu_avx2": Storage(unpack_cpu_avx2, pack_cpu_avx2, Kernels(_decode_cpu_avx2, rows="N", units="K", last="k")),
+        "cpu_scalar": Storage(unpack_cpu_scalar, pack_cpu_scalar, Kernels(_decode_cpu_scalar, rows="N", units="K", last="k")),
+        "cpu_rest": Storage(unpack_cpu_rest, pack_cpu_rest, Kernels(_decode_cpu_rest, rows="N/2", units="K", last="n", sums=2,
+                lanes=(2,), order=(0, 2, 1))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
                     sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"}, settings={"offset": 8},
-    defaults={"g": None}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
 )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        cdiv, integer, joined, pad, spread)
+from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, cdiv, integer,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -314,42 +314,17 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u2", "N", "K"), "z": Field("u2", "N", "ceil(K/group)"),
-            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
-        "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
-            "qweight": Stored("i32", "K/16", "N", bits=("q[1@1, 16:2 1@0]",)),
-            "qzeros": Stored("i32", "ceil(K/group)", "N/16", bits=("z[16:2 1@1, 1@0]",)),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/16", last="n", lanes=(16,), order=(0, 1, 2))),
-        "gptq_v1": Storage(unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",), tensors={
-            "qweight": Stored("i32", "K/16", "N", bits=("q[1@1, 16:2 1@0]",)),
-            "qzeros": Stored("i32", "ceil(K/group)", "N/16", bits=("z[16:2 1@1, 1@0]",), adds=-0x55555555),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/16", last="n", lanes=(16,), order=(0, 1, 2))),
-        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
-                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(K/16)", bits=("q[1@0, 16:2 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i32", "ceil(N/16)", "ceil(K/group)", optional="z", bits=("z[16:2 1@0, 1@1]",)),
-            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/16)", last="k", lanes=(16,), order=(0, 1, 2))),
-        "onnx_matmul_nbits": Storage(unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
-                reads=("K", "group"), tensors={
-            "B": Stored("u8", "N", "K/4", seen=("N", "K/group", "?"), bits=("q[1@0, 4:2 1@1]",)),
-            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-            "zero_points": Stored("u8", "N", "ceil(K/4*group)", optional="z", bits=("z[1@0, 4:2 1@1]",)),
-        }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-            "order": Stored("i32", "K", optional="order"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "gptq_v2": Storage(unpack_gptq_v2, pack_gptq_v2, Kernels(_decode_gptq_v2, rows="N", units="K/16", last="n", lanes=(16,),
+                order=(0, 1, 2))),
+        "gptq_v1": Storage(unpack_gptq_v1, pack_gptq_v1, Kernels(_decode_gptq_v1, rows="N", units="K/16", last="n", lanes=(16,),
+                order=(0, 1, 2))),
+        "pack_quantized": Storage(unpack_pack_quantized, pack_pack_quantized, Kernels(_decode_pack_quantized, rows="N",
+                units="ceil(K/16)", last="k", lanes=(16,), order=(0, 1, 2))),
+        "onnx_matmul_nbits": Storage(unpack_onnx_matmul_nbits, pack_onnx_matmul_nbits, Kernels(_decode_onnx_matmul_nbits,
+                rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 2, default=2.0)), point=1,
@@ -358,5 +333,5 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
         "span": ("found", "full", "tight", "signed")},
-    defaults={"g": None, "z": 2}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
 )

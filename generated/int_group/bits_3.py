@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        cdiv, empty, integer, joined, pad, spread)
+from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, cdiv, empty,
+        integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -433,51 +433,18 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u3", "N", "K"), "z": Field("u3", "N", "ceil(K/group)"),
-            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
-        "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
-            "qweight": Stored("i32", "3*K/32", "N"),
-            "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/32", last="n", lanes=(32,), order=(0, 1, 2))),
-        "gptq_v1": Storage(unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",), tensors={
-            "qweight": Stored("i32", "3*K/32", "N"),
-            "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/32", last="n", lanes=(32,), order=(0, 1, 2))),
-        "gptq_p": Storage(unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",), tensors={
-            "qweight": Stored("i32", "3*K/32", "N"),
-            "qzeros": Stored("i32", "ceil(K/group)", "3*N/32",
-                bits=("z.at(0):2[16:2 2:1@1 3@1, 1@0]", "z.at(2):1+64[32:1 3@1, 1@0]")),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n", lanes=(2, 16), order=(0, 1, 2, 3))),
-        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
-                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(3*K/32)"),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i32", "ceil(3*N/32)", "ceil(K/group)", optional="z"),
-            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k", lanes=(32,), order=(0, 1, 2))),
-        "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
-                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(K/10)", bits=("q[1@0, 10:3 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i32", "ceil(N/10)", "ceil(K/group)", optional="z", bits=("z[10:3 1@0, 1@1]",)),
-            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/10)", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-            "order": Stored("i32", "K", optional="order"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "gptq_v2": Storage(unpack_gptq_v2, pack_gptq_v2, Kernels(_decode_gptq_v2, rows="N", units="K/32", last="n", lanes=(32,),
+                order=(0, 1, 2))),
+        "gptq_v1": Storage(unpack_gptq_v1, pack_gptq_v1, Kernels(_decode_gptq_v1, rows="N", units="K/32", last="n", lanes=(32,),
+                order=(0, 1, 2))),
+        "gptq_p": Storage(unpack_gptq_p, pack_gptq_p, Kernels(_decode_gptq_p, rows="N", units="K/32", last="n", lanes=(2, 16),
+                order=(0, 1, 2, 3))),
+        "pack_quantized": Storage(unpack_pack_quantized, pack_pack_quantized, Kernels(_decode_pack_quantized, rows="N",
+                units="ceil(K/32)", last="k", lanes=(32,), order=(0, 1, 2))),
+        "pack_quantized_0_17": Storage(unpack_pack_quantized_0_17, pack_pack_quantized_0_17, Kernels(_decode_pack_quantized_0_17,
+                rows="N", units="ceil(K/10)", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_3,
                     numbers=bitplanes.u3, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 3, default=4.0)), point=1,
@@ -486,5 +453,5 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
         "span": ("found", "full", "tight", "signed")},
-    defaults={"g": None, "z": 4}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("s", "z")),
 )

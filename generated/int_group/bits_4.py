@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        cdiv, integer, joined, pad, spread)
+from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, cdiv, integer,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -639,100 +639,35 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u4", "N", "K"), "z": Field("u4", "N", "ceil(K/group)"),
-            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
-        "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
-            "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
-            "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",)),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/8", last="n", lanes=(8,), order=(0, 1, 2))),
-        "gptq_v1": Storage(unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",), tensors={
-            "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
-            "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",), adds=-0x11111111),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/8", last="n", lanes=(8,), order=(0, 1, 2))),
-        "awq": Storage(unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",), options={"span": "tight", "by": "exact"},
-                tensors={
-            "qweight": Stored("i32", "K", "N/8", bits=("q[2:16 4:4 1@1, 1@0]",)),
-            "qzeros": Stored("i32", "K/group", "N/8", bits=("z[2:16 4:4 1@1, 1@0]",)),
-            "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
-        }, kernels=Kernels(_decode_awq, rows="N/8", units="K", last="n", sums=8, lanes=(4, 2), order=(0, 2, 3, 1))),
-        "awq_gemv": Storage(unpack=unpack_awq_gemv, pack=pack_awq_gemv, where=("g",), always=("z",),
-                options={"span": "tight", "by": "exact"}, reads=("K", "group"), extents=("K", "group"), tensors={
-            "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-            "qzeros": Stored("i32", "N", "128*ceil(K/1024)/group", bits=("z[1@0, 8:4 1@1]",)),
-            "scales": Stored("scale_type", "N", "1024*ceil(K/1024)/group", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_awq_gemv, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
-        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
-                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i32", "ceil(N/8)", "ceil(K/group)", optional="z", bits=("z[8:4 1@0, 1@1]",)),
-            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/8)", last="k", lanes=(8,), order=(0, 1, 2))),
-        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
-                options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x8),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/8)", last="k", lanes=(8,), order=(0, 1, 2))),
-        "marlin": Storage(unpack=unpack_marlin, pack=pack_marlin, where=("z", "g"), least={"ceil(K/group)": 2},
-                options={"symmetric": True}, tensors={
-            "qweight": Stored("i32", "K/16", "128*N/64", aliases=("B",), bits=("q[8:16@1 2:8 4:1@1 128@1, 2:16 4:4@1 2:4 1@0]",)),
-            "scales": Stored("scale_type", "K/group", "64*N/64", aliases=("s",), bits=("s[8:8@1 8:1@1 64@1, 1@0]",)),
-        }, kernels=Kernels(_decode_marlin, rows="N", units="K", last="k")),
-        "modelopt": Storage(unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"),
-                options={"symmetric": True, "span": "tight", "by": "exact"}, tensors={
-            "weight": Stored("u8", "N/2", "K"),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_modelopt, rows="N/2", units="K", last="k", sums=2, lanes=(2,), order=(0, 2, 1))),
-        "xpu_int4pack": Storage(unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",), order="ret_idx",
-                tensors={
-            "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "qzeros": Stored("i8", "ceil(K/group)", "N", bits=("z[1@1, 1@0]",)),
-            "ret_idx": Stored("i32", "K", optional="ret_idx"),
-        }, kernels=Kernels(_decode_xpu_int4pack, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
-        "torchao_plain_int32": Storage(unpack=unpack_torchao_plain_int32, pack=pack_torchao_plain_int32, where=("g",),
-                always=("z",), tensors={
-            "qdata": Stored("i32", "N", "K/8", aliases=("_weight_qdata",), bits=("q[1@0, 8:4 1@1]",)),
-            "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
-            "zero_point": Stored("i8", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
-        }, kernels=Kernels(_decode_xpu_int4pack, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
-        "onnx_matmul_nbits": Storage(unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
-                reads=("K", "group"), tensors={
-            "B": Stored("u8", "N", "K/2", seen=("N", "K/group", "?"), bits=("q[1@0, 2:4 1@1]",)),
-            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-            "zero_points": Stored("u8", "N", "ceil(K/2*group)", optional="z", bits=("z[1@0, 2:4 1@1]",)),
-        }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "openvino_u4": Storage(unpack=unpack_openvino_u4, pack=pack_openvino_u4, where=("g",), always=("z",),
-                options={"by": "exact", "rounds": "code", "span": "signed"}, tensors={
-            "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "zero_point": Stored("u8", "N", "K/2*group", bits=("z[1@0, 2:4 1@1]",)),
-            "scale": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_openvino_u4, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "openvino_i4": Storage(unpack=unpack_openvino_i4, pack=pack_openvino_i4, where=("z", "g"),
-                options={"symmetric": True, "by": "exact", "span": "signed"}, tensors={
-            "weight": Stored("u8", "N", "K/2"),
-            "scale": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_openvino_i4, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "trt_llm": Storage(unpack=unpack_trt_llm, pack=pack_trt_llm, where=("z", "g"),
-                options={"symmetric": True, "span": "tight", "by": "exact"}, tensors={
-            "weight": Stored("i8", "N/4", "128*K/64", seen=("K", "N/2"), bits=("q[4:32@1 1@0, 8:2@1 2:4 2:1@1 2:16@1 128@1]",)),
-            "weights_scaling_factor": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-        }, kernels=Kernels(_decode_trt_llm, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-            "order": Stored("i32", "K", optional="order"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "gptq_v2": Storage(unpack_gptq_v2, pack_gptq_v2, Kernels(_decode_gptq_v2, rows="N", units="K/8", last="n", lanes=(8,),
+                order=(0, 1, 2))),
+        "gptq_v1": Storage(unpack_gptq_v1, pack_gptq_v1, Kernels(_decode_gptq_v1, rows="N", units="K/8", last="n", lanes=(8,),
+                order=(0, 1, 2))),
+        "awq": Storage(unpack_awq, pack_awq, Kernels(_decode_awq, rows="N/8", units="K", last="n", sums=8, lanes=(4, 2),
+                order=(0, 2, 3, 1))),
+        "awq_gemv": Storage(unpack_awq_gemv, pack_awq_gemv, Kernels(_decode_awq_gemv, rows="N", units="K/8", last="k", lanes=(8,),
+                order=(0, 1, 2))),
+        "pack_quantized": Storage(unpack_pack_quantized, pack_pack_quantized, Kernels(_decode_pack_quantized, rows="N",
+                units="ceil(K/8)", last="k", lanes=(8,), order=(0, 1, 2))),
+        "pack_quantized_0_8": Storage(unpack_pack_quantized_0_8, pack_pack_quantized_0_8, Kernels(_decode_pack_quantized_0_8,
+                rows="N", units="ceil(K/8)", last="k", lanes=(8,), order=(0, 1, 2))),
+        "marlin": Storage(unpack_marlin, pack_marlin, Kernels(_decode_marlin, rows="N", units="K", last="k")),
+        "modelopt": Storage(unpack_modelopt, pack_modelopt, Kernels(_decode_modelopt, rows="N/2", units="K", last="k", sums=2,
+                lanes=(2,), order=(0, 2, 1))),
+        "xpu_int4pack": Storage(unpack_xpu_int4pack, pack_xpu_int4pack, Kernels(_decode_xpu_int4pack, rows="N", units="K/8",
+                last="k", lanes=(8,), order=(0, 1, 2))),
+        "torchao_plain_int32": Storage(unpack_torchao_plain_int32, pack_torchao_plain_int32, Kernels(_decode_xpu_int4pack,
+                rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
+        "onnx_matmul_nbits": Storage(unpack_onnx_matmul_nbits, pack_onnx_matmul_nbits, Kernels(_decode_onnx_matmul_nbits,
+                rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
+        "openvino_u4": Storage(unpack_openvino_u4, pack_openvino_u4, Kernels(_decode_openvino_u4, rows="N", units="K/2", last="k",
+                lanes=(2,), order=(0, 1, 2))),
+        "openvino_i4": Storage(unpack_openvino_i4, pack_openvino_i4, Kernels(_decode_openvino_i4, rows="N", units="K/2", last="k",
+                lanes=(2,), order=(0, 1, 2))),
+        "trt_llm": Storage(unpack_trt_llm, pack_trt_llm, Kernels(_decode_trt_llm, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)), point=1,
@@ -741,5 +676,5 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
         "span": ("found", "full", "tight", "signed")},
-    defaults={"g": None, "z": 8}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
 )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        cdiv, empty, integer, joined, pad, spread)
+from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, cdiv, empty,
+        integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -349,40 +349,14 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u7", "N", "K"), "z": Field("u7", "N", "ceil(K/group)"),
-            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
-        "gptq_p": Storage(unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",), tensors={
-            "qweight": Stored("i32", "7*K/32", "N"),
-            "qzeros": Stored("i32", "ceil(K/group)", "7*N/32",
-                bits=("z.at(0):4[8:4 4:1@1 7@1, 1@0]", "z.at(4):2+128[16:2 2:1@1 7@1, 1@0]", "z.at(6):1+192[32:1 7@1, 1@0]")),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n", lanes=(2, 2, 8), order=(0, 1, 2, 3, 4))),
-        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
-                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(7*K/32)"),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i32", "ceil(7*N/32)", "ceil(K/group)", optional="z"),
-            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k", lanes=(32,), order=(0, 1, 2))),
-        "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
-                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:7 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i32", "ceil(N/4)", "ceil(K/group)", optional="z", bits=("z[4:7 1@0, 1@1]",)),
-            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
-            "q_2": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(6):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-            "order": Stored("i32", "K", optional="order"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "gptq_p": Storage(unpack_gptq_p, pack_gptq_p, Kernels(_decode_gptq_p, rows="N", units="K/32", last="n", lanes=(2, 2, 8),
+                order=(0, 1, 2, 3, 4))),
+        "pack_quantized": Storage(unpack_pack_quantized, pack_pack_quantized, Kernels(_decode_pack_quantized, rows="N",
+                units="ceil(K/32)", last="k", lanes=(32,), order=(0, 1, 2))),
+        "pack_quantized_0_17": Storage(unpack_pack_quantized_0_17, pack_pack_quantized_0_17, Kernels(_decode_pack_quantized_0_17,
+                rows="N", units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_7,
                     numbers=bitplanes.u7, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 7, default=64.0)), point=1,
@@ -391,5 +365,5 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
         "span": ("found", "full", "tight", "signed")},
-    defaults={"g": None, "z": 64}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 7, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 7, ("s", "z")),
 )

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        integer, pad)
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -363,62 +362,26 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u8", "N", "K"), "z": Field("u8", "N", "ceil(K/group)"),
-            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
-        "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
-            "qweight": Stored("i32", "K/4", "N", bits=("q[1@1, 4:8 1@0]",)),
-            "qzeros": Stored("i32", "ceil(K/group)", "N/4", bits=("z[4:8 1@1, 1@0]",)),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/4", last="n", lanes=(4,), order=(0, 1, 2))),
-        "gptq_v1": Storage(unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",), tensors={
-            "qweight": Stored("i32", "K/4", "N", bits=("q[1@1, 4:8 1@0]",)),
-            "qzeros": Stored("i32", "ceil(K/group)", "N/4", bits=("z[4:8 1@1, 1@0]",), adds=-0x1010101),
-            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/4", last="n", lanes=(4,), order=(0, 1, 2))),
-        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
-                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i32", "ceil(N/4)", "ceil(K/group)", optional="z", bits=("z[4:8 1@0, 1@1]",)),
-            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
-        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
-                options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
-            "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x80),
-            "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
-        "int_quantized": Storage(unpack=unpack_int_quantized, pack=pack_int_quantized, where=("g",), omits=("z",),
-                options={"rounds": "sum", "span": "full"}, tensors={
-            "weight": Stored("i8", "N", "K"),
-            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "weight_zero_point": Stored("i8", "N", "ceil(K/group)", optional="z"),
-        }, kernels=Kernels(_decode_int_quantized, rows="N", units="K", last="k")),
-        "torchao_int8": Storage(unpack=unpack_torchao_int8, pack=pack_torchao_int8, where=("g",), tensors={
-            "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",)),
-            "scale": Stored("scale_type", "N", "ceil(K/group)", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
-            "zero_point": Stored("i8", "N", "ceil(K/group)", aliases=("_weight_zero_point",), optional="z"),
-        }, kernels=Kernels(_decode_int_quantized, rows="N", units="K", last="k")),
-        "onnx_matmul_nbits": Storage(unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",), tensors={
-            "B": Stored("u8", "N", "K", seen=("N", "K/group", "?"), bits=("q[1@0, 1@1]",)),
-            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-            "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
+        "gptq_v2": Storage(unpack_gptq_v2, pack_gptq_v2, Kernels(_decode_gptq_v2, rows="N", units="K/4", last="n", lanes=(4,),
+                order=(0, 1, 2))),
+        "gptq_v1": Storage(unpack_gptq_v1, pack_gptq_v1, Kernels(_decode_gptq_v1, rows="N", units="K/4", last="n", lanes=(4,),
+                order=(0, 1, 2))),
+        "pack_quantized": Storage(unpack_pack_quantized, pack_pack_quantized, Kernels(_decode_pack_quantized, rows="N",
+                units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
+        "pack_quantized_0_8": Storage(unpack_pack_quantized_0_8, pack_pack_quantized_0_8, Kernels(_decode_pack_quantized_0_8,
+                rows="N", units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
+        "int_quantized": Storage(unpack_int_quantized, pack_int_quantized, Kernels(_decode_int_quantized, rows="N", units="K",
+                last="k")),
+        "torchao_int8": Storage(unpack_torchao_int8, pack_torchao_int8, Kernels(_decode_int_quantized, rows="N", units="K",
+                last="k")),
+        "onnx_matmul_nbits": Storage(unpack_onnx_matmul_nbits, pack_onnx_matmul_nbits, Kernels(_decode_onnx_matmul_nbits,
+                rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.u8, scale=group_sums.with_zero,
                     group_fields=(GroupField("scales", 1, "group"), GroupField("zero_points", 1, "group", 8, default=128.0)),
                     blocks=("group",), in_order=True, width=8, bits=8, base=(0, 2176), double=True))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-            "order": Stored("i32", "K", optional="order"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.u8, scale=group_sums.with_zero,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)), blocks=("group",),
@@ -427,5 +390,5 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
         "span": ("found", "full", "tight", "signed")},
-    defaults={"g": None, "z": 128}, cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
 )

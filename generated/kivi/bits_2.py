@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        joined, pad, spread, workspace)
+from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, joined, pad,
+        spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -135,25 +135,16 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"), "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
-            "q": Field("u2", "N", "K")},
     storages={
-        "rows": Storage(unpack=unpack_rows, pack=pack_rows, tensors={
-            "codes": Stored("u8", "N", "K/4", bits=("q[1@0, 4:2 1@1]",)),
-            "scale": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("s[1@0, 1@1]",)),
-            "minimum": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_rows, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "s": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("s[1@0, 1@1]",)),
-            "m": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "rows": Storage(unpack_rows, pack_rows, Kernels(_decode_rows, rows="N", units="K/4", last="k", lanes=(4,),
+                order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", "gn", "gk"), GroupField("m", "gn", "gk")), blocks=("gk",), size=32, width=2,
                     bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "m"},
-    cuts=("ceil(N/gn)", "ceil(K/gk)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "m")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "m")),
 )

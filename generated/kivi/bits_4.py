@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, joined, pad,
-        spread)
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, joined, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -120,25 +119,16 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"), "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
-            "q": Field("u4", "N", "K")},
     storages={
-        "rows": Storage(unpack=unpack_rows, pack=pack_rows, tensors={
-            "codes": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-            "scale": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("s[1@0, 1@1]",)),
-            "minimum": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_rows, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("s[1@0, 1@1]",)),
-            "m": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "rows": Storage(unpack_rows, pack_rows, Kernels(_decode_rows, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", "gn", "gk"), GroupField("m", "gn", "gk")), blocks=("gk",), size=32,
                     sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "m"},
-    cuts=("ceil(N/gn)", "ceil(K/gk)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "m")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "m")),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, integer, pad
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -133,25 +133,15 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "b": Field("scale_type", "N", "ceil(K/group)"),
-            "q": Field("u5", "N", "K")},
     storages={
-        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
-            "weight": Stored("u32", "N", "5*K/32"),
-            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-            "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_mlx, rows="N", units="K/32", last="k", lanes=(32,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "mlx": Storage(unpack_mlx, pack_mlx, Kernels(_decode_mlx, rows="N", units="K/32", last="k", lanes=(32,),
+                order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
                     numbers=bitplanes.u5, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",), size=32, width=4,
                     bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
-    cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("s", "b")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("s", "b")),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -113,25 +113,15 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "b": Field("scale_type", "N", "ceil(K/group)"),
-            "q": Field("u8", "N", "K")},
     storages={
-        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
-            "weight": Stored("u32", "N", "K/4", bits=("q[1@0, 4:8 1@1]",)),
-            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-            "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_mlx, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "mlx": Storage(unpack_mlx, pack_mlx, Kernels(_decode_mlx, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.u8, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",), size=32, width=8,
                     bits=8, base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
-    cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "b")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "b")),
 )

@@ -20,17 +20,89 @@ from qdsl.runtime import Format
 
 from . import code_e4m3, code_e5m2
 
-FORMAT = Format(
-    name="ocp_mxfp8", title="OCP MXFP8, 8-bit floats with a power of two per 32",
-    source="OCP Microscaling Formats 1.0; compressed-tensors mxfp8, ModelOpt MXFP8, torchao MXTensor", formula="e * q",
-    by=("code",),
-    variants={
-        ("e4m3",): code_e4m3.VARIANT,
-        ("e5m2",): code_e5m2.VARIANT,
+PROGRAM = {
+    "name": "ocp_mxfp8", "title": "OCP MXFP8, 8-bit floats with a power of two per 32",
+    "source": "OCP Microscaling Formats 1.0; compressed-tensors mxfp8, ModelOpt MXFP8, torchao MXTensor", "formula": "e * q",
+    "bits": "8.25", "digest": "d0752f9324ca002d",
+    "params": {"code": ("e4m3", "e5m2")},
+    "by": ("code",),
+    "variants": {
+        ("e4m3",): {
+            "fields": {"e": ("e8m0", "N", "ceil(K/32)"), "q": ("code", "N", "K")},
+            "cuts": ("N", "ceil(K/32)"),
+            "storages": {
+                "compressed_tensors": {"tensors": {
+                    "weight": ("code", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                }},
+                "torchao": {"tensors": {
+                    "qdata": ("code", "N", "K",
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "scale": ("e8m0", "N", "K/32",
+                        {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                }},
+                "torchao_swizzled": {
+                    "tensors": {
+                        "qdata": ("code", "N", "K",
+                            {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                            {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                            "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                    },
+                    "reads": ("N", "K"),
+                },
+                "mlx": {"tensors": {
+                    "weight": ("u32", "N", "K/4", {"slices": (("q", 0, [[(0, 1, 0)], [(4, 8), (0, 1, 1)]]),)}),
+                    "scales": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                }},
+                "planar": {
+                    "tensors": {
+                        "q": ("i32", "N", "32*ceil(K/128)",
+                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                        "e": ("e8m0", "N", "ceil(K/32)", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    },
+                    "reads": ("K",),
+                },
+            },
+        },
+        ("e5m2",): {
+            "fields": {"e": ("e8m0", "N", "ceil(K/32)"), "q": ("code", "N", "K")},
+            "cuts": ("N", "ceil(K/32)"),
+            "storages": {
+                "compressed_tensors": {"tensors": {
+                    "weight": ("code", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                }},
+                "torchao": {"tensors": {
+                    "qdata": ("code", "N", "K",
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "scale": ("e8m0", "N", "K/32",
+                        {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                }},
+                "torchao_swizzled": {
+                    "tensors": {
+                        "qdata": ("code", "N", "K",
+                            {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                            {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                            "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                    },
+                    "reads": ("N", "K"),
+                },
+                "planar": {
+                    "tensors": {
+                        "q": ("i32", "N", "32*ceil(K/128)",
+                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                        "e": ("e8m0", "N", "ceil(K/32)", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    },
+                    "reads": ("K",),
+                },
+            },
+        },
     },
-    params={"code": ("e4m3", "e5m2")},
-    digest="d0752f9324ca002d",
-)
+}
+
+FORMAT = Format(PROGRAM, {("e4m3",): code_e4m3.VARIANT, ("e5m2",): code_e5m2.VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

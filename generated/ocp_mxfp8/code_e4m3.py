@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, cdiv, pad
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, cdiv, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3, e8m0
@@ -171,30 +171,15 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"e": Field("e8m0", "N", "ceil(K/32)"), "q": Field("code", "N", "K")},
     storages={
-        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
-            "weight": Stored("code", "N", "K", bits=("q[1@0, 1@1]",)),
-            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
-        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
-            "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-            "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
-            "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-            "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
-        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
-            "weight": Stored("u32", "N", "K/4", bits=("q[1@0, 4:8 1@1]",)),
-            "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_mlx, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-            "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "compressed_tensors": Storage(unpack_compressed_tensors, pack_compressed_tensors, Kernels(_decode_compressed_tensors,
+                rows="N", units="K", last="k")),
+        "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
+        "torchao_swizzled": Storage(unpack_torchao_swizzled, pack_torchao_swizzled, Kernels(_decode_torchao_swizzled, rows="N",
+                units="K", last="k")),
+        "mlx": Storage(unpack_mlx, pack_mlx, Kernels(_decode_mlx, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.e4m3, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
                     blocks=("32",), size=32, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
@@ -203,6 +188,6 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"}, cuts=("N", "ceil(K/32)"),
+    scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("e",)),
 )

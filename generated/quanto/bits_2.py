@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_type, pad, spread
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -120,25 +120,15 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
-            "q": Field("u2", "N", "K")},
     storages={
-        "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, whole=True, tensors={
-            "data": Stored("u8", "N/4", "K", aliases=("weight._data._data",), seen=("?", "group"), bits=("q[1@0 4:2, 1@1]",)),
-            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"), bits=("s[1@0, 1@1]",)),
-            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"), bits=("z[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_quanto, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
-                order=(0, 1, 4, 2, 5, 6, 3, 7),
+        "quanto": Storage(unpack_quanto, pack_quanto, Kernels(_decode_quanto, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32, width=2,
                     bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"}, settings={"negated": 1},
-    cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),
 )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Stored, Variant, as_float, as_type,
-        pad, spread, workspace)
+from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, pad, spread,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -136,25 +136,15 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
-            "q": Field("u4", "N", "K")},
     storages={
-        "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, whole=True, tensors={
-            "data": Stored("u8", "N/2", "K", aliases=("weight._data._data",), seen=("?", "group"), bits=("q[1@0 2:4, 1@1]",)),
-            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"), bits=("s[1@0, 1@1]",)),
-            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"), bits=("z[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_quanto, rows="N", units="K", last="k")),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
-                order=(0, 1, 2, 4, 3, 5),
+        "quanto": Storage(unpack_quanto, pack_quanto, Kernels(_decode_quanto, rows="N", units="K", last="k")),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
                     sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"}, settings={"negated": 1},
-    cuts=("N", "ceil(K/group)"), row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),
 )

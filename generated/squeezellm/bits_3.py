@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import (Branch, BranchTensor, Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
-        integer, lookup, pad)
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, Storage, Variant, as_type, integer, lookup, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -115,26 +114,13 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"lut": Field("level_type", "N", "8"), "q": Field("u3", "N", "K")},
     storages={
-        "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
-            "qweight": Stored("i32", "3*K/32", "N"),
-            "lookup_table": Stored("level_type", "N", "8", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/32", last="n", lanes=(32,), order=(0, 1, 2))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 2:1 16@1]",)),
-            "lut": Stored("level_type", "N", "8", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+        "squeezellm": Storage(unpack_squeezellm, pack_squeezellm, Kernels(_decode_squeezellm, rows="N", units="K/32", last="n",
+                lanes=(32,), order=(0, 1, 2))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_3,
                     numbers=bitplanes.float_entries_of_8, levels=GroupField("lut", 1, 0), entries=8, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), spans=(2, 2)))),
     },
     decode=decode, encode=encode, importance=True,
-    plus=(
-        Branch("csr",  start=BranchTensor("rows", "i32", "?"), column=BranchTensor("cols", "i32", "?"),
-                value=BranchTensor("vals", "f32", "?")),
-        Branch("dense_rows",  row=BranchTensor("full_row_indices", "i32", "?"),
-                row_value=BranchTensor("full_rows", "f32", "K", "?", digits=("K", "?"), order=((1,), (0,)))),
-    ),
 )

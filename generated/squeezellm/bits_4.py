@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import (Branch, BranchTensor, Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
-        joined, lookup, pad, spread)
+from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, Storage, Variant, as_type, joined, lookup, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -103,26 +102,14 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"lut": Field("level_type", "N", "16"), "q": Field("u4", "N", "K")},
     storages={
-        "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
-            "qweight": Stored("i32", "4*K/32", "N", bits=("q[1@1, 8:4 4:1@0 4@0]",)),
-            "lookup_table": Stored("level_type", "N", "16", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/8", last="n", digits=(4,), lanes=(8,), order=(0, 1, 2, 3))),
-        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-            "lut": Stored("level_type", "N", "16", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
-                order=(0, 1, 2, 4, 5, 3, 6),
+        "squeezellm": Storage(unpack_squeezellm, pack_squeezellm, Kernels(_decode_squeezellm, rows="N", units="K/8", last="n",
+                digits=(4,), lanes=(8,), order=(0, 1, 2, 3))),
+        "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", 1, 0), entries=16, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, importance=True,
-    plus=(
-        Branch("csr",  start=BranchTensor("rows", "i32", "?"), column=BranchTensor("cols", "i32", "?"),
-                value=BranchTensor("vals", "f32", "?")),
-        Branch("dense_rows",  row=BranchTensor("full_row_indices", "i32", "?"),
-                row_value=BranchTensor("full_rows", "f32", "K", "?", digits=("K", "?"), order=((1,), (0,)))),
-    ),
 )

@@ -19,19 +19,77 @@ from qdsl.runtime import Format
 
 from . import bits_16, bits_14, bits_12
 
-FORMAT = Format(
-    name="vptq", title="VPTQ, indices of vectors of 8 rows, columns in an order of their own",
-    source="VPTQ vptq/layers/vqlinear.py VQuantLinear, vptq/utils/pack.py pack_index, vptq/ops/quant_gemm.py dequant; one codebook",
-    formula="round(round(cb[q, n % 8] * a, type) + b, type)",
-    by=("bits",),
-    variants={
-        (16,): bits_16.VARIANT,
-        (14,): bits_14.VARIANT,
-        (12,): bits_12.VARIANT,
+PROGRAM = {
+    "name": "vptq", "title": "VPTQ, indices of vectors of 8 rows, columns in an order of their own",
+    "source": "VPTQ vptq/layers/vqlinear.py VQuantLinear, vptq/utils/pack.py pack_index, vptq/ops/quant_gemm.py dequant; one codebook",
+    "formula": "round(round(cb[q, n % 8] * a, type) + b, type)", "bits": "1.5002 to 2.0039", "digest": "e3739c43a64c7570",
+    "params": {"bits": (16, 14, 12), "type": ("bf16", "f16")},
+    "by": ("bits",),
+    "variants": {
+        (16,): {
+            "fields": {
+                "p": ("index", "K", {"groups": "K"}),
+                "cb": ("type", "65536", "8"), "a": ("type", "K"), "b": ("type", "K"), "q": ("u16", "N/8", "K"),
+            },
+            "cuts": ("ceil(N/8)", "K"),
+            "storages": {"vptq": {
+                "tensors": {
+                    "indices": ("i32", "1", "N/8", "ceil(K/2)", {"slices": (("q", 0, [[(0, 1, 1)], [(2, 16), (0, 1, 2)]]),)}),
+                    "centroids": ("type", "1", "65536", "8",
+                        {"aliases": ("centroids.weight",), "seen": ("1", "?"),
+                        "slices": (("cb", 0, [[(0, 1, 1)], [(0, 1, 2)]]),)}),
+                    "weight_scale": ("type", "K", {"optional": "a", "slices": (("a", 0, [[(0, 1, 0)]]),)}),
+                    "weight_bias": ("type", "K", {"optional": "b", "slices": (("b", 0, [[(0, 1, 0)]]),)}),
+                    "perm": ("i16", "K", {"optional": "perm"}),
+                },
+                "where": ("p",), "reads": ("K",), "order": "perm", "unordered": ("weight_scale", "weight_bias"),
+            }},
+            "defaults": {"a": 1, "b": 0, "p": None},
+        },
+        (14,): {
+            "fields": {
+                "p": ("index", "K", {"groups": "K"}),
+                "cb": ("type", "16384", "8"), "a": ("type", "K"), "b": ("type", "K"), "q": ("u14", "N/8", "K"),
+            },
+            "cuts": ("ceil(N/8)", "K"),
+            "storages": {"vptq": {
+                "tensors": {
+                    "indices": ("i32", "1", "N/8", "ceil(7*K/16)"),
+                    "centroids": ("type", "1", "16384", "8",
+                        {"aliases": ("centroids.weight",), "seen": ("1", "?"),
+                        "slices": (("cb", 0, [[(0, 1, 1)], [(0, 1, 2)]]),)}),
+                    "weight_scale": ("type", "K", {"optional": "a", "slices": (("a", 0, [[(0, 1, 0)]]),)}),
+                    "weight_bias": ("type", "K", {"optional": "b", "slices": (("b", 0, [[(0, 1, 0)]]),)}),
+                    "perm": ("i16", "K", {"optional": "perm"}),
+                },
+                "where": ("p",), "reads": ("K",), "order": "perm", "unordered": ("weight_scale", "weight_bias"),
+            }},
+            "defaults": {"a": 1, "b": 0, "p": None},
+        },
+        (12,): {
+            "fields": {
+                "p": ("index", "K", {"groups": "K"}),
+                "cb": ("type", "4096", "8"), "a": ("type", "K"), "b": ("type", "K"), "q": ("u12", "N/8", "K"),
+            },
+            "cuts": ("ceil(N/8)", "K"),
+            "storages": {"vptq": {
+                "tensors": {
+                    "indices": ("i32", "1", "N/8", "ceil(3*K/8)"),
+                    "centroids": ("type", "1", "4096", "8",
+                        {"aliases": ("centroids.weight",), "seen": ("1", "?"),
+                        "slices": (("cb", 0, [[(0, 1, 1)], [(0, 1, 2)]]),)}),
+                    "weight_scale": ("type", "K", {"optional": "a", "slices": (("a", 0, [[(0, 1, 0)]]),)}),
+                    "weight_bias": ("type", "K", {"optional": "b", "slices": (("b", 0, [[(0, 1, 0)]]),)}),
+                    "perm": ("i16", "K", {"optional": "perm"}),
+                },
+                "where": ("p",), "reads": ("K",), "order": "perm", "unordered": ("weight_scale", "weight_bias"),
+            }},
+            "defaults": {"a": 1, "b": 0, "p": None},
+        },
     },
-    params={"bits": (16, 14, 12), "type": ("bf16", "f16")},
-    digest="e3739c43a64c7570",
-)
+}
+
+FORMAT = Format(PROGRAM, {(16,): bits_16.VARIANT, (14,): bits_14.VARIANT, (12,): bits_12.VARIANT})
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
 convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -9,7 +9,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, entries, integer, pad, rounded, workspace
+from qdsl.runtime import Kernels, Storage, Variant, as_type, entries, integer, pad, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -80,18 +80,9 @@ def _decode_vptq(tensors, i, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "65536", "16"), "rs": Field("type", "256", "16"),
-            "a": Field("type", "K"), "b": Field("type", "K"), "q": Field("u16", "N/16", "K"), "r": Field("u8", "N/16", "K")},
     storages={
-        "vptq": Storage(unpack=unpack_vptq, pack=pack_vptq, where=("p",), reads=("K",), order="perm",
-                unordered=("weight_scale", "weight_bias"), tensors={
-            "indices": Stored("i32", "1", "N/16", "ceil(3*K/4)"),
-            "centroids": Stored("type", "1", "65536", "16", aliases=("centroids.weight",), seen=("1", "?")),
-            "res_centroids": Stored("type", "1", "256", "16", aliases=("res_centroids.weight",), seen=("1", "?")),
-            "weight_scale": Stored("type", "K", optional="a"),
-            "weight_bias": Stored("type", "K", optional="b"),
-            "perm": Stored("i16", "K", optional="perm"),
-        }, kernels=Kernels(_decode_vptq, rows="N/8", units="K", last="k", sums=8, lanes=(8,), order=(0, 2, 1))),
+        "vptq": Storage(unpack_vptq, pack_vptq, Kernels(_decode_vptq, rows="N/8", units="K", last="k", sums=8, lanes=(8,),
+                order=(0, 2, 1))),
     },
-    decode=decode, defaults={"a": 1, "b": 0, "p": None}, cuts=("ceil(N/16)", "K"),
+    decode=decode,
 )

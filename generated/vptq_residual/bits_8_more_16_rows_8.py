@@ -9,7 +9,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, entries, integer, pad, rounded, workspace
+from qdsl.runtime import Kernels, Storage, Variant, as_type, cdiv, entries, integer, pad, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -88,18 +88,9 @@ def _decode_vptq(tensors, i, k, live, N, K, sizes, use: tl.constexpr, state):
 
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
-    fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "256", "8"), "rs": Field("type", "65536", "8"),
-            "a": Field("type", "K"), "b": Field("type", "K"), "q": Field("u8", "N/8", "K"), "r": Field("u16", "N/8", "K")},
     storages={
-        "vptq": Storage(unpack=unpack_vptq, pack=pack_vptq, where=("p",), reads=("K",), order="perm",
-                unordered=("weight_scale", "weight_bias"), tensors={
-            "indices": Stored("i32", "1", "N/8", "ceil(3*K/4)"),
-            "centroids": Stored("type", "1", "256", "8", aliases=("centroids.weight",), seen=("1", "?")),
-            "res_centroids": Stored("type", "1", "65536", "8", aliases=("res_centroids.weight",), seen=("1", "?")),
-            "weight_scale": Stored("type", "K", optional="a"),
-            "weight_bias": Stored("type", "K", optional="b"),
-            "perm": Stored("i16", "K", optional="perm"),
-        }, kernels=Kernels(_decode_vptq, rows="N/8", units="K", last="k", sums=8, lanes=(8,), order=(0, 2, 1))),
+        "vptq": Storage(unpack_vptq, pack_vptq, Kernels(_decode_vptq, rows="N/8", units="K", last="k", sums=8, lanes=(8,),
+                order=(0, 2, 1))),
     },
-    decode=decode, defaults={"a": 1, "b": 0, "p": None}, cuts=("ceil(N/8)", "K"),
+    decode=decode,
 )

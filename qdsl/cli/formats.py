@@ -175,12 +175,13 @@ def list_(as_json: Json = False) -> None:
     """List the formats that ship with qdsl, and those of the folder that QDSL_SPECS names."""
     import qdsl.generated
     from qdsl.core import places
+    from qdsl.core.program import modules, read, summary
 
     with reported():
-        built = {path.stem: path for folder in qdsl.generated.__path__ for path in Path(folder).glob("*.json")}
+        built = modules(qdsl.generated.__path__)
         try:
-            rows = [json.loads(built[path.stem].read_text())["summary"] for path in (*places.shipped(), *places.further())]
-        except (FileNotFoundError, KeyError):
+            rows = [summary(read(built[path.stem])) for path in (*places.shipped(), *places.further())]
+        except (OSError, KeyError, ValueError):
             fail("a spec was not built yet: run `qdsl build --all`")
     if as_json:
         typer.echo(json.dumps({"schema": 1, "formats": rows}))

@@ -87,8 +87,8 @@ def build_together(specs: Sequence[Path]) -> Path:
     files: dict[str, str] = {}
     for spec in specs:
         own = files_of(spec)
-        if f"{spec.stem}.json" not in own:
-            name = Path(list(own)[-1]).stem
+        name = list(own)[-1].split("/")[0].removesuffix(".py")
+        if name != spec.stem:
             raise UnknownSpec(f"{spec}: a spec's file must have the name of its format; rename it to {name}.yaml")
         files |= own
     folder = _written(files)

@@ -15,6 +15,7 @@ from typing import Any
 
 from qdsl.core.numbers import TORCH_FLOATS, number
 from qdsl.core.shapes import Axis, axis, extents, own_value, seen_shape
+from qdsl.core.slices import Piece
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
@@ -49,8 +50,8 @@ class Stored:
     """A stored tensor: element type and axes.
 
     The type is 'u8', 'i32', 'e4m3', a parameter, 'index' for a field of that type, or 'shape' for N and K.  optional: the field
-    that has its default if the tensor is missing; '' for a required tensor.  bits: the places of all its fields, as
-    runtime/weight/bits.py reads them; empty if they are not at digits.  adds: the difference between a file's element and the
+    that has its default if the tensor is missing; '' for a required tensor.  slices: the positions of all its fields'
+    bits, as core/slices.py takes them; empty if they are not at digits.  adds: the difference between a file's element and the
     element with these bits.  padding: unused bits of an element, for readers of checkpoints.  seen: the axes in files, if
     different.  within: the integer type in files that holds several elements, low ones first.
     """
@@ -59,19 +60,19 @@ class Stored:
     axes: tuple[Axis, ...]
     aliases: tuple[str, ...]
     optional: str
-    bits: tuple[str, ...]
+    slices: tuple[Piece, ...]
     adds: int
     padding: int
     seen: tuple[Axis, ...]
     within: str
 
-    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", bits: Sequence[str] = (),
+    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", slices: Sequence[Any] = (),
                  adds: int = 0, padding: int = 0, seen: Sequence[str] = (), within: str = "") -> None:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "aliases", tuple(aliases))
         object.__setattr__(self, "optional", optional)
-        object.__setattr__(self, "bits", tuple(bits))
+        object.__setattr__(self, "slices", tuple(Piece(*piece) for piece in slices))
         object.__setattr__(self, "adds", adds)
         object.__setattr__(self, "padding", padding)
         object.__setattr__(self, "seen", tuple(map(axis, seen)))

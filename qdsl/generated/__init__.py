@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl import _further_modules
+from qdsl.core.program import modules
 
 _checkout = Path(__file__).resolve().parents[2] / "generated"
 __path__ += [str(folder) for folder in (_checkout, *_further_modules()) if folder.is_dir()]
@@ -16,7 +17,7 @@ __path__ += [str(folder) for folder in (_checkout, *_further_modules()) if folde
 
 def __dir__() -> list[str]:
     """The names of all formats, whether imported or not."""
-    return sorted({path.stem for folder in __path__ for path in Path(folder).glob("*.json")})
+    return list(modules(__path__))
 
 
 def __getattr__(name: str) -> Any:

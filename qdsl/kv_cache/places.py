@@ -1,4 +1,4 @@
-"""Byte positions of a row's codes and numbers for the store kernel, from the digits of the layout (runtime/weight/bits.py)."""
+"""Byte positions of a row's codes and numbers for the store kernel, from the digits of the layout (core/slices.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from math import prod
 
 from qdsl.core.numbers import number
 from qdsl.core.schemes import SCHEMES
+from qdsl.core.slices import Piece, place
 from qdsl.kv_cache.cache import CachedRows
-from qdsl.runtime.weight.bits import Piece, pieces, place
 from qdsl.runtime.weight.layout import FLOATS
 
 Digit = tuple[int, int, int]                                     # extent, columns of a step, bytes or bits of a step
@@ -116,7 +116,7 @@ def _columns(cached: CachedRows, name: str) -> int:
 def _tensor_of(cached: CachedRows, name: str) -> tuple[int, Piece]:
     """The index of a field's tensor, and the field's piece in it.  Raises ValueError if the field has several pieces."""
     layout = cached.packed.layout
-    matches = [(at, piece) for at, tensor in enumerate(layout.coded) for piece in pieces(layout.tensors[tensor].bits)
+    matches = [(at, piece) for at, tensor in enumerate(layout.coded) for piece in layout.tensors[tensor].slices
                if piece.field == name]
     if len(matches) != 1 or matches[0][1].width or layout.tensors[layout.coded[matches[0][0]]].adds:
         raise ValueError(f"'{name}' lies in pieces")

@@ -1,15 +1,11 @@
 """The runtime of generated modules: packed weights, the functions of a format, kernel launches.  Needs no compiler."""
 
-from qdsl.core.stored import Stored
 from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, rounded, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
 from qdsl.runtime.weight.layout import (
            W8A8,
-           Branch,
-           BranchTensor,
-           Field,
            GroupField,
            Kernels,
            MatrixUnitKernels,
@@ -17,7 +13,6 @@ from qdsl.runtime.weight.layout import (
            Records,
            RowLoops,
            Storage,
-           Stream,
            Variant,
 )
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -25,7 +20,7 @@ from qdsl.runtime.weight.requantize import Report
 from qdsl.runtime.weight.row_codes import RowCodes
 from qdsl.runtime.weight.tables import Table, entries, lookup
 
-__all__ = ["W8A8", "Branch", "BranchTensor", "Field", "Format", "FormatError", "GroupField", "Kernels", "MatrixUnitKernels",
-           "PackedWeight", "Pairs", "QuantizedEmbedding", "QuantizedLinear", "Records", "Report", "RowCodes", "RowLoops",
-           "Spec", "Storage", "Stored", "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty",
-           "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace"]
+__all__ = ["W8A8", "Format", "FormatError", "GroupField", "Kernels", "MatrixUnitKernels", "PackedWeight", "Pairs",
+           "QuantizedEmbedding", "QuantizedLinear", "Records", "Report", "RowCodes", "RowLoops", "Spec", "Storage", "Table",
+           "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "entries", "first_trit", "integer", "joined", "lookup",
+           "pad", "rounded", "spread", "workspace"]

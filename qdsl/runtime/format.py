@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.core.shapes import listed, own_value, values_text
-from qdsl.core.stored import Description
+from qdsl.core.program import description
+from qdsl.core.shapes import own_value, values_text
 from qdsl.core.text import Displayed, did_you_mean
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.torch import dequantize, experts, ops
@@ -52,32 +52,24 @@ class Spec(Displayed):
 class Format:
     """A format and its functions for weights.
 
-    params: the values of every parameter, the default first.  sizes: parameters that are block lengths, and the axis that each
-    divides.  variants: the parts that depend on the parameters in `by`, keyed by their values.  digest: of the spec's text;
-    formats with the same name and digest are the same format.  path: the spec's file, if qdsl.load has built it.
+    program: what the module says of the format as data (core/program.py).  variants: the functions that depend on the parameters
+    in `by`, keyed by their values.  Formats with the same name and digest of the spec's text are the same format.  path: the
+    spec's file, if qdsl.load has built it.
     """
 
     path = ""
 
-    def __init__(self, *, name: str, title: str, source: str, formula: str, variants: Mapping[tuple[int | str, ...], Variant],
-                 by: Sequence[str] = (), params: Mapping[str, tuple[int | str, ...]] | None = None,
-                 sizes: Mapping[str, str] | None = None, detect: Mapping[str, Any] | None = None, digest: str = "") -> None:
-        self.name = name
-        self.params = {name: listed(values) for name, values in (params or {}).items()}
-        self.variants = dict(variants)
-        self.by = tuple(by)
-        self.size_axes = dict(sizes or {})
-        tensors = {key: {name: variant.tensors(name) for name in variant.storages} for key, variant in self.variants.items()}
-        axes = {key: {name: field.axes for name, field in variant.fields.items()} for key, variant in self.variants.items()
-                if variant.cuts[1] != "1"}
-        self.description = Description(name, self.params, self.size_axes, self.by, tensors, fields=axes, planar=frozenset(
-            key for key, storages in tensors.items() if PLANAR in storages),
-            fixed=next(iter(next(iter(self.variants.values())).storages.values())).fixed)
+    def __init__(self, program: Mapping[str, Any], variants: Mapping[tuple[int | str, ...], Variant]) -> None:
+        self.name: str = program["name"]
+        self.description = description(program)
+        self.params, self.by, self.size_axes = self.description.params, self.description.by, self.description.sizes
+        self.variants = {key: variant.described(program["variants"][key]) for key, variant in variants.items()}
         self.storages = tuple(dict.fromkeys(storage for variant in self.variants.values() for storage in variant.storages))
-        self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
+        self.spec = Spec(self.name, program["title"], program["source"], program["formula"], self.params, self.storages,
+                         self.variants, program.get("detect", {}))
         written = next(iter(self.variants.values())).decode.__module__
         self.__module__ = written.rpartition(".")[0] if self.by else written
-        self.key = ops.register_format(self, digest)
+        self.key = ops.register_format(self, program["digest"])
 
     def __repr__(self) -> str:
         return f"<Format {self.name}: {', '.join(self.storages)}>"

@@ -16,13 +16,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import qdsl
-from qdsl.checkpoint.detect.descriptions import described
 from qdsl.checkpoint.detect.layer_weights import weights
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.report.contents import contents
 from qdsl.checkpoint.report.survey import survey, tables
 from qdsl.cli import app
+from qdsl.core.program import description
 from qdsl.generated import int_group
 from tests.support import checkpoints
 from tests.support.checkpoints import golden
@@ -362,9 +362,9 @@ def test_inspect_says_what_lies_beside_a_weight(tmp_path: Path) -> None:
 
 def test_ends_of_names(tmp_path: Path) -> None:
     """Two weights in one module, whose tensors differ by the ends of their last parts, as gpt-oss has its experts."""
-    experts = described({"format": "x", "params": {}, "sizes": {}, "by": [], "detect": {}, "variants": [{"key": [], "storages": {
-        "s": {"tensors": {"blocks": {"dtype": "u8", "axes": ["N", "K/32", "16"], "aliases": ["_blocks"]},
-                          "scales": {"dtype": "u8", "axes": ["N", "K/32"], "aliases": ["_scales"]}}}}}]})
+    experts = description({"name": "x", "variants": {(): {"fields": {}, "cuts": ("N", "K"), "storages": {"s": {"tensors": {
+        "blocks": ("u8", "N", "K/32", "16", {"aliases": ("_blocks",)}), "scales": ("u8", "N", "K/32", {"aliases": ("_scales",)}),
+    }}}}}})
     leaves = {f"{name}_{leaf}": torch.zeros(2, n, 3, *more, dtype=torch.uint8)
               for name, n in (("gate_up_proj", 8), ("down_proj", 4)) for leaf, more in (("blocks", (16,)), ("scales", ()))}
     path = checkpoints.folder(tmp_path, {"mlp.experts": leaves | {"down_proj_bias": torch.zeros(2, 4)}})

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl.compiler.passes.derive_planar import PLANAR
+from qdsl.core.slices import Placed, place
 from qdsl.generated import int_group, q4_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import convert, tiles, transpose
-from qdsl.runtime.weight.bits import Placed, pieces, place
 from qdsl.runtime.weight.defaults import is_default
 from tests.support.formats import Case, cases, random_packed, same_bits, shuffled_fields, smallest
 
@@ -259,7 +259,7 @@ def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
     packed = gptq(128, 256)
     n, k = packed.shape
     words = packed.tensors["qweight"]
-    source = place(pieces(packed.layout.tensors["qweight"].bits)[0], words.shape, 32, (n, k))
+    source = place(packed.layout.tensors["qweight"].slices[0], words.shape, 32, (n, k))
     assert source is not None
     rows = {"AVX512": 32, "AVX2": 16}.get(torch.backends.cpu.get_cpu_capability())
     codes = int_group.unpack(packed)["q"].int()

@@ -380,7 +380,7 @@ def test_weights_are_made_in_one_pass_as_unpack_and_pack_make_them(form: str) ->
     module = importlib.import_module(f"qdsl.generated.{form}")
     for shape in ((40, 328), (5, 4100), (3, 1)):
         weight = torch.from_numpy(normal(*shape).view(np.int16)).view(torch.bfloat16)
-        layout = module.VARIANT.storages[form]
+        layout = module.FORMAT.variants[()].storages[form]
         for choice in LOOPS:
             with loops(choice):
                 packed = module.quantize(weight)
@@ -398,7 +398,7 @@ def test_weights_are_made_in_one_pass_as_unpack_and_pack_make_them(form: str) ->
 def test_other_arrangements_are_left_to_unpack() -> None:
     """Bits that move elsewhere are not what the codecs make, be it a single one."""
     for name, arrangement in (("fix4", "quads"), ("hlane", "quads"), ("df11", "flat")):
-        layout = importlib.import_module(f"qdsl.generated.{name}").VARIANT.storages[name]
+        layout = importlib.import_module(f"qdsl.generated.{name}").FORMAT.variants[()].storages[name]
         assert bfloat16._arrangement(layout) == arrangement
         unpack = layout.unpack
         rolled = replace(layout, unpack=lambda symbols, signs, unpack=unpack, **sizes: unpack(symbols, signs.roll(1), **sizes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 import torch
 
 from qdsl.analyze.check.formats import check_format
-from qdsl.checkpoint.detect.descriptions import described
-from qdsl.compiler.emit.module.description import description
-from qdsl.compiler.passes import compile_spec
+from qdsl.core.program import description
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support.formats import EXTRA, module, same_bits, spec
 
@@ -56,7 +53,7 @@ def test_rows_are_cut() -> None:
 
 
 def test_readers_of_checkpoints_know_what_is_fixed() -> None:
-    assert described(json.loads(description(compile_spec(spec(ROWS))))).fixed == {"K": 64}
+    assert description(module(ROWS).PROGRAM, in_files=True).fixed == {"K": 64}
 
 
 @pytest.mark.parametrize("path", [ROWS, FLIPPED], ids=lambda path: path.stem)

@@ -294,7 +294,7 @@ def built(folder: Path) -> dict[str, bytes]:
 
 def test_build_says_what_it_wrote_and_then_that_it_is_the_same(folder: Path) -> None:
     first = run("build", "q4_0", "int_group", "-o", "out")
-    files = ["out/q4_0.py", "out/q4_0.json", "out/int_group.json", "out/int_group/__init__.py",
+    files = ["out/q4_0.py", "out/int_group/__init__.py",
              *(f"out/int_group/bits_{bits}.py" for bits in range(2, 9))]
     assert first.exit_code == 0 and not first.stderr
     assert sorted(first.stdout.splitlines()) == sorted(f"written  {name}" for name in files)
@@ -313,8 +313,8 @@ def test_a_spec_of_ones_own_is_built_beside_the_reader(folder: Path) -> None:
     shutil.copy(SPEC, folder / "mine.yaml")
     (folder / "mine.yaml").write_text(SPEC.read_text().replace("format: q4_0", "format: mine"))
     result = run("build", "mine.yaml")
-    assert (result.exit_code, result.stdout) == (0, "written  generated/mine.py\nwritten  generated/mine.json\n")
-    assert sorted(built(folder)) == ["generated/mine.json", "generated/mine.py", "mine.yaml"]
+    assert (result.exit_code, result.stdout) == (0, "written  generated/mine.py\n")
+    assert sorted(built(folder)) == ["generated/mine.py", "mine.yaml"]
 
 
 def test_build_check_finds_what_is_stale_and_says_the_command_that_mends_it(folder: Path) -> None:

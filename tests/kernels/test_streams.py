@@ -276,7 +276,7 @@ def damaged(weight: PackedWeight, name: str, random: np.random.Generator) -> Pac
 
 
 def places(form: str) -> Iterator[str]:
-    yield from importlib.import_module(f"qdsl.generated.{form}").VARIANT.storages[form].tensors
+    yield from importlib.import_module(f"qdsl.generated.{form}").FORMAT.variants[()].storages[form].tensors
 
 
 @pytest.mark.parametrize(("form", "name"), [(form, name) for form in FORMS for name in places(form)])

@@ -1,4 +1,4 @@
-"""Describes the side branches of a format in its module and its JSON."""
+"""Describes the side branches of a format in its module and on its page."""
 
 from __future__ import annotations
 
@@ -6,32 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from qdsl.compiler.emit.axes import axis_text
-from qdsl.compiler.emit.lines import wrapped
-from qdsl.compiler.emit.literals import quoted, tupled
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import BranchTensor, Program
 from qdsl.core.branches import ENTRIES, OPTIONAL, RANK
 from qdsl.core.codecs import UNKNOWN
 
 
-def branch_lines(program: Program) -> list[str]:
-    """The argument `plus` of a variant's description; nothing without branches."""
-    lines: list[str] = []
-    for branch in program.plus:
-        parts = [f"{tensor.role}=BranchTensor({_arguments(tensor)})" for tensor in branch.tensors]
-        parts += ["ordered=True"] if branch.ordered else []
-        lines += wrapped(f"Branch({quoted(branch.kind)}, ", parts, "),", level=2)
-    return ["plus=(", *(f"    {line}" for line in lines), "),"] if lines else []
+def branch_data(program: Program) -> tuple[Any, ...]:
+    """The branches of a variant as data: kind, arguments of `BranchTensor` by role, and whether tensors have an order."""
+    return tuple((branch.kind, {tensor.role: _arguments(tensor) for tensor in branch.tensors}, branch.ordered)
+                 for branch in program.plus)
 
 
-def _arguments(tensor: BranchTensor) -> str:
-    arguments = [quoted(tensor.name), quoted(tensor.kind), *(quoted(_axis(extent)) for extent in tensor.axes)]
-    if not tensor.is_plain:
-        orders = ", ".join(tupled(places) for places in tensor.order)
-        arguments += [f"digits={tupled([_axis(extent) for extent in tensor.digits])}", f"order=({orders})"]
-    arguments += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
-    arguments += [f"half={quoted(tensor.half)}"] if tensor.half else []
-    return ", ".join(arguments)
+def _arguments(tensor: BranchTensor) -> tuple[Any, ...]:
+    digits = {} if tensor.is_plain else {"digits": tuple(map(_axis, tensor.digits)), "order": tensor.order}
+    named = {**digits, **{key: value for key, value in (("aliases", tensor.aliases), ("half", tensor.half)) if value}}
+    return tensor.name, tensor.kind, *map(_axis, tensor.axes), *([named] if named else [])
 
 
 def _axis(extent: Index) -> str:

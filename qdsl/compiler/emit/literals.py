@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
-from qdsl.compiler.spec.model import Data
+from qdsl.compiler.emit.lines import WIDTH
 
 
 def literal(value: str | int | float) -> str:
@@ -29,10 +30,39 @@ def bare_tuple(texts: Iterable[str]) -> str:
     return ", ".join(items) + ("," if len(items) == 1 else "")
 
 
-def data(value: Data) -> str:
-    """Detection rules as literals."""
+def data(value: object) -> str:
+    """Data as a literal."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{data(key)}: {data(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(data, value))}{',' * (len(value) == 1)})"
     if isinstance(value, list):
         return f"[{', '.join(map(data, value))}]"
-    if not isinstance(value, dict):
-        return quoted(value) if isinstance(value, str) else str(value)
-    return "{" + ", ".join(f'"{key}": {data(item)}' for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def data_lines(value: object, room: int = 0, level: int = 0) -> list[str]:
+    """Data as lines of a literal, the first without its margin, and with room for a text before it.
+
+    Mappings that do not fit a line are broken: mappings inside of them have lines of their own.
+    """
+    line = data(value)
+    if len(line) + room + 4 * level < WIDTH or not isinstance(value, Mapping):
+        return [line]
+    if len(value) == 1:
+        (inner,) = value.values()
+        first, *others = data_lines(inner, 0, level)
+        *before, last = [f"{{{data(*value)}: {first}", *others]
+        return [*before, f"{last}}}"]
+    lines = ["{"]
+    is_open = False                                              # whether the last line may have further items
+    for key, item in value.items():
+        first, *others = data_lines(item, len(data(key)) + 2, level + 1)
+        is_short = not others and "{" not in first
+        text = f"{data(key)}: {first}"
+        if is_open and is_short and len(lines[-1]) + len(text) + 2 <= WIDTH:
+            lines[-1] += f" {text},"
+        else:
+            lines += [*(" " * 4 * (level + 1) + text, *others)[:-1], f"{others[-1] if others else ' ' * 4 * (level + 1) + text},"]
+        is_open = is_short
+    return [*lines, " " * 4 * level + "}"]

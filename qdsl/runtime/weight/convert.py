@@ -17,10 +17,10 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.core.shapes import granule
+from qdsl.core.slices import Piece, Placed, place
 from qdsl.host import progress
 from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
-from qdsl.runtime.weight.bits import Piece, Placed, pieces, place
 from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.layout import Storage
 from qdsl.runtime.weight.packed import PackedWeight, shape_tensor
@@ -74,7 +74,7 @@ def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict
     """The fields of a weight.  Tensors are read as meta, and give meta fields, if may_skip(their fields) is true."""
     operands: list[Tensor | None] = []
     for name in packed.layout.coded:
-        tensor, stored_fields = packed.tensors.get(name), {piece.field for piece in pieces(packed.layout.tensors[name].bits)}
+        tensor, stored_fields = packed.tensors.get(name), {piece.field for piece in packed.layout.tensors[name].slices}
         operands.append(tensor.to("meta") if tensor is not None and stored_fields and may_skip(stored_fields) else tensor)
     return packed.layout.fields_of(operands, packed.extents)
 
@@ -182,13 +182,13 @@ class _Change:
     @cached_property
     def source_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """The pieces of the source's tensors; none for tensors whose bits are not at digits."""
-        return {name: pieces(self.packed.layout.tensors[name].bits) for name in self.packed.tensors
+        return {name: self.packed.layout.tensors[name].slices for name in self.packed.tensors
                 if name not in (self.packed.layout.order, self.packed.layout.shape)}
 
     def tensor(self, name: str) -> Tensor | None:
         """A tensor of the result; None if moves of words cannot make it."""
         stored, (dtype, shape) = self.other.layout.tensors[name], self.wanted[name]
-        moves = [self._move(piece, name) for piece in pieces(stored.bits)]
+        moves = [self._move(piece, name) for piece in stored.slices]
         moved = [move for move in moves if move is not None]
         if not moved or len(moved) < len(moves) or (len(moved) > 1 and not all(_is_whole(move.plan) for move in moved)):
             return None
@@ -240,7 +240,7 @@ class _Change:
 
     def left(self, moved: Mapping[str, Tensor]) -> list[str]:
         """Tensors to make from fields: the required ones, and optional ones whose fields exist."""
-        used = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
+        used = {piece.field for name in moved for piece in self.other.layout.tensors[name].slices}
         open_ = any(not stored_pieces or not {piece.field for piece in stored_pieces} <= used | set(self.other.layout.where)
                     for stored_pieces in self.source_pieces.values())
         done = {*moved, self.other.layout.order, self.other.layout.shape}
@@ -248,8 +248,8 @@ class _Change:
 
     def moves(self, names: Sequence[str]) -> bool:
         """Whether columns move in these tensors of the result."""
-        fields = {piece.field for name in names for piece in pieces(self.other.layout.tensors[name].bits)}
-        have_bits = all(self.other.layout.tensors[name].bits for name in names)
+        fields = {piece.field for name in names for piece in self.other.layout.tensors[name].slices}
+        have_bits = all(self.other.layout.tensors[name].slices for name in names)
         return self.columns is not None and not (have_bits and not any(
             axis.text == "K" for field in fields for axis in self.other.variant.fields[field].axes))
 
@@ -260,8 +260,8 @@ class _Change:
     def remaining_tensors(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that moves of words did not fill, packed from fields.  Fields of moved tensors alone are on meta."""
         stored = self.other.layout.tensors
-        done = {piece.field for name in moved for piece in pieces(stored[name].bits)}
-        done -= {piece.field for name in self.wanted if name not in moved for piece in pieces(stored[name].bits)}
+        done = {piece.field for name in moved for piece in stored[name].slices}
+        done -= {piece.field for name in self.wanted if name not in moved for piece in stored[name].slices}
         fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
         packed = self.packed
         fields |= {name: default_field(packed.format, packed.variant, name, packed.shape, packed.params, packed.device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qdsl.core.numbers import TORCH_FLOATS
+from qdsl.core.program import called
 from qdsl.core.shapes import Axis, axis
 from qdsl.core.stored import PLANAR as PLANAR
 from qdsl.core.stored import Stored
@@ -333,10 +334,10 @@ class Storage:
     divided.
     """
 
-    tensors: Mapping[str, Stored]
     unpack: Callable[..., Mapping[str, torch.Tensor | None]]
     pack: Callable[..., Mapping[str, torch.Tensor | None]]
     kernels: Kernels
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
     where: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
     omits: tuple[str, ...] = ()
@@ -351,6 +352,13 @@ class Storage:
     streams: Mapping[str, Stream] = field(default_factory=dict)
     factor: str = ""
     unordered: tuple[str, ...] = ()
+
+    def described(self, data: Mapping[str, Any]) -> Storage:
+        """The storage with what its format's program says of it."""
+        tensors = {name: called(Stored, tensor) for name, tensor in data["tensors"].items()}
+        streams = {name: Stream(code, Stored(*plain), **names) for name, (code, plain, names) in data.get("streams", {}).items()}
+        further = {key: value for key, value in data.items() if key not in ("tensors", "streams", "transient")}
+        return replace(self, tensors=tensors, streams=streams, **further)
 
     @property
     def is_order_plain(self) -> bool:
@@ -407,10 +415,10 @@ class Variant:
     of a row; decode does not read them, and quantize sets them to 0.  row_loops: the format's part of the loops on a CPU.
     """
 
-    fields: Mapping[str, Field]
     storages: Mapping[str, Storage]
     decode: Callable[..., torch.Tensor]
     encode: Callable[..., dict[str, torch.Tensor]] | None = None
+    fields: Mapping[str, Field] = field(default_factory=dict)
     importance: bool = False
     options: Mapping[str, tuple[str | bool, ...]] = field(default_factory=dict)
     defaults: Mapping[str, int | None] = field(default_factory=dict)
@@ -422,6 +430,15 @@ class Variant:
     plus: tuple[Branch, ...] = ()
     appended: tuple[str, ...] = ()
     row_loops: RowLoops | None = None
+
+    def described(self, data: Mapping[str, Any]) -> Variant:
+        """The variant with what its format's program says of it; the module's own has functions only."""
+        plus = tuple(Branch(kind, ordered, **{role: called(BranchTensor, tensor) for role, tensor in parts.items()})
+                     for kind, parts, ordered in data.get("plus", ()))
+        storages = {name: storage.described(data["storages"][name]) for name, storage in self.storages.items()}
+        fields = {name: called(Field, field) for name, field in data["fields"].items()}
+        further = {key: value for key, value in data.items() if key not in ("plus", "storages", "fields")}
+        return replace(self, storages=storages, fields=fields, plus=plus, **further)
 
     def tensors(self, storage: str) -> dict[str, Stored]:
         """The tensors that a weight in a storage may have: its own, then those of branches."""

@@ -23,8 +23,8 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
+from qdsl.core.slices import Placed
 from qdsl.host.progress import passed
-from qdsl.runtime.weight.bits import Placed
 
 WORDS = {32: torch.int32, 16: torch.int16, 8: torch.int8}
 TILE = 1 << 16                                                   # words per tile: the workspace fits a cache

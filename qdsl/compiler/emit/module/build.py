@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdsl.compiler.emit.module.description import description, indented
 from qdsl.compiler.emit.module.module import module
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import load
@@ -30,9 +30,8 @@ class BuildError(OSError):
 
 
 def files_of(spec: Path | str, name: str | None = None) -> dict[str, str]:
-    """The generated files of a spec, by path below the output folder, code first.  Raises SpecError."""
-    programs = compile_spec(load(spec, name))
-    return {**module(programs), f"{programs[0].spec.name}.json": description(programs)}
+    """The generated files of a spec, by path below the output folder.  Raises SpecError."""
+    return module(compile_spec(load(spec, name)))
 
 
 def producer_files(folder: Path) -> dict[str, str]:
@@ -90,3 +89,18 @@ def _stale(root: Path, stem: str, files: Mapping[str, str]) -> Iterator[Path]:
         is_ours = stem == PRODUCERS or (path.is_file() and MARK in path.read_text(errors="replace"))
         if path.is_file() and str(path.relative_to(root)) not in files and is_ours:
             yield path
+
+
+def indented(value: object, level: int = 0) -> str:
+    """JSON text, with mappings and lists broken into lines if they do not fit one."""
+    line = json.dumps(value)
+    numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
+    if len(line) + 2 * level <= 100 or numbers or not isinstance(value, Mapping | list):
+        return line
+    inner = "  " * (level + 1)
+    if isinstance(value, Mapping):
+        items = [f"{inner}{json.dumps(key)}: {indented(item, level + 1)}" for key, item in value.items()]
+    else:
+        items = [inner + indented(item, level + 1) for item in value]
+    opening, closing = "{}" if isinstance(value, Mapping) else "[]"
+    return f"{opening}\n" + ",\n".join(items) + f"\n{'  ' * level}{closing}"

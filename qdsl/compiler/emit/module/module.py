@@ -6,16 +6,17 @@ depends only on the spec and the compiler.
 
 from __future__ import annotations
 
-import hashlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import qdsl
 from qdsl.compiler.emit.axes import axis_text, field_axes, field_kinds
 from qdsl.compiler.emit.c.rows import row_functions
-from qdsl.compiler.emit.lines import WIDTH, folded, indent, names_read, wrapped
-from qdsl.compiler.emit.literals import data, quoted, tupled
+from qdsl.compiler.emit.lines import WIDTH, folded, names_read, wrapped
+from qdsl.compiler.emit.literals import data as literal
+from qdsl.compiler.emit.literals import data_lines
 from qdsl.compiler.emit.module.functions import (
     Definition,
     definition,
@@ -24,6 +25,7 @@ from qdsl.compiler.emit.module.functions import (
     shared_by_storages,
     shared_by_variants,
 )
+from qdsl.compiler.emit.module.program import digest_of, format_data, variant_data
 from qdsl.compiler.emit.module.tables import constants
 from qdsl.compiler.emit.module.variant import variant
 from qdsl.compiler.emit.tensors import Unsupported
@@ -32,7 +34,6 @@ from qdsl.compiler.emit.torch.reference import decode_function, encode_function,
 from qdsl.compiler.emit.triton.kernels import kernels
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text
-from qdsl.compiler.passes.samples import size_axis
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.reserved import KERNELS, RUNTIME
 from qdsl.compiler.spec.source import Problem, SpecError
@@ -54,6 +55,7 @@ class Part:
     reference: tuple[Definition, ...]
     kernels: tuple[Definition, ...]
     variant: tuple[str, ...]
+    data: Mapping[str, Any]
 
     @property
     def defined(self) -> list[Definition]:
@@ -63,7 +65,7 @@ class Part:
     @property
     def text(self) -> tuple[object, ...]:
         """All its printed text, as a key."""
-        return self.reference, self.kernels, self.variant
+        return self.reference, self.kernels, self.variant, literal(self.data)
 
 
 def module(programs: Sequence[Program]) -> dict[str, str]:
@@ -139,7 +141,7 @@ def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
              *([encode_function(first)] if first.encode is not None else [])]
     functions, names = shared_by_storages(programs, [definitions(kernels(program)) for program in programs])
     return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
-                tuple(renamed(variant(programs, decoded, references), names)))
+                tuple(renamed(variant(programs), names)), variant_data(programs, decoded, references))
 
 
 def _body(part: Part, own: Sequence[Definition]) -> list[str]:
@@ -156,35 +158,15 @@ def _body(part: Part, own: Sequence[Definition]) -> list[str]:
 
 def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
     spec = programs[0].spec
-    lines = ["FORMAT = Format(", f'    name="{spec.name}", title="{spec.title}",',
-             *indent(wrapped("", [f'source="{spec.origin}"', f'formula="{spec.decode_text}"'], ",", level=1))]
-    if by:
-        lines.append(f'    by=({", ".join(quoted(key) for key in by)},),')
-        lines.append("    variants={")
-        for part in parts:
-            key = ", ".join(repr(part.params[word]) for word in by)
-            lines.append(f"        ({key},): {_part_name(by, part)}.VARIANT,".replace("'", '"'))
-        lines.append("    },")
-    else:
-        lines.append("    variants={(): VARIANT},")
-    if spec.params:
-        shown = [f'"{p.name}": {tupled(p.written)}' for p in spec.params]
-        lines += indent(wrapped("params={", shown, "},", level=1))
-    if programs[0].sizes:
-        shown = [f'"{size}": "{size_axis(programs[0], size)}"' for size in programs[0].sizes]
-        lines += indent(wrapped("sizes={", shown, "},", level=1))
-    if spec.detect:
-        lines.append(f"    detect={data(dict(spec.detect))},")
-    lines.append(f'    digest="{digest_of(spec)}",')
+    variants = {tuple(part.params[key] for key in by): part for part in parts}
+    data = format_data(programs, by, {key: part.data for key, part in variants.items()})
+    first, *others = data_lines(data, len("PROGRAM = "))
+    shown = [f"{literal(key)}: {f'{_part_name(by, part)}.' if by else ''}VARIANT" for key, part in variants.items()]
+    lines = [f"PROGRAM = {first}", *others, "", *wrapped("FORMAT = Format(PROGRAM, {", shown, "})")]
     offered = (f"{', '.join(names)} = {', '.join(f'FORMAT.{name.lower() if name.isupper() else name}' for name in names)}"
                for names in SURFACE)
-    lines += [")", *offered]
-    return [*lines, *(["for_device = FORMAT.for_device"] if any(storage.transient for storage in spec.storages) else [])]
-
-
-def digest_of(spec: Spec) -> str:
-    """The first 16 digits of the SHA-256 of a spec's text; they tell formats of one name apart."""
-    return hashlib.sha256(spec.source.text.encode()).hexdigest()[:16]
+    for_device = ["for_device = FORMAT.for_device"] if any(storage.transient for storage in spec.storages) else []
+    return [*lines, *offered, *for_device]
 
 
 # -- header -----------------------------------------------------------------------------------------------------------

@@ -24,15 +24,12 @@ def distinct(programs: Sequence[Program]) -> list[Program]:
     return list(by_layout.values())
 
 
-def summary(programs: Sequence[Program]) -> dict[str, Any]:
-    """An entry of the list of formats."""
-    spec = programs[0].spec
+def bits_per_weight(programs: Sequence[Program]) -> str:
+    """The fewest and the most bits per weight of a format's storages: '4.5 to 4.625'."""
     plain = [program for program in programs if not any(tensor.stream for tensor in program.tensors)] or programs
     bits = [typical_bits(program) for program in distinct(plain)]
     low, high = f"{min(bits):.5g}", f"{max(bits):.5g}"
-    return {"name": spec.name.value, "title": spec.title, "formula": spec.decode_text,
-            "bits": low if low == high else f"{low} to {high}",
-            "storages": list(dict.fromkeys(program.storage for program in programs))}
+    return low if low == high else f"{low} to {high}"
 
 
 def title(program: Program) -> str:
@@ -84,7 +81,8 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
     spec = programs[0].spec
     kinds = field_kinds(programs)
     return {
-        **summary(programs), "source": spec.origin,
+        "name": spec.name.value, "title": spec.title, "formula": spec.decode_text, "bits": bits_per_weight(programs),
+        "storages": list(dict.fromkeys(program.storage for program in programs)), "source": spec.origin,
         "params": {param.name.value: list(param.written) for param in spec.params},
         "tables": {table.name.value: {"shape": table.shape, "numbers": table.values} for table in spec.tables},
         "fields": {field.name: {"type": kinds[field.name], "axes": field_axes(programs, field)} for field in programs[0].fields},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from qdsl.compiler.emit.module.module import digest_of
+from qdsl.compiler.emit.module.program import digest_of
 from qdsl.compiler.emit.show import page, picture
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes import compile_spec

@@ -1,22 +1,23 @@
-"""Prints where the bits of a stored tensor lie, as the texts that runtime/weight/bits.py reads: 'q[2:16 4:4 1@1, 1@0]'."""
+"""Where the bits of a stored tensor lie, as data that core/slices.py takes: ("q", 0, [[(2, 16), (4, 4), (0, 1, 1)], ...])."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from qdsl.compiler.ir.program import Placement, Program, Tensor
 from qdsl.core.layout import Slice
 
-Digit = tuple[int, str]                                          # extent, 0 for the rest of the axis; step
+Step = tuple[int, ...]                                           # bits; or elements, and their axis; () if there is none
 
 
-def bits_texts(program: Program, tensors: Sequence[Tensor]) -> list[str]:
+def slices_of(program: Program, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """The pieces of a tensor, or of its sections, if all their bits are at digits of subscripts; else none."""
-    pieces = [_bits_texts(program, tensor) for tensor in tensors]
-    return [text for texts in pieces for text in texts] if all(pieces) else []
+    pieces = [_slices(program, tensor) for tensor in tensors]
+    return tuple(piece for inside in pieces for piece in inside) if all(pieces) else ()
 
 
-def _bits_texts(program: Program, tensor: Tensor) -> list[str]:
+def _slices(program: Program, tensor: Tensor) -> list[tuple[Any, ...]]:
     """The pieces of one tensor, or of a section of a row with a constant number of elements."""
     if tensor.stored is not None and (tensor.stored.field is not None or tensor.stored.op == "^"):
         return []
@@ -32,47 +33,45 @@ def _bits_texts(program: Program, tensor: Tensor) -> list[str]:
     if apart and any(len(placement.slices) > 1 for placement in tensor.placements):
         return []                                                # planes of one field in words that are apart
     pieces = [_piece(program, tensor, placement, part) for placement in tensor.placements for part in placement.slices]
-    return pieces if all(pieces) else []
+    return [piece for piece in pieces if piece] if all(pieces) else []
 
 
-def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) -> str:
-    """A slice as digits of its coordinates, fastest first; '' if it crosses words that are apart."""
+def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) -> tuple[Any, ...]:
+    """A slice as digits of its coordinates, fastest first; () if it crosses words that are apart."""
     size = tensor.element.bits
     in_one = part.offset % size + part.width <= size
     if part.places or (not in_one and tensor.axes[-1].digits[-1:] != ("",)):
-        return ""
-    coordinates: list[str] = []
+        return ()
+    coordinates: list[list[tuple[int, ...]]] = []
     for names, layout in zip(placement.digits, part.dims, strict=True):
         inside = [cut for extent, stride in layout.modes for cut in _mode(tensor, extent, stride)]
         digits = [digit for name in reversed(names) for digit in ([(0, _step(tensor, name))] if name else inside)]
         if len([name for name in names if name]) > 1 or any(not step for _, step in digits):
-            return ""
-        coordinates.append(" ".join(f"{extent}:{step}" if extent else step for extent, step in digits))
+            return ()
+        coordinates.append([(extent, *step) for extent, step in digits])
+    start = part.offset + (tensor.section.first.const * size if tensor.section is not None else 0)
     whole = part.lo == 0 and part.width == program.field(placement.field).bits
-    shown = placement.field + ("" if whole else f".at({part.lo}):{part.width}")
-    before = part.offset + (tensor.section.first.const * size if tensor.section is not None else 0)
-    start = f"+{before}" if before else ""
-    return f"{shown}{start}[{', '.join(coordinates)}]"
+    return placement.field, start, coordinates, *(() if whole else (part.lo, part.width))
 
 
-def _mode(tensor: Tensor, extent: int, stride: int) -> list[Digit]:
+def _mode(tensor: Tensor, extent: int, stride: int) -> list[tuple[int, Step]]:
     """A digit within an element, across elements of the record, or both in turn; without a step if neither."""
     size = tensor.element.bits
     if stride <= 0:
-        return [(extent, "")]
+        return [(extent, ())]
     if stride % size == 0:
         return [(extent, _step(tensor, "", stride // size))]
     inside = min(extent, size // stride)
     if inside * stride > size or (size % stride and inside < extent) or extent % inside:
-        return [(extent, "")]
-    return [(inside, str(stride)), *([(extent // inside, _step(tensor, ""))] if inside < extent else [])]
+        return [(extent, ())]
+    return [(inside, (stride,)), *([(extent // inside, _step(tensor, ""))] if inside < extent else [])]
 
 
-def _step(tensor: Tensor, digit: str, times: int = 1) -> str:
-    """The step of a variable, or of the word '', along its axis; '' if an axis has words that are apart."""
+def _step(tensor: Tensor, digit: str, times: int = 1) -> Step:
+    """The step of a variable, or of the word '', along its axis; () if an axis has words that are apart."""
     for place, axis in enumerate(tensor.axes):
         if digit in axis.digits:
             if axis.digits[-1] == digit:
-                return f"{times}@{place}"
-            return f"{tensor.words * times}@{place}" if axis.digits == (digit, "") else ""
-    return ""
+                return times, place
+            return (tensor.words * times, place) if axis.digits == (digit, "") else ()
+    return ()

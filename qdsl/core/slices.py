@@ -1,20 +1,18 @@
 """Where the bits of stored tensors lie, as digits of coordinates, for storage changes (runtime/weight/transpose.py).
 
-A generated module states it for each tensor that allows it.  `q[2:16 4:4 1@1, 1@0]` is AWQ's: codes q with coordinates n and k.
-n has a digit of 2 with a step of 16 bits, one of 4 with a step of 4 bits, and the rest steps by one element along axis 1 of the
-tensor; k steps along axis 0.  `q.at(2):1[...]` is bit 2 of each code, and `d+128[...]` begins 128 bits into a record.
+The program of a format states it for each tensor that allows it.  AWQ's is ("q", 0, [[(2, 16), (4, 4), (0, 1, 1)], [(0, 1, 0)]]):
+codes q with coordinates n and k, from bit 0 on.  n has a digit of 2 with a step of 16 bits, one of 4 with a step of 4 bits, and
+the rest steps by one element along axis 1 of the tensor; k steps along axis 0.  Two more numbers, (..., 2, 1), are for a part of
+each code: from bit 2, 1 bit.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-PIECE = re.compile(r"(?P<field>\w+)(?:\.at\((?P<lo>\d+)\):(?P<width>\d+))?(?:\+(?P<start>\d+))?\[(?P<coordinates>[^]]*)\]")
-DIGIT = re.compile(r"(?:(?P<extent>\d+):)?(?P<step>\d+)(?:@(?P<axis>\d+))?")
+Digits = Sequence[Sequence[int]]                                 # of a coordinate, fastest first: (extent, step[, axis])
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +21,10 @@ class Digit:
 
     extent: int
     step: int
-    axis: int | None
+    axis: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Piece:
     """Bits [lo, lo + width) of a field's elements, all bits if width is 0; digits: per coordinate, fastest first."""
 
@@ -35,6 +33,13 @@ class Piece:
     width: int
     start: int
     coordinates: tuple[tuple[Digit, ...], ...]
+
+    def __init__(self, field: str, start: int, coordinates: Sequence[Digits], lo: int = 0, width: int = 0) -> None:
+        object.__setattr__(self, "field", field)
+        object.__setattr__(self, "lo", lo)
+        object.__setattr__(self, "width", width)
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "coordinates", tuple(tuple(Digit(*digit) for digit in digits) for digits in coordinates))
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -56,25 +61,6 @@ class Placed:
         run = math.prod(extent for extent, _ in digits[:-1])
         cut = (*digits[:-1], (count // run, digits[-1][1]))
         return Placed(self.start + start // run * digits[-1][1], self.size, (cut, *self.coordinates[1:]))
-
-
-@cache
-def pieces(texts: tuple[str, ...]) -> tuple[Piece, ...]:
-    """Parses the texts of Stored.bits."""
-    parsed: list[Piece] = []
-    for part in texts:
-        match = PIECE.fullmatch(part)
-        assert match is not None, part
-        coordinates = match["coordinates"].split(", ") if match["coordinates"] else []
-        parsed.append(Piece(match["field"], int(match["lo"] or 0), int(match["width"] or 0), int(match["start"] or 0),
-                           tuple(tuple(map(_digit, digits.split())) for digits in coordinates)))
-    return tuple(parsed)
-
-
-def _digit(text: str) -> Digit:
-    match = DIGIT.fullmatch(text)
-    assert match is not None, text
-    return Digit(int(match["extent"] or 0), int(match["step"]), int(match["axis"]) if match["axis"] else None)
 
 
 def place(piece: Piece, shape: Sequence[int], bits: int, extents: Sequence[int]) -> Placed | None:
