@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 DAMPING = 0.01                                                   # of the mean diagonal, added to it before it is inverted
+STRIP = 384                                                      # columns of moments that are computed at a time
 ATTEMPTS = 12                                                    # each doubles the damping
 
 
@@ -37,8 +38,10 @@ class Hessian:
         """Count the rows of x [..., K]."""
         flat = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
         rows = self.rows + len(flat)
-        if rows:
-            self.matrix.mul_(self.rows / rows).addmm_(flat.T, flat, alpha=1 / rows)
+        for start in range(0, len(self.matrix), STRIP) if len(flat) else ():     # the upper half is that below, mirrored
+            stop = start + STRIP
+            self.matrix[start:, start:stop].addmm_(flat[:, start:].T, flat[:, start:stop], beta=self.rows / rows, alpha=1 / rows)
+            self.matrix[start:stop, stop:] = self.matrix[stop:, start:stop].T
         self.rows = rows
         self.factors.clear()
 

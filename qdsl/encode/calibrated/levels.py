@@ -60,16 +60,21 @@ class Levels:
 def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, choices: Tensor) -> Levels:
     """The values of codes, `choices`, of a weight whose other fields are `fields`."""
     step = block_columns(packed, code)
-    same = torch.empty_like(fields[code])
-    integers = same.view(choices.dtype)
-    values = torch.empty(-(-packed.shape[1] // step), packed.shape[0], len(choices), dtype=torch.float32, device=same.device)
-    for place, choice in enumerate(choices.tolist()):
-        integers.fill_(choice)
-        values[..., place] = packed.variant.decode(**{**fields, code: same}).view(packed.shape)[:, ::step].T
+    n, k = packed.shape
+    width = min(step, (k - 1) % step + 1)                        # of the narrowest block, whose columns take a code each
+    integers = torch.empty_like(fields[code])
+    values = torch.empty(-(-k // step), n, len(choices), dtype=torch.float32, device=integers.device)
+    for start in range(0, len(choices), width):
+        part = choices[start:start + width]
+        column = torch.arange(k, device="cpu") % step
+        integers.view(choices.dtype).view(n, k)[:] = part[column.clamp(max=len(part) - 1)].to(integers.device)
+        decoded = packed.variant.decode(**{**fields, code: integers}).view(n, k)
+        for place in range(len(part)):
+            values[..., start + place] = decoded[:, place::step].T
     rising, order = values.nan_to_num_(nan=torch.inf, neginf=torch.inf).sort(dim=-1, stable=True)
     # between two infinities there is no half; nothing is nearer to them than to a finite value
     borders = ((rising[..., 1:] + rising[..., :-1]) / 2).contiguous()
-    return Levels(rising, choices.to(same.device)[order], borders, step)
+    return Levels(rising, choices.to(integers.device)[order], borders, step)
 
 
 def code_choices(packed: PackedWeight, chosen: Tensor, code: str) -> Tensor:
