@@ -31,12 +31,13 @@ JOINED = (1, 4, 16)                                              # rows that are
 
 
 def variants() -> list[tuple[str, dict[str, Any]]]:
-    """Formats and parameters that have a quantizer; the first of every format come first."""
+    """Formats and parameters that have a quantizer: first those that do not search, and of these the first of every format."""
     placed = []
     for path in places.shipped():
         form = importlib.import_module(f"qdsl.generated.{path.stem}").FORMAT
-        keys = [key for key, variant in form.variants.items() if variant.encode is not None]
-        placed += [(place, path.stem, dict(zip(form.by, key, strict=True))) for place, key in enumerate(keys)]
+        keys = [(variant.importance, key) for key, variant in form.variants.items() if variant.encode is not None]
+        placed += [((searches, place), path.stem, dict(zip(form.by, key, strict=True)))
+                   for place, (searches, key) in enumerate(keys)]
     return [(name, params) for _, name, params in sorted(placed, key=lambda entry: entry[0])]
 
 

@@ -30,7 +30,7 @@ for line in sys.argv[1].splitlines():
     assert result.exit_code == 0, (line, result.output)
 assert "plain4  " in CliRunner().invoke(app, ["list"]).output
 import qdsl, torch
-with qdsl.open("Qwen3-8B-plain4") as checkpoint, qdsl.open("Qwen3-8B-GPTQ") as other:
+with qdsl.open("SmolLM2-plain4") as checkpoint, qdsl.open("SmolLM2-GPTQ") as other:
     weight, same = checkpoint.weight("model.down"), other.weight("model.down")
     assert weight.format is qdsl.generated.plain4.FORMAT and other.layer("model.down").format == "int_group"
     x = torch.randn(3, 64)
@@ -55,10 +55,10 @@ def test_commands_of_the_guide(tmp_path: Path) -> None:
     """A plain folder is quantized, read, compared and requantized; without the variable the format is missing."""
     specs(tmp_path / "my_specs", spec())
     draw = torch.Generator().manual_seed(0)
-    (tmp_path / "Qwen3-8B").mkdir()
-    write(tmp_path / "Qwen3-8B" / "model.safetensors", {f"{name}.weight": torch.randn(32, 64, generator=draw).bfloat16()
+    (tmp_path / "SmolLM2").mkdir()
+    write(tmp_path / "SmolLM2" / "model.safetensors", {f"{name}.weight": torch.randn(32, 64, generator=draw).bfloat16()
                                                         for name in ("model.down", "lm_head")})
-    (tmp_path / "Qwen3-8B" / "config.json").write_text("{}")
+    (tmp_path / "SmolLM2" / "config.json").write_text("{}")
     guide = (ROOT / "docs" / "language" / "detection.md").read_text()
     [block] = [block for block in re.findall(r"```sh\n(.*?)```", guide, re.DOTALL) if "QDSL_SPECS" in block]
     variable, *lines = block.splitlines()
@@ -68,9 +68,9 @@ def test_commands_of_the_guide(tmp_path: Path) -> None:
                             text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "plain4.plain" in result.stdout and "contradictions" not in result.stdout and "not known" not in result.stdout
-    settings = json.loads((tmp_path / "Qwen3-8B-plain4" / "config.json").read_text())["quantization_config"]
+    settings = json.loads((tmp_path / "SmolLM2-plain4" / "config.json").read_text())["quantization_config"]
     assert (settings["quant_method"], settings["format"], settings["storage"]) == ("qdsl", "plain4", "plain")
-    with qdsl.open(tmp_path / "Qwen3-8B-plain4") as checkpoint:
+    with qdsl.open(tmp_path / "SmolLM2-plain4") as checkpoint:
         problem = checkpoint.report().problems[-1]
         assert "qdsl has no format 'plain4': set QDSL_SPECS to the folder of its spec" in problem
 

@@ -33,7 +33,7 @@ CONFIG = {"quantization": {"wbits": 4, "gsize": 32, "layout": "columns", "keep_p
 @pytest.fixture
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer of the guide, in a folder of its own."""
-    [example] = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    [example] = [block for block in re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "producer: acme" in block]
     (tmp_path / "producers").mkdir()
     (tmp_path / "producers" / "acme.yaml").write_text(example)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "producers"))

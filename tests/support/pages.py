@@ -22,15 +22,16 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def run_page(path: Path, folder: Path, run: Callable[[list[str]], str], names: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Run the blocks of a page in order, in the working folder: specs become files, Python shares one namespace.
+    """Run the blocks of a page in order, in the working folder: YAML becomes files, Python shares one namespace.
 
     run: runs a command, and returns what it printed.  What stands below commands as text must be among that; numbers may differ,
     because those of the page are those of a larger model.  Returns the names of Python.
     """
     names, printed = {} if names is None else names, ""
     for language, block in BLOCK.findall(path.read_text()):
-        if language == "yaml" and block.startswith("format:"):
-            (folder / f"{block.split()[1]}.yaml").write_text(block)
+        if language == "yaml" and (file := yaml_file(block)):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(block)
         elif language == "python":
             exec(compile(block, path.name, "exec"), names)  # noqa: S102
         elif language == "sh":
@@ -40,6 +41,12 @@ def run_page(path: Path, folder: Path, run: Callable[[list[str]], str], names: d
             wrong = [line for line in block.splitlines() if without_numbers(line) not in words]
             assert not wrong, (wrong, printed)
     return names
+
+
+def yaml_file(block: str) -> str:
+    """The file of a block of YAML, by a comment in its first line or by the name of its format; '' for a part of a file."""
+    first, second = block.split(maxsplit=2)[:2]
+    return second if first == "#" and second.endswith(".yaml") else f"{second}.yaml" if first == "format:" else ""
 
 
 def without_numbers(line: str) -> str:
