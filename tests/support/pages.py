@@ -22,14 +22,15 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def run_page(path: Path, folder: Path, run: Callable[[list[str]], str], names: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Run the blocks of a page in order, in the working folder: YAML becomes files, Python shares one namespace.
+    """Run the blocks of a page in order, in the working folder: specs and named blocks become files, Python
+    shares one namespace.
 
     run: runs a command, and returns what it printed.  What stands below commands as text must be among that; numbers may differ,
     because those of the page are those of a larger model.  Returns the names of Python.
     """
     names, printed = {} if names is None else names, ""
     for language, block in BLOCK.findall(path.read_text()):
-        if language == "yaml" and (file := yaml_file(block)):
+        if file := file_of(language, block):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(block)
         elif language == "python":
@@ -43,10 +44,12 @@ def run_page(path: Path, folder: Path, run: Callable[[list[str]], str], names: d
     return names
 
 
-def yaml_file(block: str) -> str:
-    """The file of a block of YAML, by a comment in its first line or by the name of its format; '' for a part of a file."""
-    first, second = block.split(maxsplit=2)[:2]
-    return second if first == "#" and second.endswith(".yaml") else f"{second}.yaml" if first == "format:" else ""
+def file_of(language: str, block: str) -> str:
+    """The file that a block is, by a comment in its first line or by the name of its format; '' for what is no whole file."""
+    first, second = [*block.split(maxsplit=2), "", ""][:2]
+    if first == "#" and second.endswith((".py", ".yaml")):
+        return second
+    return f"{second}.yaml" if language == "yaml" and first == "format:" else ""
 
 
 def without_numbers(line: str) -> str:

@@ -10,13 +10,12 @@ from typing import Any
 
 from bench import dispatch as ways
 from bench.bandwidth import REACHED, SHAPES, reaches
-from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.passes import PASSES, choose_variants, compile_spec
 from qdsl.compiler.passes.derive_planar import why_no_planar
 from qdsl.compiler.passes.record_lines import MAX_PIECES
 from qdsl.compiler.spec import grammar, marked, schema, tokens
 from qdsl.compiler.spec.schema import load
-from qdsl.core import places
+from qdsl.core import places, program
 from qdsl.core.branches import BRANCHES, BranchKind
 from qdsl.core.codecs import CODECS, Codec
 from qdsl.core.numbers import FLOATS
@@ -27,6 +26,7 @@ from qdsl.runtime.gpu.devices import GPUS
 from tests.support import public_figures
 from tests.support.compatibility import lines as pair_lines
 from tests.support.global_state import FORK, STATES
+from tests.support.paths import ROOT
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULTS = FOLDER / "cpu-amd-epyc.json"
@@ -116,10 +116,9 @@ def passes() -> list[str]:
 
 def formats() -> list[str]:
     lines = []
-    for path in places.shipped():
-        programs = compile_spec(load(path))
-        about = summary(programs)
-        lines.append([f"[{about['name']}](../specs/{path.name})", about["bits"], about["title"]])
+    for name, path in program.modules([str(ROOT / "generated")]).items():
+        about = program.summary(program.read(path))
+        lines.append([f"[{name}](../specs/{name}.yaml)", about["bits"], about["title"]])
     return rows(["format", "bits per weight", "what it is"], lines)
 
 

@@ -26,7 +26,7 @@ from qdsl.cli import app
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import parse
 from tests.support import compiling, example
-from tests.support.pages import run_page, yaml_file
+from tests.support.pages import file_of, run_page
 from tests.support.paths import ROOT
 from tests.support.tables import TABLES
 
@@ -113,12 +113,6 @@ def test_install_lines_work_from_a_checkout() -> None:
     assert len(extras) > 4 and extras <= project["optional-dependencies"].keys()
 
 
-def write_packing(folder: Path) -> None:
-    """The module that the page shows."""
-    [module] = [block for block in blocks(ROOT / "docs" / "infer.md", "python") if block.startswith("def pack")]
-    (folder / "packing.py").write_text(module)
-
-
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GGUF file that `qdsl example` takes in place of SmolLM2's."""
@@ -129,8 +123,6 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OWN = {"docs/execute.md"}
 PAGES = [name for path in DOCUMENTS if (name := path.relative_to(ROOT).as_posix()) not in OWN
          if blocks(path, "python") or blocks(path, "sh")]
-# What a page needs that it does not make itself.
-FILES: dict[str, Callable[[Path], None]] = {"docs/infer.md": write_packing}
 # What folders hold the bytes of, for those that a page calls the same again; of SmolLM2 by default.
 AGAIN = {"SmolLM2-again": "SmolLM2-int4", "Mlp-again": "Mlp-FP8"}
 
@@ -195,7 +187,6 @@ def test_a_page_is_a_walk_from_an_empty_folder(name: str, tiny_llama: Path, tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("qdsl.models.gguf_vocabulary.pre_tokenizer", lambda tokenizer, folder: "tiny")
-    FILES.get(name, lambda folder: None)(tmp_path)
     with ExitStack() as stack:
         names = run_page(ROOT / name, tmp_path, run)
     CHECKS.get(name, lambda names: None)(names)
@@ -250,7 +241,7 @@ def test_kernels_of_the_page_are_analyzed() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_specs_in_documents_compile(path: Path) -> None:
     for number, text in enumerate(blocks(path, "yaml")):
-        if yaml_file(text) and "format:" in text.split():
+        if file_of("yaml", text) and "format:" in text.split():
             compile_spec(parse(text, f"{path.name}, example {number + 1}"))
 
 
