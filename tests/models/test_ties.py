@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import filecmp
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import qdsl
 from qdsl.cli import app
+from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.models import gguf_vocabulary
 from qdsl.models.language import load_language_model
 from qdsl.runtime.torch.module import PackedModule
@@ -123,6 +125,49 @@ def test_the_config_of_a_new_folder_says_what_its_files_hold(command: list[str],
     if command[0] == "dequantize":
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
         assert (language_models.logits(model) - (wanted := truth(decoded))).norm() <= 1e-2 * wanted.norm()
+
+
+def of_transformers(path: Path) -> Tensor:
+    """The logits that transformers alone computes with a plain folder, believing its config."""
+    return language_models.logits(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("head", "format"), [("none", "hlane"), ("same", "fix4"), ("other", "hlane"), ("other", "fix4"),
+                                              ("other", "df11")])
+def test_compressed_folders_say_what_their_files_hold(head: str, format: str, tmp_path: Path) -> None:
+    """Restored byte for byte where the original files are known; else the config is right, too."""
+    own = head_of(head)
+    weights = {**language_models.weights("tied"), **({} if own is None else {HEAD: own})}
+    producer_folders.write_files(tmp_path / "in", weights, {"config.json": language_models.config_json("tied")}, "tied")
+    wanted = truth({name: tensor.float() for name, tensor in weights.items()})
+    done = CliRunner().invoke(app, ["compress", str(tmp_path / "in"), "-f", format, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] == (head != "other")
+    assert near(language_models.logits(plugin.from_pretrained(tmp_path / "out", dtype=torch.float32)), wanted)
+    done = CliRunner().invoke(app, ["decompress", str(tmp_path / "out"), "-o", str(tmp_path / "back")])
+    assert done.exit_code == 0 and filecmp.cmp(tmp_path / "in" / "config.json", tmp_path / "back" / "config.json", shallow=False)
+    (tmp_path / "out" / ORIGINAL).unlink()
+    done = CliRunner().invoke(app, ["decompress", str(tmp_path / "out"), "--like", str(tmp_path / "in"), "-o",
+                                    str(tmp_path / "like")])
+    assert done.exit_code == 0, done.output
+    assert near(of_transformers(tmp_path / "like"), wanted)
+
+
+@pytest.mark.parametrize(("head", "parts"), [("none", 1), ("same", 1), ("other", 1), ("other", 2)])
+def test_quantized_folders_say_what_their_files_hold(head: str, parts: int, tmp_path: Path) -> None:
+    """Made of plain ones, at once or in parts."""
+    own = head_of(head)
+    weights = {**language_models.weights("tied"), **({} if own is None else {HEAD: own})}
+    producer_folders.write_files(tmp_path / "in", weights, {"config.json": language_models.config_json("tied")}, "tied")
+    for part in range(1, parts + 1):
+        more = ["--shard", f"{part}/{parts}"] if parts > 1 else []
+        done = CliRunner().invoke(app, ["quantize", str(tmp_path / "in"), "--format", "int8_channel", *more, "-o",
+                                        str(tmp_path / "out")])
+        assert done.exit_code == 0, done.output
+    if parts > 1:
+        done = CliRunner().invoke(app, ["merge-index", str(tmp_path / "out")])
+        assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] == (head != "other")
 
 
 @pytest.mark.parametrize("head", ["none", "other", "same"])

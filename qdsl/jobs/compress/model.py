@@ -26,6 +26,7 @@ from qdsl.jobs.compress.codecs import Shape
 from qdsl.jobs.compress.original import ORIGINAL, Original
 from qdsl.jobs.compress.tensors import Coded, Data, Part, bytes_of
 from qdsl.jobs.engine import RewriteError
+from qdsl.jobs.engine.heads import with_ties
 from qdsl.jobs.engine.shards import index_text
 
 WEIGHT = ".weight"
@@ -85,6 +86,18 @@ class Model:
     def entry(self, name: str) -> Entry:
         """The dtype, shape and place of a tensor in its plain file."""
         return self.files[self.places[name]][1].tensors[name]
+
+    def tied(self, checksum_of: Callable[[str], int]) -> dict[str, Any]:
+        """The config, which ties head and embedding only if their tensors are the same.  checksum_of: returns a tensor's CRC-32."""
+        modules: dict[str, list[str]] = {}
+        for name in self.names():
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+
+        def tensors(module: str) -> list[tuple[object, ...]]:
+            return [(name.removeprefix(module), self.entry(name).dtype, self.entry(name).shape, checksum_of(name))
+                    for name in sorted(modules[module]) if not name.endswith(".bias")]
+
+        return with_ties(self.config, modules, lambda head, embedding: tensors(head) == tensors(embedding))
 
     def plain_texts(self) -> dict[str, str | None]:
         """The text files of the plain model by name; None for files that it does not have."""

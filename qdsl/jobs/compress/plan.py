@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.detect.guard import CLASS, guarded
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.components import within
+from qdsl.checkpoint.files.crc import ranges_checksum
 from qdsl.checkpoint.files.safetensors import Header, laid_out, shown
 from qdsl.host.files import digest
 from qdsl.jobs.compress import original, pieces
@@ -126,16 +128,21 @@ def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mappi
         if not encoded:
             result |= {within(name, own): text for own, text in model.plain_texts().items()}
             continue
-        config = _config(model, aim, used.get(name, {}))
+        crc = {own: contents.crc[own] for unit, contents in encoded for own in unit.parts}
+        config = _config(model, aim, used.get(name, {}), model.tied(partial(_checksum, crc, _plain(name, model, complete))))
         if config is not None:
             result[within(name, "config.json")] = config
         mine = [shard for shard in shards if shard.name.rpartition("/")[0] == name]
         indexed = aim.format != "df11" and (bool(model.index) or len(mine) > 1)
         result[within(name, model.index_name)] = index(mine, model.index) if indexed else None
         groups = {unit.name: list(unit.parts) for unit, _ in encoded} if aim.format == "df11" else {}
-        crc = {own: contents.crc[own] for unit, contents in encoded for own in unit.parts}
         result[within(name, ORIGINAL)] = original.text(aim.format, model.files, model.texts, groups, crc)
     return result
+
+
+def _checksum(crc: Mapping[str, int], plain: Mapping[str, Bytes], name: str) -> int:
+    """The CRC-32 of a tensor: of an encoded matrix, or of bytes in a file."""
+    return crc[name] if name in crc else ranges_checksum([plain[name].range])
 
 
 def _package_config(config: Mapping[str, Any], settings: str, by_group: bool) -> str:
@@ -148,12 +155,12 @@ def _package_config(config: Mapping[str, Any], settings: str, by_group: bool) ->
     return json.dumps({settings: config[settings]}, indent=2)
 
 
-def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
+def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]], config: dict[str, Any]) -> str | None:
     """The model's config.json, guarded; None for a single file that needs none.
 
     Settings of other quantized layers stay; compressed tensors are recognised without settings.
     """
-    config, rule = model.config, group_rules().get(aim.format)
+    rule = group_rules().get(aim.format)
     if rule is not None:
         config[rule["settings"]] = {"version": DF11_VERSION, rule["threads"]: [aim.threads], "bytes_per_thread": 8,
                                     rule["names"]: patterns}

@@ -6,6 +6,7 @@ same tensors, or from the class of the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from qdsl.host.processes import affordable, needed
 from qdsl.host.progress import advance
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting
 from qdsl.jobs.compress.original import ORIGINAL
-from qdsl.jobs.compress.tensors import Bytes, Coded, Part, octets
+from qdsl.jobs.compress.tensors import Bytes, Coded, Part, Reader, checksum, octets
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import missing
@@ -139,8 +140,17 @@ def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:
     folders = [model.folder for model in plan.models.values()]
     read = {file for folder in folders for file in (*folder.shards, folder.root / folder.index_name)}
     texts = {within(name, file): text for name, model in plan.models.items() if model.path.is_dir()
-             for file, text in model.plain_texts().items()}
+             for file, text in {**model.plain_texts(), **_config(model)}.items()}
     return complete(path, read, plan.shards, texts, out, plan.inputs, is_restored=True)
+
+
+def _config(model: Model) -> dict[str, str]:
+    """config.json of a model that says that its head is not tied; {} if it is kept as it is, or as it was."""
+    if model.is_exact or not model.config:
+        return {}
+    reader = Reader()
+    config = model.tied(lambda name: checksum(reader.read(model.data[name])))
+    return {"config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"} if config != model.config else {}
 
 
 def _report(out: Path, plan: _Plan, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
@@ -27,10 +31,10 @@ from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.text import counted
 from qdsl.core.transforms import Transform
 from qdsl.jobs.convert.aim import description
-from qdsl.jobs.convert.heads import with_ties
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan import Plan
 from qdsl.jobs.engine import RewriteError
+from qdsl.jobs.engine.heads import with_ties
 
 CONFIG = "config.json"
 INPUTS = "input_"                                                # prefix of scales of activations
@@ -138,11 +142,33 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
                 wholes[CONFIG][place.at[0]] = {key: value for key, value in settings.items() if key != "quant_method"}
         is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
         config = (guarded if is_ours else unguarded)(wholes[CONFIG])
-        config = with_ties(config, folder, layers, {layer.name for layer in plan.changed})
+        weights = _weights(folder, layers)
+        config = with_ties(config, weights, partial(_is_same, folder, weights, {layer.name for layer in plan.changed}))
         touched += [CONFIG] if config != wholes[CONFIG] else []
         wholes[CONFIG] = config
     texts = {file: json.dumps(wholes[file], indent=2, ensure_ascii=False) + "\n" if wholes[file] else None for file in touched}
     return texts, list(dict.fromkeys(notes))
+
+
+def _weights(folder: Folder, layers: Layers) -> dict[str, dict[str, str]]:
+    """The stored tensors of all weights by module: their names in files by their last parts."""
+    packed = {layer.name: {leaf: full for leaf, full in {**layer.others, **layer.tensors}.items() if leaf != "bias"}
+              for layer in layers.layers}
+    plain = {full.removesuffix(".weight"): {"weight": full} for full in layers.plain
+             if full.endswith(".weight") and full in folder}
+    return {**plain, **packed}
+
+
+def _is_same(folder: Folder, weights: Mapping[str, Mapping[str, str]], changed: Collection[str], one: str, other: str) -> bool:
+    """Whether two modules keep the same stored tensors.  changed: names of layers that get another storage."""
+    own, others = weights[one], weights[other]
+    return (one in changed) == (other in changed) and own.keys() == others.keys() and all(
+        _has_same_bytes(folder.tensor(own[leaf]), folder.tensor(others[leaf])) for leaf in own)
+
+
+def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
 
 
 def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
