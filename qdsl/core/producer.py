@@ -232,7 +232,8 @@ class Producer:
     acts: they change what a model computes, which qdsl does not compute -> what they change.  transformed: those that do not act
     where layers have transforms.  usual: values that change nothing.  open: objects to which each release adds settings, '*' for
     the settings themselves.  tagged: objects whose settings may lie under names of layers.  neighbors: tensors.  common: whether
-    the settings of all producers may have these.  needs: what programs need of a folder, by the beginnings of their names.
+    the settings of all producers may have these.  unread: quant_methods without a file -> what their weights are.  needs: what programs need
+    of a folder, by the beginnings of their names.
     """
 
     name: str
@@ -270,6 +271,7 @@ class Producer:
     tagged: tuple[str, ...] = ()
     neighbors: Neighbors = field(default_factory=Neighbors)
     common: bool = False
+    unread: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
@@ -415,6 +417,7 @@ KEYS: dict[str, Callable[[Any, str], Any]] = {
     "acts": _mapping_of(_word),
     "usual": _mapping_of(_list_of(_any)),
     "common": _flag,
+    "unread": _mapping_of(_word),
     "needs": _mapping_of(_record(Needs, {"config": _words, "files": _words, "name": _word})),
     "transformed": _words,
     "open": _words,

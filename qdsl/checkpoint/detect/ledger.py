@@ -7,7 +7,7 @@ computes, and qdsl does not compute that), or is not understood.  Settings that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -75,14 +75,17 @@ class Account:
     open: frozenset[str] = frozenset()
     tagged: frozenset[str] = frozenset()
     heads: frozenset[str] = frozenset()                          # names of objects that hold some of `kinds`
+    grouped: frozenset[str] = frozenset()                        # settings that are of groups alone
 
 
 def findings(method: str, place: str, settings: Mapping[str, Any]) -> list[Finding]:
     """What settings say that qdsl does not compute.  place: where they are.  settings: with the names of rules."""
     registry = producers()
     if not registry.is_known(method):
-        name = method or "absent"
-        return [Finding(Kind.UNKNOWN, place, "quant_method", shown(name), "all weights, and what layers compute with x")]
+        unread = next((own.unread[method] for own in registry.every if method in own.unread), "")
+        kind, what = (Kind.ACTS, f"all weights, {unread}") if unread else (
+            Kind.UNKNOWN, "all weights, and what layers compute with x")
+        return [Finding(kind, place, "quant_method", shown(method or "absent"), what)]
     walk = _Walk(_account(registry, method), registry.keys(method), INLINE in registry.of(method).layers, place)
     return list(dict.fromkeys(walk.of(settings, "", "", is_open="*" in walk.account.open)))
 
@@ -113,12 +116,16 @@ class _Walk:
 
     def __init__(self, account: Account, keys: ConfigKeys, is_inline: bool, place: str) -> None:
         self.account, self.keys, self.is_inline, self.place = account, keys, is_inline, place
+        self.grouped = account.grouped                           # only groups have these
         self.containers = {*keys.patterns, *keys.layers, *keys.groups, WEIGHTS}
 
     def of(self, settings: Mapping[str, Any], start: str, path: str, is_open: bool) -> Iterator[Finding]:
         """The findings of an object.  start: its name in the file, with a dot.  path: the same as files of producers have it."""
         for key, value in settings.items():
             name = path + key
+            if not start and key in self.grouped and not is_nothing(value):
+                yield Finding(Kind.UNKNOWN, self.place, key, _text(value), effect(key))
+                continue
             if is_nothing(value) or any(value == usual for usual in self.account.usual.get(name, ())):
                 continue
             if name in self.account.kinds and not (name in self.containers and isinstance(value, Mapping)):
@@ -181,8 +188,9 @@ def _account(registry: Producers, method: str) -> Account:
     params = {name for format in descriptions() for name in format.params} if method == OWN else ()
     account = _joined([registry.of(method), *(own for own in registry.every if own.common)], headers=False)
     lists = dict.fromkeys((*keys.skipped, *keys.only, *params))
-    return Account({**account.kinds, **lists}, account.acts, account.usual, account.transformed, account.open,
-                   account.tagged, account.heads)
+    own = registry.of(method)
+    grouped = () if own.groups is None else {*own.groups.weights} - {*own.inert, *keys.patterns, *keys.layers}
+    return replace(account, kinds={**account.kinds, **lists}, grouped=frozenset(grouped))
 
 
 @cache
@@ -198,9 +206,8 @@ def _joined(every: Sequence[Producer], headers: bool) -> Account:
         read = [key for rule in rules for key, wanted in (*rule.items(), *rule.get("fixed", {}).items())
                 if key not in ABOUT_RULE and wanted not in (NULL, None)]
         unnamed = [key for names in own.unnamed for key in names]
-        declared = {**dict.fromkeys(own.inert), **dict.fromkeys(own.used), **dict.fromkeys(own.coarser, Kind.COARSER),
-                    **dict.fromkeys(own.acts, Kind.ACTS), **dict.fromkeys((*read, *unnamed, *own.settings, *own.settings.values(),
-                                                                           *own.accepts))}
+        used = (*own.inert, *own.used, *read, *unnamed, *own.settings, *own.settings.values(), *own.accepts)
+        declared = {**dict.fromkeys(used), **dict.fromkeys(own.coarser, Kind.COARSER), **dict.fromkeys(own.acts, Kind.ACTS)}
         kinds = {**declared, **kinds}
     heads = {key[:place] for key in kinds for place, letter in enumerate(key) if letter == "."}
     return Account(kinds, {key: text for own in reversed(every) for key, text in own.acts.items()},

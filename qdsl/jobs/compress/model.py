@@ -88,7 +88,7 @@ class Model:
         return self.files[self.places[name]][1].tensors[name]
 
     def tied(self, checksum_of: Callable[[str], int]) -> dict[str, Any]:
-        """The config, which ties head and embedding only if their tensors are the same.  checksum_of: returns a tensor's CRC-32."""
+        """The config, which ties head and embedding only if their tensors are alike.  checksum_of: a tensor's CRC-32."""
         modules: dict[str, list[str]] = {}
         for name in self.names():
             modules.setdefault(name.rpartition(".")[0], []).append(name)
