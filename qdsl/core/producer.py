@@ -232,8 +232,8 @@ class Producer:
     acts: they change what a model computes, which qdsl does not compute -> what they change.  transformed: those that do not act
     where layers have transforms.  usual: values that change nothing.  open: objects to which each release adds settings, '*' for
     the settings themselves.  tagged: objects whose settings may lie under names of layers.  neighbors: tensors.  common: whether
-    the settings of all producers may have these.  unread: quant_methods without a file -> what their weights are.  needs: what programs need
-    of a folder, by the beginnings of their names.
+    the settings of all producers may have these.  unread: quant_methods without a file -> what their weights are.  needs: what
+    programs need of a folder, by the beginnings of their names.
     """
 
     name: str

@@ -89,8 +89,8 @@ def folder(path: Path, kind: Kind) -> tuple[Path, str, str]:
 def answer(path: Path) -> Any:
     """What is recognised, reported and refused of a folder."""
     try:
-        with Folder(path) as opened:
-            every = detected_layers(opened)
+        with Folder(path) as source:
+            every = detected_layers(source)
     except CheckpointError as error:
         return str(error)
     return [(own.name, own.format, own.storage, dict(own.params), own.why, own.problems, own.contradictions,
