@@ -30,7 +30,7 @@ OPTIONS = ("-std=gnu11", "-O2", "-fno-fast-math", "-fno-math-errno", "-ffp-contr
            "-fPIC", "-shared", "-w")
 SETTING, CHOICES = "QDSL_CPU_COMPILE", ("auto", "always", "never")
 SECONDS = 120                                                    # time limit of the compiler
-_compiling = threading.Lock()
+_compiling: dict[str, threading.Lock] = {}                       # by file name: other libraries compile meanwhile
 
 
 class NoCompiler(Exception):
@@ -86,7 +86,7 @@ def load(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
     described = "\0".join((*command, str(status.st_size), str(status.st_mtime_ns), platform.platform(), source))
     path = private_folder("cpu") / f"{hashlib.sha256(described.encode()).hexdigest()[:40]}.so"
     if not _is_whole(path):
-        with _compiling:
+        with _compiling.setdefault(path.name, threading.Lock()):
             if not _is_whole(path):
                 _compile(command, source, path)
     return ctypes.CDLL(str(path))

@@ -40,11 +40,12 @@ from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.gpu.placement import may_change, setting
 from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
-from qdsl.runtime.torch.model import keep_copies, use_fastest_storages
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
+from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.torch.products import product_of
+from qdsl.runtime.torch.siblings import make_ready
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.arrays import aligned, empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -85,8 +86,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     _know_shapes(checkpoint, names, rename, stacks)
     plan = plan_load(names, checkpoint.source, rename, format, skip, plain, stacks)
     if plan.problems:
-        problems = [f"  {problem}" for problem in plan.problems]
-        raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *problems]))
+        raise LoadError("\n  ".join([f"{checkpoint.path} does not fill the model:", *plan.problems]))
     allowed = refuse(checkpoint.path, findings(checkpoint, plan, names, rename, model if plain else None), allow_unknown)
     loader = _Loader(model, names, checkpoint, plan, _read_weights(checkpoint, plan, verify), device, dtype, copy, allowed)
     loader.fill_plain(format, options, plain)
@@ -127,7 +127,7 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
     is_allowed = has_torch_kernels() and not library.has_compiler() and setting() != "never"
     fused = fuse_model(model, is_unfused).quantized if is_allowed else {}
     changed = [*fused, *use_fastest_storages(model, is_left).quantized]
-    keep_copies(model, lambda name: not devices and place(name) in report.packed)
+    make_ready(model, lambda name: not devices and place(name) in report.packed)
     layers: list[Any] = [model.get_submodule(name) for name in changed]
     for name, layer in zip(changed, layers, strict=True):
         report.packed[place(name)] = f"{layer.format.name}.{layer._packed.storage}"

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from qdsl.checkpoint.detect.layer import Layer
+from qdsl.core.siblings import SIBLINGS
 
-# The last names of modules that vLLM and others join along N.  llm-compressor and ModelOpt give their NVFP4 weights one scale.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
-         ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"), ("query", "key", "value"))
-_FAMILY = {name: names for names in FUSED for name in names}
+# vLLM and others join these along N.  llm-compressor and ModelOpt give their NVFP4 weights one scale.
+_FAMILY = {name: names for names in SIBLINGS for name in names}
 
 
 def fused_layers(layers: Iterable[Layer]) -> Mapping[str, tuple[Layer, ...]]:

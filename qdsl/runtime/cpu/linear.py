@@ -20,7 +20,9 @@ when it multiplies x of a shape and dtype for the first time; `compile_products`
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from qdsl.runtime.cpu import loops
 from qdsl.runtime.cpu import rows as row_copies
 from qdsl.runtime.cpu.prepared import PreparedProduct, prepare
 from qdsl.runtime.cpu.source import DECODE
+from qdsl.runtime.cpu.threads import one_thread
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.plan import Candidate, forget, keep, plan_of
@@ -56,6 +59,31 @@ def has_torch_kernels() -> bool:
 def candidates(packed: PackedWeight, rows: int, dtype: torch.dtype) -> list[Candidate]:
     """All ways to multiply x [rows, K] of a dtype on this machine, the chosen one first.  Compiles the loops among them."""
     return list(_ways(packed, rows, dtype))
+
+
+def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype) -> None:
+    """Compile the loops of products with x of a dtype, those of several formats at once, and make copies of weights.
+
+    Without it the first product with each weight does.
+    """
+    by_kind: dict[tuple[object, ...], PackedWeight] = {}
+    by_place: dict[tuple[object, ...], PackedWeight] = {}
+    for packed in weights:
+        if packed.device.type == "cpu" and loops.are_compiled(packed):
+            dtypes = [tensor.dtype for tensor in packed.tensors.values()]
+            by_kind.setdefault((packed.format, packed.storage, packed.params_text, *dtypes), packed)
+            by_place.setdefault((packed.shape, *[tensor.data_ptr() for tensor in packed.tensors.values()]), packed)
+    count = torch.get_num_threads()
+    with one_thread(), ThreadPoolExecutor(count, "qdsl-copy", partial(torch.set_num_threads, 1)) as pool:
+        for _ in (*pool.map(partial(_compile_ways, dtype=dtype), by_kind.values()),
+                  *pool.map(row_copies.placed, by_place.values())):
+            pass
+
+
+def _compile_ways(packed: PackedWeight, dtype: torch.dtype) -> None:
+    """Compile the loops that multiply few rows of x, and many."""
+    for rows in (1, 2 * loops.FEW):
+        next(_ways(packed, rows, dtype))
 
 
 def lower(candidate: Candidate, packed: PackedWeight) -> str:

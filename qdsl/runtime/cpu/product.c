@@ -1,6 +1,7 @@
 /* x @ w.T + bias by a loop over rows of w, for x and out in float32 or bfloat16, on several threads.
 
    product()  x [m, K] -> float32, padded to whole groups of rows -> arranged -> run() over parts of w's rows -> + bias -> out
+   products() the same for several weights that lie one after the other, with results of their own
    rows()     run() over parts of w's rows alone, for decoded weights
 
    A thread takes parts one by one: one that wakes late, or shares its processor, delays the others by a part at most.
@@ -164,24 +165,20 @@ static void add(float *out, const void *bias, int64_t type, int64_t n) {
         }
 }
 
-/* 0, or 1 if there is no memory. */
-int64_t product(const Product *p, const void *x, const void *bias, void *out, int64_t m, int64_t threads, const void *a,
-                const void *b, const void *c, const void *d, const void *e, const void *f, const void *g, const void *h) {
-    const void *given[MOST_TENSORS] = {a, b, c, d, e, f, g, h}, *tensors[SLOTS];
-    memcpy(tensors, given, p->tensors * sizeof *given);
-    memcpy(tensors + p->tensors, p->tables, sizeof p->tables);
+/* The sums [m, N] in float32: in `out`, if there is room for whole groups of rows, else in *memory, which the caller frees.
+   0 if there is no memory. */
+static float *multiply(const Product *p, const void *x, float *out, int64_t m, int64_t threads, const void *const *tensors,
+                       float **memory) {
     int64_t count = (m + p->together - 1) / p->together * p->together, is_whole = count == m && p->type == FLOAT32;
-    int64_t of_x = is_whole ? 0 : count * p->k, of_out = is_whole ? 0 : count * p->n;
+    int64_t of_x = is_whole ? 0 : count * p->k, of_out = is_whole && out ? 0 : count * p->n;
     int64_t of_arranged = p->arrange ? count * p->arranged : 0;
-    float *memory = 0, *start;
-    if (of_x + of_out + of_arranged && !(memory = malloc((of_x + of_out + of_arranged + 3 * 16) * sizeof(float))))
-        return 1;
-    start = (float *)(((uintptr_t)memory + 63) / 64 * 64);                    /* each at a multiple of 64 bytes */
+    if (of_x + of_out + of_arranged && !(*memory = malloc((of_x + of_out + of_arranged + 3 * 16) * sizeof(float))))
+        return 0;
+    float *start = (float *)(((uintptr_t)*memory + 63) / 64 * 64);            /* each at a multiple of 64 bytes */
     const float *floats = x;
-    float *sums = out, *arranged = 0;
+    float *sums = of_out ? start + (of_x + 15) / 16 * 16 : out, *arranged = 0;
     if (!is_whole) {
         floats = start;
-        sums = start + (of_x + 15) / 16 * 16;
         to_floats(x, p->type, start, m * p->k);
         memset(start + m * p->k, 0, (count - m) * p->k * sizeof(float));
     }
@@ -193,10 +190,44 @@ int64_t product(const Product *p, const void *x, const void *bias, void *out, in
     Work w = {.product = p, .tensors = tensors, .x = floats, .arranged = arranged ? arranged : floats, .out = sums,
               .last = p->tiles, .groups = count / p->together};
     divide(&w, threads);
+    return sums;
+}
+
+/* 0, or 1 if there is no memory. */
+int64_t product(const Product *p, const void *x, const void *bias, void *out, int64_t m, int64_t threads, const void *a,
+                const void *b, const void *c, const void *d, const void *e, const void *f, const void *g, const void *h) {
+    const void *given[MOST_TENSORS] = {a, b, c, d, e, f, g, h}, *tensors[SLOTS];
+    memcpy(tensors, given, p->tensors * sizeof *given);
+    memcpy(tensors + p->tensors, p->tables, sizeof p->tables);
+    int64_t is_direct = p->type == FLOAT32 && m % p->together == 0;
+    float *memory = 0, *sums = multiply(p, x, is_direct ? out : 0, m, threads, tensors, &memory);
+    if (!sums)
+        return 1;
     for (int64_t row = 0; bias && row < m; row++)
         add(sums + row * p->n, bias, p->bias_type, p->n);
-    if (!is_whole)
+    if (!is_direct)
         from_floats(sums, p->type, out, m * p->n);
+    free(memory);
+    return 0;
+}
+
+/* The products of x by several weights whose rows lie one after the other: w has the rows of all, rows[i] are those of one.
+   Each has a bias, or 0, and a result [m, rows[i]] of its own.  0, or 1 if there is no memory. */
+int64_t products(const Product *p, const void *x, int64_t m, int64_t threads, const void *w, const int64_t *rows, int64_t count,
+                 const void *a, const void *b, const void *c, const void *d, void *e, void *f, void *g, void *h) {
+    const void *biases[] = {a, b, c, d}, *tensors[SLOTS] = {w};
+    void *results[] = {e, f, g, h};
+    float *memory = 0, *sums = multiply(p, x, 0, m, threads, tensors, &memory);
+    if (!sums)
+        return 1;
+    int64_t first = 0, bytes = p->type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+    for (int64_t i = 0; i < count; first += rows[i++])
+        for (int64_t row = 0; row < m; row++) {
+            float *own = sums + row * p->n + first;
+            if (biases[i])
+                add(own, biases[i], p->bias_type, rows[i]);
+            from_floats(own, p->type, (char *)results[i] + row * rows[i] * bytes, rows[i]);
+        }
     free(memory);
     return 0;
 }

@@ -14,7 +14,7 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ PARTS = 8                                                        # of the rows t
 KINDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.uint8: "uint8", torch.int8: "int8"}
 
 _libraries: dict[tuple[Any, ...], ctypes.CDLL | None] = {}
-_entries: dict[tuple[Any, ...], _Entry | None] = {}
+_entries: dict[tuple[int, ...], _Entry | None] = {}             # by addresses of tensors and the description
+_descriptions: dict[tuple[Any, ...], int] = {}
 
 
 class Weight(ctypes.Structure):
@@ -67,7 +68,7 @@ class Placed:
     """An interleaved weight, with the library of its loops.
 
     sums: groups of columns whose sums of x a weight with offsets needs; 0 for one without.  factor: by which x is multiplied.
-    kept: the memory that `weight` refers to.
+    codes, levels, fields: the memory that `weight` refers to; groups of 16 rows come first in codes and fields.
     """
 
     functions: ctypes.CDLL
@@ -75,7 +76,9 @@ class Placed:
     shape: tuple[int, int]
     sums: int
     factor: Tensor | None
-    kept: tuple[Tensor, ...]
+    codes: Tensor
+    levels: Tensor | None
+    fields: tuple[Tensor, ...]
 
     @property
     def columns(self) -> int:
@@ -84,12 +87,12 @@ class Placed:
 
     def product(self, x: Tensor, bias: Tensor | None, rounds_x: bool = False) -> Tensor:
         """x [M, K] @ w.T + bias: [M, N] in x's dtype.  rounds_x: up to 8 rows are rounded to 8 bits."""
-        way = _Way.of(self, x.shape[0], x.dtype, None if bias is None else bias.dtype, rounds_x)
+        way = Way.of(self, x.shape[0], x.dtype, None if bias is None else bias.dtype, rounds_x)
         return way.product(self, x, bias, (x.shape[0], self.shape[0]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """How x of one shape and dtype is multiplied: few rows by exact weights, bfloat16 rows by weights rounded to that.
 
     described: the loop, for product.c.  dtype: of x as the loop takes it.  result: of out as the loop writes it.
@@ -102,7 +105,7 @@ class _Way:
     has_own_bias: bool
 
     @classmethod
-    def of(cls, placed: Placed, m: int, dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool = False) -> _Way:
+    def of(cls, placed: Placed, m: int, dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool = False) -> Way:
         """The way for m rows of a dtype, and a bias of one.  rounds_x: few rows are rounded to 8 bits."""
         n, k = placed.shape
         is_known = dtype in TYPES and bias in TYPES
@@ -149,18 +152,37 @@ class _Entry:
     """A copy that is kept, and versions of the tensors that it was made of: of parameters, which modules check, and others."""
 
     placed: Placed
+    address: int                                                 # of its Weight
     versions: dict[bool, tuple[int, ...]]
 
 
 def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A new tensor, without an operator of torch where that is possible."""
     allocate = allocator("cpu")
-    strides = tuple([math.prod(sizes[axis + 1:]) for axis in range(len(sizes))])
-    return torch.empty(sizes, dtype=dtype, device="cpu") if allocate is None else allocate(sizes, strides, dtype)
+    return torch.empty(sizes, dtype=dtype, device="cpu") if allocate is None else allocate(sizes, strides_of(sizes), dtype)
+
+
+def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple([math.prod(sizes[axis + 1:]) for axis in range(len(sizes))])
+
+
+class RowProduct(PreparedProduct):
+    """A prepared product with copies.  rounds_x: whether few rows are rounded to 8 bits."""
+
+    __slots__ = ("rounds_x",)
+
+    def __init__(self, bind: Callable[[tuple[int, ...]], Run], sizes: tuple[int, ...], rounds_x: bool) -> None:
+        super().__init__(bind, sizes)
+        self.rounds_x = rounds_x
+
+    def reshaped(self, sizes: tuple[int, ...]) -> RowProduct:
+        """The same product for an x with other leading axes."""
+        return RowProduct(self.bind, sizes, self.rounds_x)
 
 
 def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, is_permuted: bool,
-            rounds_x: bool = False) -> PreparedProduct | None:
+            rounds_x: bool = False) -> RowProduct | None:
     """x [m, K] @ w.T + bias for all weights of one description that have copies; None where this one has none.
 
     bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.  rounds_x: up to 8
@@ -169,24 +191,34 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
     first, description = placed(packed), _description(packed)
     if first is None:
         return None
-    way, n = _Way.of(first, m, dtype, bias, rounds_x), packed.shape[0]
+    way, n, allocate = Way.of(first, m, dtype, bias, rounds_x), packed.shape[0], allocator("cpu")
+    is_direct = allocate is not None and first.factor is None and way.dtype is dtype and not way.has_own_bias and bias in TYPES
+    call, described, places = threads.functions().product, ctypes.byref(way.described), [0] * (threads.MOST_TENSORS - 1)
 
     def bind(sizes: tuple[int, ...]) -> Run:
+        strides = strides_of(sizes)
+
         def run(x: Tensor, tensors: Sequence[Tensor], added: Tensor | None) -> Tensor | None:
             own = tensors[:-1] if is_permuted else tensors
             try:
-                entry = _entries.get((tuple([tensor.data_ptr() for tensor in own]), description))
-                if entry is None or not _is_current(entry, own) or not x.is_cpu or not x.data_ptr():
+                entry = _entries.get((*[tensor.data_ptr() for tensor in own], description))
+                if entry is None or not _is_current(entry, own) or not x.is_cpu or not (source := x.data_ptr()):
                     return None
             except RuntimeError:                                 # tensors of autograd's vmap have no memory
                 return None
             if added is not None and (added.shape != (n,) or not added.is_contiguous() or not added.is_cpu):
                 return None
-            return way.product(entry.placed, x.index_select(-1, tensors[-1]) if is_permuted else x, added, sizes)
+            if not is_direct or is_permuted or not x.is_contiguous():
+                return way.product(entry.placed, x.index_select(-1, tensors[-1]) if is_permuted else x, added, sizes)
+            out = allocate(sizes, strides, dtype)                # type: ignore[misc]
+            if call(described, source, 0 if added is None else added.data_ptr(), out.data_ptr(), m, torch.get_num_threads(),
+                    entry.address, *places):
+                raise MemoryError(f"no memory for {m} rows of x in float32")
+            return out
 
         return run
 
-    return PreparedProduct(bind, (m, n))
+    return RowProduct(bind, (m, n), rounds_x and m <= FEW)
 
 
 def _address_of(function: Any) -> int:
@@ -226,12 +258,12 @@ def placed(packed: PackedWeight) -> Placed | None:
                if name in packed.tensors and name not in packed.in_order]
     if any(tensor.is_inference() for tensor in tensors):         # they count no changes, of which a copy must know
         return None
-    key = (tuple([tensor.data_ptr() for tensor in tensors]), _description(packed))
+    key = (*[tensor.data_ptr() for tensor in tensors], _description(packed))
     entry = _entries.get(key)
     if key in _entries and (entry is None or _is_current(entry, tensors)):
         return None if entry is None else entry.placed
     copy = _place(packed)
-    _entries[key] = entry = None if copy is None else _Entry(copy, {})
+    _entries[key] = entry = None if copy is None else _Entry(copy, ctypes.addressof(copy.weight), {})
     if entry is not None:
         _is_current(entry, tensors)                              # notes their versions
         for tensor in tensors:                                   # products do not read them any more
@@ -241,10 +273,20 @@ def placed(packed: PackedWeight) -> Placed | None:
     return copy
 
 
-def _description(packed: PackedWeight) -> tuple[Any, ...]:
-    """What tells weights at one address apart."""
-    return (packed.format, packed.storage, packed.shape, packed.params_text,
-            *[tensor.stride() for tensor in packed.tensors.values()])
+def exchange(copies: Sequence[Placed], others: Sequence[Placed]) -> None:
+    """Keep other copies of the same weights in place of copies."""
+    by_copy = dict(zip(map(id, copies), others, strict=True))
+    for key, entry in list(_entries.items()):
+        if entry is not None and id(entry.placed) in by_copy:
+            other = by_copy[id(entry.placed)]
+            _entries[key] = _Entry(other, ctypes.addressof(other.weight), entry.versions)
+
+
+def _description(packed: PackedWeight) -> int:
+    """A number that tells weights at one address apart."""
+    described = (packed.format, packed.storage, packed.shape, packed.params_text,
+                 *[tensor.stride() for tensor in packed.tensors.values()])
+    return _descriptions.setdefault(described, len(_descriptions))
 
 
 def _is_current(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
@@ -261,7 +303,7 @@ def takes_bytes(packed: PackedWeight) -> bool:
 def forget(tensors: Mapping[str, Tensor]) -> None:
     """Drop the copies of weights with these tensors, whose numbers have changed."""
     places = {tensor.data_ptr() for tensor in tensors.values()}
-    for key in [key for key in list(_entries) if places & set(key[0])]:
+    for key in [key for key in list(_entries) if places & set(key[:-1])]:
         _entries.pop(key, None)
 
 
@@ -375,22 +417,28 @@ def _assembled(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, co
                levels: Tensor | None, factor: Tensor | None) -> Placed:
     """The copy, with numbers of groups interleaved like rows."""
     n, k = packed.shape
-    table = None if levels is None else levels.data_ptr()
-    weight = Weight(codes=codes.data_ptr(), levels=table, rows=n, columns=-(-k // BLOCK) * BLOCK)
-    kept = [codes, *([levels] if levels is not None else [])]
-    shortest = min((group.columns for group in parts[0].values() if group.columns), default=weight.columns)
-    for place, name in enumerate(loops.fields):
-        columns = parts[0][name].columns
-        groups = -(-weight.columns // columns) if columns else 1
+    columns, shifts, fields = -(-k // BLOCK) * BLOCK, [], []
+    shortest = min((group.columns for group in parts[0].values() if group.columns), default=columns)
+    for name in loops.fields:
+        own = parts[0][name].columns
+        groups = -(-columns // own) if own else 1
         values = torch.cat([part[name].values[:, :groups] for part in parts])
         padded = torch.nn.functional.pad(values, (0, groups - values.shape[1], 0, -n % ROWS))
-        interleaved = padded.view(-1, ROWS, groups).transpose(1, 2).contiguous()
-        kept.append(interleaved)
-        weight.fields[place] = interleaved.data_ptr()
-        weight.bytes[place] = interleaved.stride(0) * interleaved.element_size()
-        weight.shift[place] = columns.bit_length() - 1 if columns else 62
-    sums = -(-weight.columns // shortest) if "#define HAS_OFFSET" in loops.source else 0
-    return Placed(functions, weight, packed.shape, sums, factor, tuple(kept))
+        fields.append(padded.view(-1, ROWS, groups).transpose(1, 2).contiguous())
+        shifts.append(own.bit_length() - 1 if own else 62)
+    sums = -(-columns // shortest) if "#define HAS_OFFSET" in loops.source else 0
+    return Placed(functions, described_weight(codes, levels, fields, shifts, n, columns), packed.shape, sums, factor, codes,
+                  levels, tuple(fields))
+
+
+def described_weight(codes: Tensor, levels: Tensor | None, fields: Sequence[Tensor], shifts: Sequence[int], n: int,
+                     columns: int) -> Weight:
+    """The addresses of an interleaved weight's tensors as loops take them."""
+    weight = Weight(codes=codes.data_ptr(), levels=None if levels is None else levels.data_ptr(), rows=n, columns=columns)
+    for place, (field, shift) in enumerate(zip(fields, shifts, strict=True)):
+        weight.fields[place], weight.bytes[place] = field.data_ptr(), field.stride(0) * field.element_size()
+        weight.shift[place] = shift
+    return weight
 
 
 def _functions(packed: PackedWeight, loops: RowLoops, groups: list[_Group]) -> ctypes.CDLL | None:

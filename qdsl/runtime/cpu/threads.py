@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from qdsl.host import library
 from qdsl.runtime.torch.private_apis import openmp_parallel
 
 SOURCE = Path(__file__).with_name("product.c")
 MOST_TENSORS, MOST_TABLES = 8, 4                                 # of a weight; of a format
+MOST_JOINED = 4                                                  # weights that `products` multiplies as one
 PROCESS = os.getpid()                                            # in which torch may have started OpenMP's threads
 
 Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -43,9 +48,21 @@ class Functions:
     """
 
     product: Any
+    products: Any
     rows: Any
     attach: Any
     parallel: Any
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch use one thread, as for many small copies: its threads wait for each other where others use the processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache
@@ -53,14 +70,16 @@ def functions() -> Functions:
     """The functions of product.c, compiled for any machine of this kind.  Raises as `library.load` does."""
     loaded = library.load(SOURCE.read_text(encoding="utf-8"), ("-O3",))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    product, rows, attach = loaded.product, loaded.rows, loaded.attach
+    product, products, rows, attach = loaded.product, loaded.products, loaded.rows, loaded.attach
     product.restype, product.argtypes = number, [pointer] * 4 + [number] * 2 + [pointer] * MOST_TENSORS
+    products.restype = number
+    products.argtypes = [*[pointer] * 2, *[number] * 2, *[pointer] * 2, number, *[pointer] * 2 * MOST_JOINED]
     rows.restype, rows.argtypes = None, [pointer] * 3 + [number] * 3
     attach.restype, attach.argtypes = None, [pointer, number]
     openmp = openmp_parallel()
     parallel = Parallel(_in_own_pool) if openmp is None else openmp
     attach(ctypes.cast(parallel, pointer), 0 if openmp is None else PROCESS)
-    return Functions(product, rows, attach, parallel)
+    return Functions(product, products, rows, attach, parallel)
 
 
 def _in_own_pool(body: int, work: int, count: int, flags: int) -> None:

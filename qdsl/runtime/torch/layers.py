@@ -38,6 +38,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
     batch_invariant: bool = False
     match_dense: bool = False
     replaced: tuple[nn.Module, Product] | None = None            # a module of another class, without its weight
+    siblings: Any = None                                         # layers that multiply the same x (siblings.py), or None
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
                  quantize_x: bool = False, input_scale: Tensor | None = None) -> None:
@@ -110,6 +111,9 @@ class QuantizedLinear(PackedModule, nn.Linear):
         """The product with the packed weight, plus the bias."""
         if not is_dynamo_compiling():
             own = self.__dict__                                  # attribute lookups of nn.Module cost more
+            siblings = own.get("siblings")
+            if siblings is not None and (out := siblings.take(self, input)) is not None:
+                return out                                       # type: ignore[no-any-return]
             plan, parameters = own["_packed"].plan, own["_parameters"]
             is_quick = own["_x_scale"] is None and not (self._has_branch or self.match_dense)
             if plan is not None and "bias" in parameters and is_quick:
@@ -117,6 +121,8 @@ class QuantizedLinear(PackedModule, nn.Linear):
                 if is_direct(input, bias) and (tensors := self._unchanged(plan.names)) is not None:
                     x = autocast(input) if is_autocast_enabled() else input
                     mode = QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else ""
+                    if siblings is not None and not mode and (out := siblings.compute(self, input)) is not None:
+                        return out                               # type: ignore[no-any-return]
                     if (out := quick(x, plan, tensors, bias, mode)) is not None:
                         return out
         return self._product(input)

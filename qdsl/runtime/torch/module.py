@@ -95,6 +95,7 @@ class PackedModule(SpecializedModule):
                      for name, tensor in tensors.items())
         if is_new and is_plain(*tensors.values()):
             self._undo_casts(tensors)
+            rows.forget(tensors)
             tensors = self._note(tensors)
         packed = self._packed.derive({name: tensor.data for name, tensor in tensors.items()}, in_order=_ordered(tensors))
         packed.plan, packed.dense, packed.keeps_copy = self._packed.plan, self._packed.dense, self.keeps_copy
@@ -251,7 +252,8 @@ class PackedModule(SpecializedModule):
         return list(self._stored_tensors().values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_parameters": picklable(self._parameters)}
+        own = {name: value for name, value in self.__dict__.items() if name != "siblings"}     # which stay with the model
+        return {**own, "_parameters": picklable(self._parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})
@@ -260,12 +262,16 @@ class PackedModule(SpecializedModule):
     def _validate(self) -> None:
         """Validate the tensors again.  Errors are raised when the layer is used, because tensors may not be filled yet."""
         tensors, dtypes = self._stored_tensors(), self._packed.dtypes
+        is_same = is_plain(*tensors.values()) and all(getattr(tensor, "_noted", None) == _version(tensor)
+                                                      for tensor in tensors.values())
         for name, tensor in tensors.items():
             vars(tensor).pop("_noted", None)
             if is_float8(dtypes[name]):
                 self._dtypes[name] = dtype_on(tensor.device, dtypes[name])
         self._specialize()
         if is_plain(*tensors.values()):
+            if not is_same:
+                rows.forget(tensors)
             try:
                 self._note(tensors)
             except FormatError:
@@ -282,7 +288,6 @@ class PackedModule(SpecializedModule):
         self._packed.known_finite = checked.finite if on_gpu else None
         self._packed.stream_info = checked.stream_info
         self._packed.plan = self._packed.dense = None
-        rows.forget(tensors)
         filled = {name: tensor for name, tensor in tensors.items() if name not in absent}
         _note(filled, checked.in_order)
         return filled

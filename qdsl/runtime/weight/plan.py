@@ -130,6 +130,12 @@ def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None,
     return ready.run(x, tensors, bias)
 
 
+def prepared(plan: Plan, x: Tensor, bias: Tensor | None, mode: str) -> Prepared | None:
+    """The prepared product that `quick` runs for an x; None if there is none."""
+    kind = x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()
+    return plan.ready.get(kind) or _reshaped(plan, *kind)
+
+
 def keep(plan: Plan, x: Tensor, bias: Tensor | None, mode: str, ready: Prepared) -> None:
     """Keep a prepared product for `quick`."""
     _keep(plan, (x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()), ready)
