@@ -152,7 +152,6 @@ def _bytes(call: Call) -> tuple[int, int]:
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors of an argument, which may be a tuple of them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

@@ -143,7 +143,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
 
 
 def _producer_rows(folder: Path, verify: bool) -> list[dict[str, str]]:
-    """What building all producers changes; fails for one that is wrong, or that speaks of what no format has."""
+    """The rows of building all producers.  Fails for an invalid file, and for names of formats or tensors that do not exist."""
     from qdsl.checkpoint.detect.descriptions import descriptions
     from qdsl.compiler.emit.module import build as builder
     from qdsl.core import places

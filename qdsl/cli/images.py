@@ -79,7 +79,6 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def _text(difference: Mapping[str, Any]) -> str:
-    """A difference in words."""
     latents = ""
     if difference["latents"] is not None:
         latents = f", latents differ by {difference['latents']:.3g} at most, {difference['relative']:.3g} relative"

@@ -110,7 +110,6 @@ def progress(amounts: Mapping[str, int]) -> Iterator[Callable[[int, str], None]]
 
 @contextmanager
 def _lines(meter: Meter) -> Iterator[None]:
-    """Prints a line every minute."""
     is_done = Event()
 
     def write() -> None:

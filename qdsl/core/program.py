@@ -62,7 +62,6 @@ def _of_branch(name: str, kind: str, *axes: str, aliases: Sequence[str] = (), **
 
 
 def _axes(kind: str, *axes: str, groups: str = "") -> tuple[Axis, ...]:
-    """The axes of a field, from its arguments."""
     return tuple(map(axis, axes))
 
 

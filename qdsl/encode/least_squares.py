@@ -160,7 +160,6 @@ def _errors(x: Doubles, by: Doubles | None, decoded: Doubles) -> Doubles:
 
 
 def _tables(values: Sequence[float], code: str, sign: str | None, choice: str | None) -> list[_Table]:
-    """The table of every choice."""
     kinds = [number(name) for name in (code, sign) if name is not None]
     size = 1 << sum(kind.bits for kind in kinds if kind is not None)
     return [_Table(values[start:start + size]) for start in range(0, len(values), size)]

@@ -118,7 +118,6 @@ def fit_counts(x: Floats, weights: Floats, high: int, first: float, step: float,
 
 
 def _fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32], magnitudes: bool) -> tuple[Floats, ...]:
-    """`fit_counts` by numpy."""
     top, low = x.max(axis=0), least(x)
     sum_w, sum_x = sums(weights, None), sums(weights * x, None)
     low[low > 0] = 0
@@ -185,7 +184,6 @@ def fit_signed(x: Floats, weights: Floats, low: int, high: int) -> tuple[Floats,
 
 
 def _fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[np.float32]) -> tuple[Floats, ...]:
-    """`fit_signed` by numpy."""
     extreme = extremes(x)
     tiny = np.abs(extreme) < TINY
     extreme[tiny] = 1

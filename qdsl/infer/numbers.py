@@ -70,14 +70,14 @@ def locate(element: Element, kind: str, wanted: Numbers) -> Layout | None:
         view = numbers.reshape(first, second, size)
         view = view.swapaxes(0, 1) if tile.across else view
         places = _places(view, tile.weights(wanted))
-        if places is not None and close(_read(view, tile, places, wanted.shape), wanted).mean() >= FITTING:
+        if places is not None and close(_gather_tiles(view, tile, places, wanted.shape), wanted).mean() >= FITTING:
             source = np.full((size, form.bits), -1)
             source[places] = np.arange(tile.size * form.bits).reshape(-1, form.bits)
             return Layout(tile, form.bits, source.reshape(-1))
     return None
 
 
-def _read(view: Numbers, tile: Tile, places: npt.NDArray[np.int64], shape: tuple[int, ...]) -> Numbers:
+def _gather_tiles(view: Numbers, tile: Tile, places: npt.NDArray[np.int64], shape: tuple[int, ...]) -> Numbers:
     """Reads the numbers at these positions of all tiles, including short tiles at the ends."""
     rows, columns = view.shape[:2]
     tiles = view[:, :, places].reshape(rows, columns, tile.rows, tile.columns)

@@ -91,7 +91,6 @@ def in_records(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Rec
 
 
 def _plain(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> Field | None:
-    """The wanted numbers as a field of plain numbers in a record."""
     rows = record.layout.tile.rows
     count = record.count(blocks, rows)
     if not count:

@@ -314,7 +314,6 @@ class Collector:
 
 
 def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a dtype represents the numbers of a tensor exactly."""
     if not dtype.is_floating_point or not tensor.is_floating_point():
         return False
     same = tensor.to(dtype).to(tensor.dtype)

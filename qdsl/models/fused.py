@@ -207,7 +207,6 @@ class FusedLinear(QuantizedLinear):
 
 
 def _rows_axis(weight: PackedWeight, name: str) -> int:
-    """The axis of a tensor along the rows of the weight."""
     return next(place for place, axis in enumerate(weight.layout.tensors[name].axes) if axis.dim == "N")
 
 

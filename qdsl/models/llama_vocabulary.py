@@ -98,7 +98,6 @@ def _model(metadata: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 
 def _tokens(metadata: Mapping[str, Any], path: Path) -> tuple[list[str], list[int]]:
-    """The tokens and their types."""
     tokens = metadata.get(PREFIX + "tokens")
     types = metadata.get(PREFIX + "token_type")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):

@@ -75,7 +75,7 @@ def test_every_module_has_the_whole_surface(path: Path) -> None:
     assert generated.SPEC.formula in (generated.__doc__ or "")
 
 
-def test_a_value_that_went_takes_its_file_along(tmp_path: Path) -> None:
+def test_a_build_removes_files_of_removed_parameter_values(tmp_path: Path) -> None:
     """Files of an earlier build are removed; files that the compiler did not write are not."""
     spec = tmp_path / "int_group.yaml"
     shutil.copy(ROOT / "specs" / "int_group.yaml", spec)

@@ -160,7 +160,7 @@ def count_bits(context: Context) -> Step:
     """Counts, leading zeros, reversal and the highest set bit."""
     bits = type_bits(context.kind)
 
-    def function(value: Bits) -> Bits:
+    def bit_counts(value: Bits) -> Bits:
         digits = np.unpackbits(np.ascontiguousarray(value[:, None]).view(np.uint8), axis=1, bitorder="little")
         if context.instruction.name == "popc":
             return digits.sum(1).astype(np.uint32)
@@ -170,7 +170,7 @@ def count_bits(context: Context) -> Step:
         return (top if context.instruction.name == "bfind" else bits - 1 - top).astype(np.int32).view(np.uint32)
     if context.instruction.name == "bfind" and (context.kind[0] == "s" or "shiftamt" in context.modifiers):
         raise context.unknown()
-    return _map(context, [context.source(1, bits)], function)
+    return _map(context, [context.source(1, bits)], bit_counts)
 
 
 @opcode("prmt")

@@ -70,7 +70,7 @@ class Judge:
             self._is_spoken_of(candidate, settings) for candidate in candidates)
         contradictions: list[str] = []
         if strong and telling and not any(candidate in strong for candidate in telling):
-            contradictions.append(f"{self.source} says {strong[0].label}, but its words are those of {telling[0].label}")
+            contradictions.append(f"{self.source} says {strong[0].label}, but its tensors hold what {telling[0].label} has")
         alike = [candidate for candidate in telling
                  if not weak or any(candidate.fit.params == other.fit.params for other in weak)]
         pool = self._simplest(strong or alike or weak or list(candidates), module, settings, is_denied)
@@ -109,7 +109,6 @@ class Judge:
 
     def _layer(self, module: Module, best: Candidate, scheme: Scheme, settings: Mapping[str, Any],
                contradictions: list[str], problems: list[str]) -> Layer:
-        """The layer of a candidate, with contradictions in its files."""
         tensors = module.tensors
         uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
         denied, harmless = self._denied(best, uses, settings)

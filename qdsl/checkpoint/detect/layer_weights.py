@@ -175,7 +175,6 @@ def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
 
 
 def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:
-    """A tensor of the storage."""
     return as_stored(layer, name, folder.tensor(layer.tensors[name]))
 
 

@@ -133,7 +133,6 @@ class Folder:
         return self._objects[name]
 
     def _index_name(self) -> str:
-        """The file name of the index, or the one it would have."""
         names = [path.name for path in self.root.glob(INDICES) if not path.name.startswith(".")]
         return INDEX if INDEX in names else min(names, key=lambda name: (len(name), name), default=INDEX)
 

@@ -126,7 +126,7 @@ def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint
     total = ends[:, -1] if lengths.shape[1] else np.zeros(len(lengths), np.int64)
     groups = -(-len(lengths) // GROUP)
     turns = -(-np.pad(total, (0, groups * GROUP - len(total))).reshape(groups, GROUP).max(1) // 32)
-    stride = int(turns.max(initial=0)) // 2 + 1                  # 64-bit words of a lane, before they take turns
+    stride = int(turns.max(initial=0)) // 2 + 1                  # 64-bit words of a lane, before lanes are interleaved
     words = np.zeros(groups * GROUP * stride + 1, np.uint64)
     if lengths.size:
         origins = np.arange(len(lengths), dtype=np.int64)[:, None] * (64 * stride)

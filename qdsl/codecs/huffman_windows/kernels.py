@@ -67,8 +67,8 @@ def position(positions, place):
 def symbols(tables, data, positions, gaps, out, size, blocks, five, rows, steps, T: tl.constexpr, LEVELS: tl.constexpr):
     """out[e]: the symbols of a block of T windows of the `size` bytes of data.
 
-    blocks: the number of positions minus one; five: bytes of gaps.  A window has at most `steps` codes.  Writes only inside
-    positions.
+    blocks: how many; `positions` has one more.  five: the bytes of `gaps`, which has five bits per window.  A window has at most
+    `steps` codes.  Writes only inside of positions.
     """
     block = tl.program_id(0)
     window = lanes.within(block * T + tl.arange(0, T), tl.cdiv(size, 8))     # past the end the last window again; writes nothing

@@ -181,7 +181,7 @@ def _is_group(program: Program, field: Field) -> bool:
         return False
     if number.kind == "signed" and number.bits < 8:
         return False
-    return len(field.index) <= 2 and coordinates(program, field) is not None
+    return len(field.index) <= 2 and axis_blocks(program, field) is not None
 
 
 def _is_whole_table(program: Program, name: str) -> bool:
@@ -207,7 +207,7 @@ def _multiple(index: Index, of: Index) -> int:
     return ratios.pop() if len(ratios) == 1 and len(index.terms) == len(of.terms) else 0
 
 
-def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
+def axis_blocks(program: Program, field: Field) -> list[tuple[str, str]] | None:
     """The axis and block of every coordinate; blocks of the flat position are blocks of a row if rows hold whole blocks.
 
     None if a subscript is something else.  For a field that several blocks share (`shared`), those blocks.
@@ -239,7 +239,6 @@ def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
 
 
 def _in_order(program: Program, field: Field) -> Index | None:
-    """The value of an index field if columns are in order."""
     return program.defaults.get(field.name) or program.where.get(field.name)
 
 
@@ -297,7 +296,7 @@ def _byte_shares(program: Program) -> dict[str, Field]:
 def _plain(program: Program, field: Field, divisor: int, span: Span, other: Field | None = None) -> Tensor:
     """A tensor of one field, rows first; integers below 8 bits are bytes, with `other` above.  K is a multiple of `divisor`."""
     assert field.number is not None
-    pairs = [("k", "1")] if field.index == (ix.name("k"),) else coordinates(program, field) or []
+    pairs = [("k", "1")] if field.index == (ix.name("k"),) else axis_blocks(program, field) or []
     flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage
     if flat and shared(program, field) > 1:
         atom = ix.flat_of(field.index[0])

@@ -97,7 +97,7 @@ def _step(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
         case "field", _:
             return {(value.name,): Fraction(1)}
         case "table", [index]:
-            return _looked_up_by(program, value.name, index)
+            return _lookup_as_terms(program, value.name, index)
         case "entry", [index]:                                   # of a code that indexes a whole stored table
             codes = [field.name for field in program.fields if index == {(field.name,): 1}]
             return {(f"{value.name}[{codes[0]}]",): Fraction(1)} if codes else None
@@ -117,7 +117,7 @@ def _step(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
     return None
 
 
-def _looked_up_by(program: Program, table: str, index: _Sum) -> _Sum | None:
+def _lookup_as_terms(program: Program, table: str, index: _Sum) -> _Sum | None:
     """A table lookup by a field, or by a code plus a choice: levels[16 * h + q] is levels[q] + 4 * h.
 
     The latter requires that the parts of the table, one per choice, differ by a constant step.  None for other subscripts.

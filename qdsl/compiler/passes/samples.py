@@ -54,7 +54,6 @@ def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[
 
 
 def _are_defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
-    """Whether all extents are defined for the names that have values."""
     try:
         return all(extent(sample) is not None for extent in extents)
     except ArithmeticError:

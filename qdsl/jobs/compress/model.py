@@ -152,7 +152,7 @@ def _decoded(folder: Folder, like: Folder | None, shapes: Shapes | None) -> Mode
         files = _new_files(folder, others, parts, stem)
         index_name = f"{stem}.safetensors.index.json" if stem else index_name
     why = {name: layer.why for layer in detected.layers for name in (layer.name, f"{layer.name}{WEIGHT}")}
-    data = _data(folder, files, others, parts, why)
+    data = _byte_sources(folder, files, others, parts, why)
     if kept is not None:
         index_name = next((name for name in kept.files if name.endswith(".index.json")), index_name)
     elif missing := [name for name in (*others, *parts) if name not in data]:
@@ -233,7 +233,8 @@ def _new_files(folder: Folder, others: list[str], parts: Mapping[str, Part], ste
     return {name: laid_out(path, tensors[path], metadata[path]) for name, path in zip(names, used, strict=True)}
 
 
-def _data(folder: Folder, files: Files, others: list[str], parts: Mapping[str, Part], why: Mapping[str, str]) -> dict[str, Data]:
+def _byte_sources(folder: Folder, files: Files, others: list[str], parts: Mapping[str, Part],
+                  why: Mapping[str, str]) -> dict[str, Data]:
     """Where the bytes of each tensor come from.  Raises RewriteError for one that is neither stored nor encoded."""
     data: dict[str, Data] = {}
     present = set(others)

@@ -54,7 +54,6 @@ def shards(models: Mapping[str, Model], aim: Aim, complete: Complete, sources: M
 
 
 def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
-    """The shards of one model."""
     encoded = {unit.name: (unit, piece, contents) for unit, piece, contents in pieces.encoded_units(complete)
                if unit.model == name}
     gone = {own for unit, _, _ in encoded.values() for own in unit.parts}

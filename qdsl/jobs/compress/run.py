@@ -129,7 +129,6 @@ def _plain(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
-    """Encode pieces in parallel."""
     if not todo:
         return
     todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
@@ -168,7 +167,6 @@ class Check:
 
 
 def _checks(shards: Sequence[Shard], complete_pieces: Complete, out: Path) -> Iterator[Check]:
-    """The checks of all pieces."""
     written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
                for step in shard.steps if isinstance(step, Copy)}
     for piece, contents in complete_pieces:

@@ -399,7 +399,6 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
 
 
 def _mappings(value: object) -> list[dict[str, Any]]:
-    """All mappings in a value; none if it is not a mapping."""
     return [entry for entry in value.values() if isinstance(entry, dict)] if isinstance(value, dict) else []
 
 

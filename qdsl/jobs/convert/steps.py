@@ -64,7 +64,6 @@ def _share(step: Change) -> float:
 
 
 def _counted_error(step: Change, before: torch.Tensor, packed: PackedWeight, nbytes: float) -> Sums:
-    """`error_of`, counted as progress."""
     with progress.part(nbytes * (1 - _share(step)), before.shape[0]):
         return error_of(before, packed)
 

@@ -285,8 +285,8 @@ def _local_folder(ref: str | Path, revision: str | None = None, subfolder: str =
 def handed_over(config: Any, quantization_config: Any) -> Any:
     """The quantization_config to pass to `from_pretrained`; a QdslConfig for folders that only qdsl reads.
 
-    config: of the model; for a QdslConfig what it states of a quantization is taken out of it, whoever's, and so is the sentence
-    that stops other loaders.  Raises ValueError for tensor parallelism.
+    config: of the model.  For a QdslConfig this removes every producer's quantization settings from it, and the text by which
+    other loaders refuse the folder.  Raises ValueError for tensor parallelism.
     """
     stored = [getattr(holder, "quantization_config", None) for holder in (config, config.get_text_config(decoder=True))]
     settings = next((dict(own) for own in stored if own is not None), None)

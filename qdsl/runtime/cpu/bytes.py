@@ -20,7 +20,6 @@ def range_of(code: Node) -> tuple[int, int]:
 
 
 def _is(node: Node, number: int) -> bool:
-    """Whether a node is this constant."""
     return node.op == "number" and bool(node.args[0] == number)
 
 

@@ -35,7 +35,7 @@ _fits: dict[tuple[Loop, tuple[int, int]], Fit | None] = {}       # by loop and s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """A compiled loop, and its source.  arrange: prepares a row of x; None where the loop takes it as it is."""
+    """A compiled loop, and its source.  arrange: prepares a row of x; None if the loop reads x unchanged."""
 
     source: Source
     run: Any

@@ -79,7 +79,6 @@ def _argument(own: Sequence[Any], lanes: Sequence[int]) -> Any:
 
 
 def _pointer(own: Sequence[Pointer], lanes: Sequence[int]) -> Pointer:
-    """One address per lane."""
     first = own[0]
     if len({(one.name, one.dtype, one.at.terms, one.node is None) for one in own}) > 1:
         raise Unsupported("places that differ in more than lanes")

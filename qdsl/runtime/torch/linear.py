@@ -74,7 +74,6 @@ def is_quantized(mode: str) -> bool:
 
 
 def _static_scale(mode: str) -> float | None:
-    """The static scale of x in a mode, or None."""
     _, _, digits = mode.partition("=")
     return float(digits) if digits else None
 

@@ -45,7 +45,6 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    """A block-diagonal matrix of the blocks."""
     whole: Tensor = torch.block_diag(*blocks)                    # type: ignore[no-untyped-call]
     return whole
 

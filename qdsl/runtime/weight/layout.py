@@ -66,8 +66,8 @@ class W8A8:
 class Records:
     """Records of 256 columns that hold codes and numbers of groups, in 32-bit words.
 
-    tensor: of any element type.  size: words per record.  codes: index of the first word of codes.  head: first words of the
-    groups of four words that hold the other numbers.
+    tensor: of any element type.  size: words per record.  codes: index of the first word of codes.  head: indices at
+    which four words with numbers of groups begin.
     """
 
     tensor: str

@@ -221,7 +221,6 @@ def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _imports(body: Sequence[str]) -> list[str]:
-    """Imports of the names that the body reads."""
     read = names_read(body)
     lines = ["from typing import Any", ""] if "Any" in read else []
     lines += ["import torch"] if "torch" in read else []

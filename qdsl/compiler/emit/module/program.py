@@ -149,7 +149,6 @@ def _further(program: Program, reference: Reference, always: Sequence[str]) -> D
 
 
 def _option(word: str) -> Any:
-    """The value of an option of the encode scheme."""
     return literal_eval(word) if is_number(word) else word == "true" if word in ("true", "false") else word
 
 

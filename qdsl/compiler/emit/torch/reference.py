@@ -123,7 +123,6 @@ def _flat(program: Program, encode: Encode) -> tuple[Index | None, bool]:
 
 
 def _types(program: Program, encode: Encode) -> list[str]:
-    """The number types of the fields."""
     kinds = {role: program.field(field).kind for role, field in encode.roles.items()}
     return [f"{role}={kind if kind in program.params else quoted(kind)}" for role, kind in kinds.items()]
 

@@ -70,7 +70,6 @@ def _fields_of(program: Program, tensor: Tensor, lines: list[str]) -> Iterator[t
 
 
 def _element(program: Program, tensor: Tensor, placement: Placement, place: int) -> str:
-    """The elements at one place of all records."""
     chain = Chain(tensor.name, (*(axis.digits[0] for axis in tensor.axes[:-1]), BYTES)).pick({BYTES: str(place)})
     return _plain(tensor, placement, program.field(placement.field), chain.permute(ts.variables(tensor)))
 

@@ -227,26 +227,27 @@ def _line_of(plan: Plan, without: list[Group]) -> list[str]:
     affine = plan.affine
     lines: list[str] = []
     if affine.zero:
-        zero = _text(affine.zero, [])
+        zero = _terms_text(affine.zero, [])
         lines = [f"sum += ({zero} - BASE) * ones"]
         if plan.has_tile_gemm and _is_exact(plan):
             lines = ["if BASE is not None:                             # else operands have no zero point any more",
                      f"    {lines[0]}"]
     elif plan.integer and not affine.offset:
         lines = [*_BASE]
-    factor = _tight(_text(affine.scale, without))
+    factor = _tight(_terms_text(affine.scale, without))
     value = "sum" if factor == "1.0" else f"sum * {factor}"
     if not affine.offset:
         return [*lines, f"return lanes.plus(total, {value})"] if lines or value != "sum" else []
     if affine.zero or not plan.integer:
-        return [*lines, f"total = lanes.plus(total, {value})", f"return total + ones * {_tight(_text(affine.offset, without))}"]
+        offset = _tight(_terms_text(affine.offset, without))
+        return [*lines, f"total = lanes.plus(total, {value})", f"return total + ones * {offset}"]
     if " " in factor:                                            # the difference of numbers and codes enters the offset
         lines, value, factor = [f"factor = {factor[1:-1]}"], "sum * factor", "factor"
     return [*lines, f"total = lanes.plus(total, {value})",
-            f"return total + ones * lanes.offset({_text(affine.offset, without)}, {factor}, BASE)"]
+            f"return total + ones * lanes.offset({_terms_text(affine.offset, without)}, {factor}, BASE)"]
 
 
-def _text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = None) -> str:
+def _terms_text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = None) -> str:
     """A sum of products over the fields, with their variables in functions, or as a spec has them.
 
     spec: the lookup tables of fields.
@@ -278,7 +279,7 @@ def _tight(text: str) -> str:
 def _line(plan: Plan) -> str:
     """Decode's affine formula, for the docstring."""
     parts = (plan.affine.scale, plan.affine.zero, plan.affine.offset)
-    scale, zero, offset = (_text(part, [], plan.affine.lookups) for part in parts)
+    scale, zero, offset = (_terms_text(part, [], plan.affine.lookups) for part in parts)
     code = _code(plan.affine)
     inner = f"({code}{_signed(zero)})" if zero else code
     text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"

@@ -15,7 +15,7 @@ from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable, codebook
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
-from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, float_of_table, is_code, is_stored, shared
+from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, axis_blocks, coordinate, float_of_table, is_code, is_stored, shared
 from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
@@ -334,13 +334,13 @@ def _share_of_bytes(program: Program, name: str) -> tuple[str, int] | None:
 def _is_by_rows(program: Program, tensor: Tensor, field: Field) -> bool:
     """Whether a tensor of single elements has them by rows and blocks of columns."""
     if any(ix.flat_of(index) is not None for index in field.index):
-        return coordinates(program, field) is not None and len(tensor.placements[0].vars) == 1 + (shared(program, field) == 1)
+        return axis_blocks(program, field) is not None and len(tensor.placements[0].vars) == 1 + (shared(program, field) == 1)
     return all(coordinate(program, i) or str(i) == "k" for i in field.index)
 
 
 def _group(program: Program, field: Field, tensor: str) -> Group:
     assert field.number is not None and program.affine is not None
-    blocks = dict(coordinates(program, field) or [])
+    blocks = dict(axis_blocks(program, field) or [])
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
     return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""), _kind(program, field),
