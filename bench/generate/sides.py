@@ -68,23 +68,15 @@ class Llama:
         return int(np.frombuffer(self.ffi.buffer(logits, 4 * self.size), np.float32).argmax())
 
 
-class Transformers:
-    """A model of transformers with packed weights, run in transformers' own eager loop.
+class EagerModel:
+    """A model of transformers, run in transformers' own eager loop."""
 
-    change: is given the loaded model.
-    """
-
-    def __init__(self, path: Path, dtype: str = "auto", change: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, model: Any, about: dict[str, str]) -> None:
         import torch
         from transformers import DynamicCache
 
-        from qdsl.models.transformers import from_pretrained
-
         self.torch, self.new_cache = torch, DynamicCache
-        self.model = from_pretrained(path, dtype=dtype)
-        if change is not None:
-            change(self.model)
-        self.about = {"dtype": str(self.model.dtype).removeprefix("torch.")}
+        self.model, self.about = model, about
 
     def set_threads(self, count: int) -> None:
         self.torch.set_num_threads(count)
@@ -101,6 +93,21 @@ class Transformers:
             ids = self.torch.tensor([tokens])
             out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
             return int(out.logits[0, -1].argmax())
+
+
+class Transformers(EagerModel):
+    """A model of a file with packed weights.
+
+    change: is given the loaded model.
+    """
+
+    def __init__(self, path: Path, dtype: str = "auto", change: Callable[[Any], None] | None = None) -> None:
+        from qdsl.models.transformers import from_pretrained
+
+        model = from_pretrained(path, dtype=dtype)
+        if change is not None:
+            change(model)
+        super().__init__(model, {"dtype": str(model.dtype).removeprefix("torch.")})
 
 
 def make_dense(model: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench.generate import families
 from bench.generate.sides import CONTEXT, SIDES, START, Side
 
 FIRST = 1000                                                     # a token; prompts count on from it
@@ -20,7 +21,7 @@ def main() -> None:
     name, path, dtype = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)                                                # what libraries print is no answer
-    side = SIDES[name](Path(path), dtype)
+    side: Side = SIDES[name](Path(path), dtype) if name in SIDES else families.Synthetic(name, Path(path))
     print(json.dumps(side.about), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)

@@ -16,7 +16,7 @@ from qdsl.runtime.gpu.costs import Candidate
 
 META = torch.device("meta")
 HEADS = ["kernel", "configuration", "programs", "us", "of the chosen"]
-SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN", "BK")
+SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN", "BK", "ROWS", "INT8")
 FUSED = ("gemv", "skinny", "tile_gemm")
 WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 or 16 rows of x, in matrix units",
         "tile_gemm": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",

@@ -26,7 +26,13 @@ WORK = {"stored": "stored numbers are the weights: torch's matmul", "rounded": "
 
 
 def weight(format: Format, shape: tuple[int, int], storage: str | None, params: Mapping[str, Any]) -> PackedWeight:
-    """A quantized random weight [N, K].  Raises FormatError for a format that quantizes nothing."""
+    """A quantized random weight [N, K], as layers of models hold it.  Raises FormatError for a format that quantizes nothing."""
+    packed = _quantized(format, shape, storage, params)
+    packed.keeps_copy = True
+    return packed
+
+
+def _quantized(format: Format, shape: tuple[int, int], storage: str | None, params: Mapping[str, Any]) -> PackedWeight:
     n, k = shape
     draw = torch.Generator("cpu").manual_seed(0)
     rows = torch.randn(min(n, TILE), k, generator=draw, dtype=torch.float32, device="cpu") / 16
@@ -55,10 +61,11 @@ def explained(packed: PackedWeight, rows: int, x: str) -> dict[str, Any]:
 def _seconds(way: Candidate, x: torch.Tensor, packed: PackedWeight) -> float:
     """The median of some runs of a candidate, the first one, which may compile, left out."""
     with torch.inference_mode():
-        linear.run(way, x, packed)
+        compute = linear.runner(way, x, packed)
+        compute()
         times: list[float] = []
         while len(times) < RUNS and sum(times) < SECONDS:
             start = time.perf_counter()
-            linear.run(way, x, packed)
+            compute()
             times.append(time.perf_counter() - start)
     return statistics.median(times)

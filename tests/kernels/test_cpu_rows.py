@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qdsl.analyze import processors
 from qdsl.generated import fp8_channel, int_group, nvfp4, q4_0, q4_k, q6_k
 from qdsl.host import library
 from qdsl.runtime.cpu import linear as cpu
@@ -151,6 +152,16 @@ def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:
     scales = nvfp4.pack({**fields, "e": torch.arange(256, dtype=torch.uint8).view(64, 4).view(fields["e"].dtype)})
     copy, weight = rows.placed(scales), plain(scales)
     assert copy is not None and torch.equal(torch.cat([copy.product(row, None) for row in torch.eye(64).split(4)]).t(), weight)
+
+
+def test_explain_lists_copies_among_the_ways_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a layer of a model has them, with times."""
+    monkeypatch.setenv(rows.SETTING, "auto")
+    monkeypatch.setenv("QDSL_CPU_INT8", "1")
+    choice = processors.explained(processors.weight(q4_0.FORMAT, (64, 256), None, {}), 1, "bf16")
+    assert [(own["kernel"], own["config"]) for own in choice["candidates"]] == [
+        ("rows", {"INT8": 1}), ("rows", {}), ("factored", {"ROWS": 1}), ("plain", {"ROWS": 1}), ("decode", {}), ("tiles", {})]
+    assert all(own["us"] > 0 for own in choice["candidates"])
 
 
 # -- where they are used -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.generate import families
 from bench.generate.figures import LLAMA, SMOLLM2, Model, figures
 from bench.generate.machine import QUIET, caches, load
 from bench.generate.runs import Sample, Samples
@@ -40,6 +41,14 @@ def test_a_disturbed_round_does_not_count() -> None:
         own[2] = Sample(1000.0, 1.0, 1.5)
     rows = [row for row in figures(LLAMA, samples) if row.what.endswith("exact to llama.cpp")]
     assert rows and all(list(row.samples) == [0.8, 0.8] for row in rows)
+
+
+def test_families_are_measured_beside_dense_bfloat16() -> None:
+    """Each with the goal of its speed on two threads."""
+    for name in families.FAMILIES:
+        model = families.model_of(name)
+        rows = list(figures(model, samples_of(model, {name: 5, families.DENSE: 10}, [0.0] * 3)))
+        assert {row.median for row in rows} == {2.0} and [row.met for row in rows if row.goal] == [True]
 
 
 @pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="needs /proc")

@@ -20,7 +20,7 @@ when it multiplies x of a shape and dtype for the first time; `compile_products`
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -97,12 +97,23 @@ def lower(candidate: Candidate, packed: PackedWeight) -> str:
 
 def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] @ w.T + bias by a candidate for M rows and x's dtype: [M, N]."""
-    if candidate.kind in (ROWS, *LOOPS):
-        ready = _prepared(candidate, x, packed, bias)
-        names = [name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order]
-        out = None if ready is None else ready.run(x, [packed.tensors[name] for name in names], bias)
+    return runner(candidate, x, packed, bias)()
+
+
+def runner(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Callable[[], Tensor]:
+    """A function that computes `run`, as often as it is called, with what a layer prepares once done before."""
+    if candidate.kind not in (ROWS, *LOOPS):
+        of_torch = {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _tiled, "stored": _tiled}[candidate.kind]
+        return partial(of_torch, x, packed, bias)
+    ready = _prepared(candidate, x, packed, bias)
+    names = [name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order]
+    tensors = [packed.tensors[name] for name in names]
+
+    def computed() -> Tensor:
+        out = None if ready is None else ready.run(x, tensors, bias)
         return _tiled(x, packed, bias) if out is None else out
-    return {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _tiled, "stored": _tiled}[candidate.kind](x, packed, bias)
+
+    return computed
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | None = None) -> Tensor:
