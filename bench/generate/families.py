@@ -112,8 +112,9 @@ def _pack(model: Any, family: Family) -> None:
         format = family.head if name == "lm_head" else family.format
         if isinstance(module, torch.nn.Linear) and format is not None:
             n, k = module.weight.shape
-            packed = by_shape.setdefault((format, n, k), None) or _packed(format, {} if name == "lm_head" else family.params, n, k)
-            by_shape[format, n, k] = packed
+            if (format, n, k) not in by_shape:
+                by_shape[format, n, k] = _packed(format, {} if name == "lm_head" else family.params, n, k)
+            packed = by_shape[format, n, k]
             model.set_submodule(name, packed.format.Linear(packed.apply(torch.clone), None, torch.bfloat16))
     by_shape.clear()
     make_ready(model, lambda name: True)
