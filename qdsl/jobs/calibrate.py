@@ -64,7 +64,7 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
     """
     from qdsl.encode.calibrated.store import Moments, save, save_names
     from qdsl.models.calibrate import block_list, calibrate
-    from qdsl.models.transformers.conversions import stored_names
+    from qdsl.models.conversions import stored_names
 
     language, tokens = _loaded(model, sampling, device)
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -11,9 +12,12 @@ from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.ledger import Finding, Kind
 from qdsl.checkpoint.detect.neighbors import alike, is_bias, kind_of
 from qdsl.checkpoint.detect.sources import FolderSource
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.jobs.engine import RewriteError
 from qdsl.models.names import Names
 from qdsl.models.plan import LoadPlan, Rename, renamed
 from qdsl.models.private_apis import may_be_unexpected
+from qdsl.models.shapes import model_on_meta
 
 
 def findings(checkpoint: Checkpoint, plan: LoadPlan, names: Names, rename: Rename | None, model: nn.Module | None,
@@ -31,11 +35,56 @@ def findings(checkpoint: Checkpoint, plan: LoadPlan, names: Names, rename: Renam
 def without_place(source: FolderSource, names: Names, tensors: Mapping[str, str], model: nn.Module) -> list[Finding]:
     """Tensors of modules that a model has, with which these modules do not compute; biases of zeros change nothing.
 
+    Experts whose weights the model has in one parameter count, too.
+
     tensors: to their names in the model.
     """
     ignored = [re.compile(pattern) for pattern in may_be_unexpected(model)]
-    unknown = {full: kind for full, own in tensors.items() if own.rpartition(".")[0] in names.modules.keys() - {""}
+    modules = names.modules.keys() - {""}
+    unknown = {full: kind for full, own in tensors.items()
+               if (own.rpartition(".")[0] in modules or _has_weight_in_use(source, full.rpartition(".")[0], tensors))
                and (kind := kind_of(full, Kind.UNKNOWN)) is not None and kind[0] is Kind.UNKNOWN
                and not any(pattern.search(own) for pattern in ignored)
                and not (is_bias(own.rpartition(".")[2]) and not source.tensor(full).any())}
     return alike(source.folder, unknown)
+
+
+def _has_weight_in_use(source: FolderSource, module: str, unused: Mapping[str, str]) -> bool:
+    """Whether the model computes with the weight of a module of the checkpoint."""
+    layer, weight = source.layers.get(module), f"{module}.weight"
+    stored = [weight] if layer is None else list(layer.tensors.values())
+    return (layer is not None or weight in source.folder) and not any(full in unused for full in stored)
+
+
+def biases_without_place(folder: Folder) -> list[Finding]:
+    """Biases with which the class of a folder's config does not compute, though it computes with the weight next to them.
+
+    [] where no library builds the class; biases of zeros change nothing.
+    """
+    biases = {full: kind for full in folder.names() if is_bias(full.rpartition(".")[2])
+              and (kind := kind_of(full, Kind.UNKNOWN)) is not None and kind[0] is Kind.UNKNOWN}
+    try:
+        model = model_on_meta(folder) if biases else None
+    except RewriteError:
+        return []
+    if model is None:
+        return []
+    names = Names(model)
+    tensors, target = {*names.parameters, *names.buffers}, _target(model)
+    ignored = [re.compile(pattern) for pattern in may_be_unexpected(model)]
+    return alike(folder, {full: kind for full, kind in biases.items() if (own := target(full)) not in tensors
+                          and (own.rpartition(".")[0] in names.modules.keys() - {""}
+                               or target(f"{full.rpartition('.')[0]}.weight") in tensors)
+                          and not any(pattern.search(own) for pattern in ignored) and bool(folder.tensor(full).any())})
+
+
+def _target(model: Any) -> Callable[[str], str]:
+    """The model's name of a tensor of a checkpoint: a function, by the rules of the model's library."""
+    if not hasattr(model, "base_model_prefix"):                  # of diffusers
+        return lambda name: name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from qdsl.models.conversions import Conversions
+
+    names = Conversions(model, get_model_conversion_mapping(model))
+    return lambda name: names.target(name)[0]

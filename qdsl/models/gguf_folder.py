@@ -33,7 +33,7 @@ from qdsl.models.names import Names
 from qdsl.models.plan import LoadError, listed
 
 if TYPE_CHECKING:
-    from qdsl.models.transformers.conversions import Conversions
+    from qdsl.models.conversions import Conversions
 
 SETTINGS = Path(__file__).parent / "gguf_settings.json"
 UNUSED = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")      # what the converter leaves out
@@ -140,7 +140,7 @@ class LanguageFolder:
         from transformers import AutoModelForCausalLM
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        from qdsl.models.transformers.conversions import Conversions
+        from qdsl.models.conversions import Conversions
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -35,6 +35,7 @@ from qdsl.checkpoint.report.shards import (
     why_transforms,
 )
 from qdsl.core.stored import INPUT_SCALE
+from qdsl.models.findings import biases_without_place
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
@@ -107,7 +108,8 @@ class Served:
             settings = quantizations(folder)
             quantizing_x = frozenset(name for name, layer in packed.items()
                                if INPUT_SCALE in layer.others or any(own.has_8_bit_inputs(name) for own in settings))
-            return cls(packed, plain_layers(folder), tuple(assemblies), quantizing_x, path, findings=tuple(survey.findings))
+            return cls(packed, plain_layers(folder), tuple(assemblies), quantizing_x, path,
+                       findings=(*survey.findings, *biases_without_place(folder)))
 
     @classmethod
     def of_gguf(cls, source: MappedSource) -> Served:

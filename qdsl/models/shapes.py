@@ -25,7 +25,7 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
     Names are those of the class, with and without the prefix of its base model.  Raises RewriteError for a config that names no
     class of diffusers or transformers, and where the library is not installed.
     """
-    model = _on_meta(folder)
+    model = model_on_meta(folder)
     parameters = Names(model).parameters
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     stacks = usual_stacks(parameters, FolderSource(folder, is_described=True), partial(renamed, rename=None))
@@ -36,8 +36,8 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _on_meta(folder: Folder) -> Any:
-    """The model of a folder's config, on meta."""
+def model_on_meta(folder: Folder) -> Any:
+    """The model of a folder's config, on meta.  Raises RewriteError where no library builds it."""
     config = {key: value for key, value in unguarded(folder.config).items() if key not in QUANTIZATION}
     library = "diffusers" if CLASS in config else "transformers"
     names = [config.get(CLASS)] if library == "diffusers" else config.get("architectures") or []

@@ -146,7 +146,7 @@ def test_rows_that_transformers_permutes() -> None:
     """A packed layer has no place in a model whose weight is another order of its rows."""
     from transformers.core_model_loading import PermuteForRope, WeightConverter
 
-    from qdsl.models.transformers.conversions import Conversions
+    from qdsl.models.conversions import Conversions
 
     model = transformers.Qwen3ForCausalLM(language_models.config("qwen3"))
     rule = WeightConverter("attention.wq.", "self_attn.q_proj.", operations=[PermuteForRope()])

@@ -120,6 +120,8 @@ class Around(nn.Module):
         self.slow = slow
         self.called, self.read, self.asked, self.written, self.unused = (nn.Linear(4, 4) for _ in range(5))
         self.inner: Any = nn.ModuleDict({"deep": nn.Linear(4, 4), "slowly": nn.Linear(4, 4)})
+        self.named = nn.Linear(4, 4)
+        self.listed, self.visited = (nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2))
 
     def forward(self, x: Tensor) -> Any:
         x = functional.linear(self.called(x).to(self.asked.weight.dtype), self.read.weight)
@@ -131,7 +133,11 @@ class Around(nn.Module):
 
     def other(self, x: Tensor) -> Any:
         self.written.weight.div_(2)
-        block = self
+        block, layer = self, self.called
+        layer = self.named
+        for own in self.visited:
+            x = x @ own.weight
+        x = layer(x) @ layer.weight @ self.listed[1].weight
         return x @ block.inner.deep.weight
 
     def never_called(self) -> Tensor:
@@ -141,7 +147,8 @@ class Around(nn.Module):
 @pytest.mark.parametrize("slow", [False, True])
 def test_reads_are_found(slow: bool) -> None:
     model = nn.Sequential(Around(slow))
-    wanted = {"0.read", "0.written", "0.inner.deep"} | ({"0.inner.slowly"} if slow else set())
+    lists = {f"0.{name}.{place}" for name in ("listed", "visited") for place in (0, 1)}
+    wanted = {"0.read", "0.written", "0.inner.deep", "0.named", *lists} | ({"0.inner.slowly"} if slow else set())
     reasons = weight_reads(dict(model.named_modules()))
     assert reasons == dict.fromkeys(wanted, "Around uses its weight as a plain tensor")
     assert set(qdsl.quantize_(model, "int8_channel").skipped) == wanted

@@ -24,10 +24,10 @@ from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.folder import CONFIG_LIMIT, Folder, read_object
 from qdsl.checkpoint.files.references import local_path
 from qdsl.models.base import Base, check_described, complete, stored_config
+from qdsl.models.conversions import Conversions
 from qdsl.models.names import Names
 from qdsl.models.save import QUANTIZATION
 from qdsl.models.transformers.config import QdslConfig
-from qdsl.models.transformers.conversions import Conversions
 
 REMEDY = "pass base=, a folder or repository of the model that it was made of"
 

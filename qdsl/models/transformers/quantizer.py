@@ -25,6 +25,7 @@ from qdsl.checkpoint.detect.sources import FolderSource, Source
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.base import Base
+from qdsl.models.conversions import Conversions, ignored, layer_shapes, reverted
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.findings import without_place
@@ -42,7 +43,6 @@ from qdsl.models.stacks import usual_stacks
 from qdsl.models.ties import Ties, keep_ties, recorded_ties, renew_ties
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
-from qdsl.models.transformers.conversions import Conversions, ignored, layer_shapes, reverted
 from qdsl.models.transformers.folder import load_folder, named_class, needs_own_reading
 from qdsl.models.transformers.gguf import gguf_path, load_gguf
 from qdsl.runtime.torch.module import PackedModule
@@ -138,7 +138,8 @@ class QdslHfQuantizer(HfQuantizer):
         origin = origin_in(model)                                # its unused tensors are small ones of packed layers
         unused = {*self.report.unused, *source.plain} - (origin.unused.keys() if origin else set())
         if names is not None and isinstance(source, FolderSource):
-            places = {full: target for full in unused if (target := names.target(full)[0]) not in names.tensors}
+            places = {full: target for full in {*self.report.unused, *source.plain}
+                      if (target := names.target(full)[0]) not in names.tensors}
             unplaced = without_place(source, Names(model), places, model)
             self.report.allowed += refuse(checkpoint.path, unplaced, config.allow_unknown)
         targets = set() if names is None else {names.target(full)[0] for full in unused} - names.tensors.keys()

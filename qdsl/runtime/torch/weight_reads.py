@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -18,6 +19,7 @@ from torch import nn
 # What a packed layer's `weight` answers without numbers, and functions that only ask about it.
 ANSWERED = frozenset({"dtype", "device", "shape", "size", "dim", "ndim", "numel", "is_meta", "requires_grad", "element_size"})
 QUESTIONS = frozenset({"isinstance", "hasattr", "getattr", "id"})
+ANY = "[^.]+"                                                    # a pattern for an element of a list of modules
 OWN = ("torch.", "qdsl.")                                        # modules of these packages read their own weights alone
 
 Read = tuple[str, tuple[str, ...], tuple[ast.expr, ...]]         # variable, attributes up to the layer, conditions around it
@@ -35,12 +37,11 @@ def weight_reads(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         for variable, chain, conditions in _reads(kind):
             if any(_is_false(condition, module) for condition in conditions):
                 continue
-            path = ".".join(chain)
-            inside = f"{name}." if name else ""
-            layers = [f"{inside}{path}"] if variable == "self" else [
-                other for other in modules if other.startswith(inside) and other.endswith(f".{path}")]
+            path = r"\.".join(ANY if own == ANY else re.escape(own) for own in chain)
+            start = re.escape(f"{name}.") if name else ""
+            place = re.compile(start + path if variable == "self" else rf"{start}(.*\.)?{path}")
             reason = f"{kind.__name__} uses its weight as a plain tensor"
-            reasons |= {layer: reason for layer in layers if layer in modules}
+            reasons |= {layer: reason for layer in modules if place.fullmatch(layer)}
     return reasons
 
 
@@ -60,7 +61,7 @@ def _reads(kind: Any) -> tuple[Read, ...]:
         waiting += [name for name in function.__code__.co_names if isinstance(getattr(kind, name, None), FunctionType)
                     and not hasattr(nn.Module, name)]
         if "weight" in function.__code__.co_names:
-            reads += _reads_in(_syntax(function))
+            reads += _reads_in(_unaliased(_syntax(function)))
     return tuple(reads)
 
 
@@ -70,6 +71,23 @@ def _syntax(function: FunctionType) -> ast.AST:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return ast.Module([], [])
+
+
+def _unaliased(tree: ast.AST) -> ast.AST:
+    """Code with attributes and elements of `self` in place of the variables that are names for them, as in `layer = self.proj`."""
+    names: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        pairs = [(target, node.value) for target in node.targets] if isinstance(node, ast.Assign) else [
+            (node.target, ast.Subscript(node.iter, ast.Constant(0)))] if isinstance(node, ast.For) else []
+        names |= {target.id: value for target, value in pairs if isinstance(target, ast.Name) and _chain(value)[1]
+                  and _chain(value)[0] == "self" and "weight" not in _chain(value)[1]}
+
+    class Names(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return names.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+    result: ast.AST = Names().visit(tree)
+    return result
 
 
 def _reads_in(node: ast.AST, conditions: tuple[ast.expr, ...] = ()) -> Iterator[Read]:
@@ -97,10 +115,10 @@ def _reads_in(node: ast.AST, conditions: tuple[ast.expr, ...] = ()) -> Iterator[
 
 
 def _chain(node: ast.expr) -> tuple[str, tuple[str, ...]]:
-    """A variable and the attributes of `variable.first.second`; '' for another expression in its place."""
+    """A variable and the attributes of `variable.first.second`, ANY for elements; '' for another expression in its place."""
     chain: tuple[str, ...] = ()
-    while isinstance(node, ast.Attribute):
-        chain, node = (node.attr, *chain), node.value
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        chain, node = (ANY if isinstance(node, ast.Subscript) else node.attr, *chain), node.value
     return (node.id if isinstance(node, ast.Name) else ""), chain
 
 
