@@ -74,7 +74,7 @@ def _syntax(function: FunctionType) -> ast.AST:
 
 
 def _unaliased(tree: ast.AST) -> ast.AST:
-    """Code with attributes and elements of `self` in place of the variables that are names for them, as in `layer = self.proj`."""
+    """Code with attributes of `self` in place of the variables that are names for them, as in `layer = self.proj`."""
     names: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
         pairs = [(target, node.value) for target in node.targets] if isinstance(node, ast.Assign) else [
