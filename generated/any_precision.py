@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, Storage, Variant, as_type, lookup, pad
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, Skinny, Storage, Sums, TileGemm, Variant,
+        as_type, lookup, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -151,9 +152,9 @@ VARIANT = Variant(
                 last="k", digits=(32,), lanes=(4, 8), order=(0, 1, 3, 2, 4))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", 1, 0), entries=16, width=8, bits=0,
-                    unit=(1.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.float_entries_of_16, words=bitplanes.words_4, width=8, bits=0,
+                    unit=(1.0, 1.0), base=(0, 0), levels=Levels(stored=GroupField("lut", 1, 0), entries=16)), Sums(),
+                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_kmeans
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, joined, lookup,
-        pad, spread)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
+        TileGemm, Variant, as_type, joined, lookup, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -131,10 +131,10 @@ VARIANT = Variant(
         "flute": Storage(unpack_flute, pack_flute, Kernels(_decode_flute, rows="N", units="K", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", 0, 0), entries=16, scale=group_sums.scaled,
-                    group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0, unit=(1.0, 1.0),
-                    base=(0, 0), zero=(0, 0)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.float_entries_of_16, words=bitplanes.words_4, width=8, bits=0,
+                    unit=(1.0, 1.0), base=(0, 0), levels=Levels(stored=GroupField("lut", 0, 0), entries=16)),
+                    Sums(scale=group_sums.scaled, group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32),
+                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), levels="lut"),
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, empty,
-        joined, pad, spread)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
+        Table, Variant, as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -213,10 +213,11 @@ VARIANT = Variant(
                 digits=(32,), lanes=(2, 4), order=(0, 1, 3, 4, 2), tables=(SCALES, LEVELS,))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 tables=(SCALES, LEVELS,),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
-                    table=_table_planar, scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.entries_of_8, words=bitplanes.words_3, width=8, bits=0,
+                    base=(63, 191), levels=Levels(_table_planar)),
+                    Sums(scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 5, table=SCALES, at=0),
-                    GroupField("sc", 1, 16, 1, at=5)), blocks=("256", "16"), size=16, width=8, bits=0, base=(63, 191)))),
+                    GroupField("sc", 1, 16, 1, at=5)), blocks=("256", "16"), size=16), skinny=Skinny(skinny), gemv=Gemv(gemv)))),
     },
     decode=decode, encode=encode, importance=True,
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("d", "sc", "h"), lookups={"sc": SCALES}),

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, pad
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
+        Table, TileGemm, Variant, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -197,11 +198,12 @@ VARIANT = Variant(
                 digits=(8, 16), lanes=(2,), order=(0, 1, 2, 4, 3), tables=(LEVELS,))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar, finish=group_sums.scaled,
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.split_entries_of_16, words=bitplanes.words_4, width=8, bits=-1,
+                    base=(0, 0), levels=Levels(_table_planar)),
+                    Sums(scale=_scale_planar, finish=group_sums.scaled,
                     group_fields=(GroupField("sc", 1, 32, 7, at=0), GroupField("sc", 1, 32, 1, at=7)),
-                    row_fields=(GroupField("d", 1, 0),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0), zero=(0, 0),
-                    sums_in_tile_gemm=True))),
+                    row_fields=(GroupField("d", 1, 0),), blocks=("32",), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    tile_gemm=TileGemm(tile_gemm, zero=(0, 0), sums=True)))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "h")),
 )

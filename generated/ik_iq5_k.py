@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, empty,
-        joined, pad, spread)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
+        Table, Variant, as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -212,10 +212,11 @@ VARIANT = Variant(
         "ik_llama": Storage(unpack_ik_llama, pack_ik_llama, Kernels(_decode_ik_llama, rows="N", units="K/8", last="k",
                 digits=(32,), lanes=(4, 2), order=(0, 1, 3, 4, 2), tables=(LEVELS,))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_5, numbers=bitplanes.wide_entries_of_32,
-                    table=_table_planar, scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.wide_entries_of_32, words=bitplanes.words_5, width=8, bits=0,
+                    base=(126, 0), levels=Levels(_table_planar)),
+                    Sums(scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6, at=0), GroupField("sc", 1, 16, 1, at=6)),
-                    blocks=("256", "16"), size=16, width=8, bits=0, base=(126, 0)))),
+                    blocks=("256", "16"), size=16), skinny=Skinny(skinny), gemv=Gemv(gemv)))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "sc", "h")),
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_type,
-        integer, pad)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Skinny,
+        Storage, Sums, Table, Variant, as_type, integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -329,9 +329,10 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
-                    table=_table_planar, scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 3)),
-                    blocks=("256", "16"), size=16, width=8, bits=0, base=(9, 137)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.entries_of_8, words=bitplanes.words_3, width=8, bits=0,
+                    base=(9, 137), levels=Levels(_table_planar)),
+                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 3)),
+                    blocks=("256", "16"), size=16), skinny=Skinny(skinny), gemv=Gemv(gemv)))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),
 )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Table, Variant, as_type, cdiv, empty,
-        pad)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
+        Table, TileGemm, Variant, as_type, cdiv, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
@@ -146,10 +146,10 @@ VARIANT = Variant(
                 order=(0, 1, 3, 2), tables=(LEVEL,))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.e2m1, raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled,
-                    group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32, width=8, bits=0,
-                    unit=(32768.0, 2.0), base=(0, 0), zero=(0, 0)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m1, words=bitplanes.words_4, width=8, bits=0,
+                    unit=(32768.0, 2.0), base=(0, 0), levels=Levels(codebook.two_part_table)),
+                    Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32),
+                    skinny=Skinny(skinny), gemv=Gemv(gemv, bitplanes.raw_e2m1), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"}, settings={"level": LEVEL},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e",)),

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Table, Variant, as_type,
-        joined, pad, spread)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Skinny,
+        Storage, Sums, Table, TileGemm, Variant, as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -226,11 +226,12 @@ VARIANT = Variant(
                 last="k", tables=(LEVELS, STEPS,))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED, STEPS,),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.paired_entries_of_16, table=_table_planar, scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.paired_entries_of_16, words=bitplanes.words_4, width=8, bits=0,
+                    unit=(2.0, 1.0), base=(0, 0), levels=Levels(_table_planar)),
+                    Sums(scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "block", 8, table=STEPS), GroupField("t", 1, "block", shared=256),
-                    GroupField("o", 0, 0)), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0),
-                    zero=(0, 0)))),
+                    GroupField("o", 0, 0)), blocks=("block",), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode,
     row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s", "t", "o"), row_codes=ROW_CODES, lookups={"s": STEPS}),

@@ -18,8 +18,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, joined,
-        pad, spread, workspace)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
+        Variant, as_float, as_type, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -137,9 +137,9 @@ VARIANT = Variant(
                 divides=True)),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5), divides=True,
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.i4, scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",),
-                    size=32, signed=True, base=(8, 136), zero=(-8, -136)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.i4, words=bitplanes.words_4, signed=True, base=(8, 136)),
+                    Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",), size=32),
+                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(-8, -136))))),
     },
     decode=decode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), columns="/m"),
 )

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, cdiv, joined, pad,
-        spread)
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
+        Variant, as_type, cdiv, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
@@ -152,10 +152,11 @@ VARIANT = Variant(
                 rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2), divides=True)),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), divides=True,
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    raw=bitplanes.raw_e2m1, table=codebook.two_part_table, scale=group_sums.scaled, finish=_finish_planar,
-                    group_fields=(GroupField("s", 1, 16, "e4m3"),), row_fields=(GroupField("g", 0, 0),), blocks=("16",), size=16,
-                    width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m1, words=bitplanes.words_4, width=8, bits=0,
+                    unit=(16384.0, 1.0), base=(0, 0), levels=Levels(codebook.two_part_table)),
+                    Sums(scale=group_sums.scaled, finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
+                    row_fields=(GroupField("g", 0, 0),), blocks=("16",), size=16), skinny=Skinny(skinny),
+                    gemv=Gemv(gemv, bitplanes.raw_e2m1)))),
     },
     decode=decode, encode=encode,
     options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, empty
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, Variant,
+        as_float, as_type, empty)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -163,9 +164,9 @@ VARIANT = Variant(
         "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32),
                 lanes=(2, 2), order=(0, 1, 2, 5, 4, 3))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_6, numbers=bitplanes.u6,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)),
-                    blocks=("256", "16"), size=16, width=4, bits=6))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.u6, words=bitplanes.words_6, width=4, bits=6),
+                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)),
+                    blocks=("256", "16"), size=16), skinny=Skinny(skinny), gemv=Gemv(gemv)))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("d", "sc")),
 )

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import progressive
-from qdsl.runtime import Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type
+from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
+        Variant, as_float, as_type)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -160,10 +161,10 @@ VARIANT = Variant(
         "qserve": Storage(unpack_qserve, pack_qserve, Kernels(_decode_qserve, rows="N", units="K", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, scale=group_sums.with_offset, finish=group_sums.scaled,
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
+                    Sums(scale=group_sums.with_offset, finish=group_sums.scaled,
                     group_fields=(GroupField("s2", 1, 128, 8), GroupField("z", 1, 128, 8)), row_fields=(GroupField("s1", 1, 0),),
-                    blocks=("128",), sums_in_tile_gemm=True))),
+                    blocks=("128",)), skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, sums=True)))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s1", "s2", "z")),
 )

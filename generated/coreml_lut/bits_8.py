@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, Storage, Variant, as_type, lookup, pad
+from qdsl.runtime import (Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Skinny, Storage, Sums, TileGemm, Variant,
+        as_type, lookup, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -99,9 +100,9 @@ VARIANT = Variant(
         "coreml": Storage(unpack_coreml, pack_coreml, Kernels(_decode_coreml, rows="N", units="K", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.loaded_by_bytes, levels=GroupField("lut", "rows", 0), entries=256, width=8, bits=0,
-                    unit=(1.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.loaded_by_bytes, words=bitplanes.words_8, width=8, bits=0,
+                    unit=(1.0, 1.0), base=(0, 0), levels=Levels(stored=GroupField("lut", "rows", 0), entries=256)), Sums(),
+                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode,
 )

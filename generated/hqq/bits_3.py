@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, Variant, as_type,
+        cdiv, integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -137,9 +138,9 @@ VARIANT = Variant(
     storages={
         "hqq_3bit": Storage(unpack_hqq_3bit, pack_hqq_3bit, Kernels(_decode_hqq_3bit, rows="N", units="K", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.u3,
-                    scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",), size=16, width=2, bits=3))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.u3, words=bitplanes.words_3, width=2, bits=3),
+                    Sums(scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=16), skinny=Skinny(skinny), gemv=Gemv(gemv)))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("s", "z")),
 )

@@ -9,7 +9,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type, cdiv, empty, pad
+from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
+        as_type, cdiv, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 
 from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_scalar, unpack_cpu_rest, pack_cpu_rest,
@@ -80,10 +81,10 @@ VARIANT = Variant(
                 lanes=(2,), order=(0, 2, 1))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
-                    sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
+                    Sums(scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    tile_gemm=TileGemm(tile_gemm, sums=True)))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"}, settings={"offset": 8},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_float, as_type, cdiv, empty,
-        integer, joined, pad, spread)
+from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
+        as_float, as_type, cdiv, empty, integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -445,10 +445,11 @@ VARIANT = Variant(
         "pack_quantized_0_17": Storage(unpack_pack_quantized_0_17, pack_pack_quantized_0_17, Kernels(_decode_pack_quantized_0_17,
                 rows="N", units="ceil(K/10)", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_3,
-                    numbers=bitplanes.u3, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 3, default=4.0)), point=1,
-                    blocks=("group",), size=32, width=2, bits=3, zero=(0, 0), exact=True, spans=(4, 4)))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.u3, words=bitplanes.words_3, width=2, bits=3),
+                    Sums(scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 3, default=4.0)), blocks=("group",),
+                    size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    tile_gemm=TileGemm(tile_gemm, point=1, zero=(0, 0), exact=True, spans=(4, 4))))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),

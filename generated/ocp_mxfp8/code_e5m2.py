@@ -9,7 +9,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Variant, as_type
+from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Special, Storage, Sums, TileGemm,
+        Variant, as_type)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e5m2, e8m0
@@ -102,10 +103,11 @@ VARIANT = Variant(
                 units="K", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
-                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e5m2, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
-                    blocks=("32",), size=32, width=8, bits=0, unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
-                    special=124))),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.e5m2, words=bitplanes.words_8, width=8, bits=0, unit=(1.0, 1.0),
+                    base=(0, 0)),
+                    Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32),
+                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0)),
+                    special=Special("q", 124)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

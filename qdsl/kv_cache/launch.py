@@ -168,9 +168,9 @@ def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dic
         codes = names.index(matrix_unit.w8a8.codes)
         if configure.converts_fp8(q.device):
             tensors[codes] = cached.packed.tensors[names[codes]]
-        fields = tuple(field.constants(names, cached.packed.sizes) for field in matrix_unit.row_fields)
-        adds = matrix_unit.ones and not any(tensors[int(field[0])] is None and field[4] == 0 for field in fields)
-        return tuple(tensors), {"decode": None, "finish": matrix_unit.finish, "CODES": codes, "FIELDS": fields, "ADDS": adds,
+        fields = tuple(field.constants(names, cached.packed.sizes) for field in matrix_unit.sums.row_fields)
+        adds = matrix_unit.sums.ones and not any(tensors[int(field[0])] is None and field[4] == 0 for field in fields)
+        return tuple(tensors), {"decode": None, "finish": matrix_unit.sums.finish, "CODES": codes, "FIELDS": fields, "ADDS": adds,
                                 "UNITS": k, "PARTS": 1, "ROW": k, "STEP": 1}
     if _in_parts(cached):
         where = places.places(cached)
@@ -206,7 +206,7 @@ def _plane(cached: CachedRows, place: tuple[int, ...], count: int, dtype: torch.
 def _in_order(cached: CachedRows) -> bool:
     """Whether codes are int8 or E4M3 in row order, and numbers are per row."""
     matrix_unit = cached.packed.layout.kernels.matrix_unit
-    return matrix_unit is not None and matrix_unit.w8a8 is not None and matrix_unit.scale is None
+    return matrix_unit is not None and matrix_unit.w8a8 is not None and matrix_unit.sums.scale is None
 
 
 def _in_parts(cached: CachedRows) -> bool:

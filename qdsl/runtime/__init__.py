@@ -4,23 +4,26 @@ from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, rounded, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
-from qdsl.runtime.weight.layout import (
+from qdsl.runtime.weight.layout import Kernels, Pairs, RowLoops, Storage, Variant
+from qdsl.runtime.weight.matrix_unit import (
            W8A8,
+           Codes,
+           Gemv,
            GroupField,
-           Kernels,
+           Levels,
            MatrixUnitKernels,
-           Pairs,
            Records,
-           RowLoops,
-           Storage,
-           Variant,
+           Skinny,
+           Special,
+           Sums,
+           TileGemm,
 )
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
 from qdsl.runtime.weight.row_codes import RowCodes
 from qdsl.runtime.weight.tables import Table, entries, lookup
 
-__all__ = ["W8A8", "Format", "FormatError", "GroupField", "Kernels", "MatrixUnitKernels", "PackedWeight", "Pairs",
-           "QuantizedEmbedding", "QuantizedLinear", "Records", "Report", "RowCodes", "RowLoops", "Spec", "Storage", "Table",
-           "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "entries", "first_trit", "integer", "joined", "lookup",
-           "pad", "rounded", "spread", "workspace"]
+__all__ = ["W8A8", "Codes", "Format", "FormatError", "Gemv", "GroupField", "Kernels", "Levels", "MatrixUnitKernels",
+           "PackedWeight", "Pairs", "QuantizedEmbedding", "QuantizedLinear", "Records", "Report", "RowCodes", "RowLoops",
+           "Skinny", "Spec", "Special", "Storage", "Sums", "Table", "TileGemm", "Variant", "as_float", "as_type", "base3", "cdiv",
+           "empty", "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace"]

@@ -382,7 +382,7 @@ def test_parts_of_a_table_that_differ_by_a_step(tmp_path: Path) -> None:
     assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
     back = module.convert(planar, "rows")
     assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
-    text = inspect.getsource(module.FORMAT.variants[()].storages[PLANAR].kernels.matrix_unit.scale.fn)
+    text = inspect.getsource(module.FORMAT.variants[()].storages[PLANAR].kernels.matrix_unit.sums.scale.fn)
     assert "levels[q] + 5.0 * h" in text
 
 
@@ -418,7 +418,7 @@ def test_stored_tables_of_blocks_of_rows(tmp_path: Path) -> None:
     planar = module.planar(packed)
     assert why == "" and planar.tensors.keys() == {"q", "s", "lut"}
     assert same_bits(planar.tensors["lut"], packed.tensors["lut"])
-    levels = planar.layout.kernels.matrix_unit.levels
+    levels = planar.layout.kernels.matrix_unit.codes.stored_levels
     assert (levels.tensor, levels.rows) == ("lut", 2)
     assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
     for dtype, rounds in ((torch.float16, True), (torch.float32, False)):

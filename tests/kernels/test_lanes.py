@@ -29,7 +29,8 @@ CASES = [case for case in cases() if matrix_unit_of(case)]
 FEW = [case for case in CASES if matrix_unit_of(case).skinny]
 RECORDS = [case for case in CASES if matrix_unit_of(case).records]
 COVERING = covering(CASES, lambda case: kernels(case, "gemv", "skinny", "tile_gemm"))
-TALL = covering([case for case in CASES if matrix_unit_of(case).tall], lambda case: kernels(case, "tile_gemm"))
+TALL = covering([case for case in CASES if (tiled := matrix_unit_of(case).tile_gemm) and tiled.tall],
+                lambda case: kernels(case, "tile_gemm"))
 # Rows and columns: a last tile of rows that is short; a last span of 256 columns that is half; warps without columns.
 SHAPES = ((20, 256), (33, 384), (16, 1152))
 DTYPES = (torch.float16, torch.bfloat16)
@@ -89,7 +90,7 @@ def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
 def rounding(case: Case, packed: PackedWeight, dtype: torch.dtype) -> float:
     """By how much a weight may be off: numbers of a table that x's type does not hold are rounded to it, and x times a factor."""
     kernels = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit
-    if kernels is not None and isinstance(levels := kernels.levels, GroupField):
+    if kernels is not None and isinstance(levels := kernels.codes.stored_levels, GroupField):
         return 0.0 if packed.tensors[levels.tensor].dtype == dtype else torch.finfo(dtype).eps / 2
     if case.module.FORMAT.variant(case.choice).storages[case.storage].factor:
         return torch.finfo(dtype).eps / 2
@@ -133,7 +134,7 @@ def test_one_row(case: Case) -> None:
             check(case, shapes[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
 
 
-@pytest.mark.parametrize("case", [case for case in FEW if case in COVERING and matrix_unit_of(case).bits <= 0
+@pytest.mark.parametrize("case", [case for case in FEW if case in COVERING and matrix_unit_of(case).codes.bits <= 0
                                   and matrix_unit_of(case).gemv], ids=str)
 def test_two_tiles_of_one_row(case: Case) -> None:
     """Of codes that are looked up or made; a warp has 32 rows of w, of which the last tile has one."""
@@ -142,7 +143,7 @@ def test_two_tiles_of_one_row(case: Case) -> None:
     check(case, shape, next(choices(case)), 1, torch.bfloat16, candidate=Candidate("gemv", config, (2,)))
 
 
-LIFTED = [case for case in FEW if matrix_unit_of(case).raw]
+LIFTED = [case for case in FEW if (gemv := matrix_unit_of(case).gemv) and gemv.raw]
 
 
 def with_zeros(case: Case, zeros: tuple[slice, slice]) -> PackedWeight:
@@ -219,7 +220,7 @@ def test_many_rows(case: Case, hopper: None) -> None:
     assert kernels_of(x_of(9, 1024, torch.float16), packed) == {"tile_gemm"}
     assert kernels_of(x_of(8, 1024, torch.float16), packed) == {"skinny"}
     assert regimes.candidate(x_of(2, 1024, torch.float16), packed, True).kind == "tile_gemm"
-    double = packed.layout.kernels.matrix_unit.double                  # two products for a code: they are too many there
+    double = packed.layout.kernels.matrix_unit.tile_gemm.double        # two products for a code: they are too many there
     assert kernels_of(x_of(9, 1024, torch.bfloat16), packed) == {"skinny" if double else "tile_gemm"}
 
 
@@ -259,7 +260,7 @@ SPLIT = ("int_group.planar-bits4", "int8_channel.planar", "q4_k.planar")
 def test_programs_that_share_k(case: Case, hopper: None) -> None:
     """Parts of one size and of two, short and whole tiles; the counters are left at 0."""
     for split, shape, rows, dtype in ((2, (20, 512), 20, torch.float16), (4, (64, 1280), 16, torch.float16 if
-            matrix_unit_of(case).double else torch.bfloat16)):
+            (tiled := matrix_unit_of(case).tile_gemm) and tiled.double else torch.bfloat16)):
         packed = packed_of(case, shape, next(choices(case)))
         config = {**configure.candidates("tile_gemm", packed, rows)[0], "SPLIT": split}
         check(case, shape, {}, rows, dtype, bias=split == 2, packed=packed, candidate=Candidate("tile_gemm", config))
@@ -403,7 +404,7 @@ def test_codes_behind_another_tensor(tmp_path: Path) -> None:
     path = tmp_path / "scale_first.yaml"
     path.write_text(SCALE_FIRST)
     case = Case(path, "rows", ())
-    assert matrix_unit_of(case).words.__name__ == "_words_rows"
+    assert matrix_unit_of(case).codes.words.__name__ == "_words_rows"
     check(case, shapes_of(case)[0], {}, 3, DTYPES[0])
 
 

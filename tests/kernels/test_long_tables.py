@@ -89,10 +89,11 @@ def test_entries_are_rounded_once(exponent_bits: int, tmp_path: Path) -> None:
     """To x's type, divided by a power of two in float16, which has all of them then, or is not served."""
     module, _, _ = table_format(tmp_path, 8, POSITS[exponent_bits], OF_ROWS)
     kernels = module.FORMAT.variant({}).storages[PLANAR].kernels
-    unit = kernels.matrix_unit.unit[0]
-    half, brain = kernels.matrix_unit.levels.values.view(2, 256)
+    unit = kernels.matrix_unit.codes.unit[0]
+    half, brain = kernels.matrix_unit.codes.stored_levels.values.view(2, 256)
     wanted = torch.tensor(POSITS[exponent_bits])
-    assert torch.equal(brain.view(torch.bfloat16).float(), wanted) and kernels.matrix_unit.tables == (kernels.matrix_unit.levels,)
+    assert torch.equal(brain.view(torch.bfloat16).float(), wanted)
+    assert kernels.matrix_unit.tables == (kernels.matrix_unit.codes.stored_levels,)
     assert unit == (0.0 if exponent_bits == 2 else wanted.max() / 2 ** 14)
     assert torch.equal(half.view(torch.float16).float() * unit, wanted if unit else torch.zeros(256))
 
@@ -112,8 +113,9 @@ def other_table(tmp_path: Path) -> Iterator[tuple[Case, PackedWeight]]:
     module, packed, case = table_format(tmp_path, 7, POSITS[1], OF_GROUPS)
     kernels = module.FORMAT.variant({}).storages[PLANAR].kernels
     matrix_unit = kernels.matrix_unit
-    whole = Table("f32", *POSITS[1]).halves(256, matrix_unit.unit[0])
-    object.__setattr__(kernels, "matrix_unit", replace(matrix_unit, levels=whole))
+    whole = Table("f32", *POSITS[1]).halves(256, matrix_unit.codes.unit[0])
+    codes = replace(matrix_unit.codes, levels=replace(matrix_unit.codes.levels, stored=whole))
+    object.__setattr__(kernels, "matrix_unit", replace(matrix_unit, codes=codes))
     yield case, module.convert(packed, PLANAR).to(DEVICE)
     object.__setattr__(kernels, "matrix_unit", matrix_unit)
 

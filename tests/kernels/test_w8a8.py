@@ -16,7 +16,7 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.torch import ops
 from qdsl.runtime.weight import eight
-from qdsl.runtime.weight.layout import W8A8
+from qdsl.runtime.weight.matrix_unit import W8A8
 from tests.support import compiling
 from tests.support.formats import Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times

@@ -34,7 +34,7 @@ def kernels(case: Case, *kinds: str) -> list[Any]:
     completes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels
     plain = [part for kind in kinds if kind in PLAIN for part in (PLAIN[kind], completes.decode)]
     matrix_unit = completes.matrix_unit
-    others = [(kind, kernel) for kind in kinds if matrix_unit and (kernel := getattr(matrix_unit, kind, None))]
+    others = [(kind, family.kernel) for kind in kinds if matrix_unit and (family := getattr(matrix_unit, kind, None))]
     return [*plain, *(part for kind, kernel in others for part in (kernel, *parts_of(case, matrix_unit, kind)))]
 
 

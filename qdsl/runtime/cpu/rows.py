@@ -28,7 +28,8 @@ from qdsl.runtime.cpu import threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
 from qdsl.runtime.torch.private_apis import allocator
-from qdsl.runtime.weight.layout import SMALL_FLOATS, RowLoops
+from qdsl.runtime.weight.layout import RowLoops
+from qdsl.runtime.weight.matrix_unit import SMALL_FLOATS
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import unpack
 

@@ -27,7 +27,8 @@ from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.layout import W8A8, Kernels
+    from qdsl.runtime.weight.layout import Kernels
+    from qdsl.runtime.weight.matrix_unit import W8A8
     from qdsl.runtime.weight.packed import PackedWeight
 
 MULTIPROCESSORS = 132                                            # assumed without a GPU: an H100's
@@ -138,7 +139,7 @@ def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device
     """Whether `tile_gemm` runs: on Hopper, whose warp groups take weights from registers."""
     kernels = packed.layout.kernels.matrix_unit
     return kernels is not None and kernels.tile_gemm is not None and target(device).capability == 9 and not (
-        kernels.double and dtype == torch.bfloat16)
+        kernels.tile_gemm.double and dtype == torch.bfloat16)
 
 
 def overlaps(device: torch.device) -> bool:
@@ -259,7 +260,7 @@ def has_short_groups(packed: PackedWeight) -> bool:
 def is_tall(packed: PackedWeight) -> bool:
     """Whether a program of `tile_gemm` may take 128 rows of x."""
     kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and kernels.tall and not has_short_groups(packed)
+    return kernels is not None and kernels.tile_gemm is not None and kernels.tile_gemm.tall and not has_short_groups(packed)
 
 
 def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:

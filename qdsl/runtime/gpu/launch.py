@@ -20,7 +20,7 @@ from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import is_installed, tl, triton
 from qdsl.runtime.weight import eight, streams
 from qdsl.runtime.weight.arrays import cdiv
-from qdsl.runtime.weight.layout import W8A8
+from qdsl.runtime.weight.matrix_unit import W8A8
 from qdsl.runtime.weight.packed import PackedWeight
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -233,13 +233,13 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
         scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
-        return Call(kernels.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k, pitch), constants,
+        return Call(kernels.kernel(which), (tensors, x, bias, out, *(scratch or (None, None)), m, n, k, pitch), constants,
                     (*grid, split) if split > 1 else grid,
                     {"num_warps": config["W"], "num_stages": config["STAGES"]},
                     weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
         early = _early(tensors, pitch)
-        return Call(kernels.gemv, (tensors, x.view(torch.int32), bias, out, n, k, pitch, early), constants,
+        return Call(kernels.kernel(which), (tensors, x.view(torch.int32), bias, out, n, k, pitch, early), constants,
                     (cdiv(n, _lane_rows(config)),), _lane_options(config, early),
                     **_lane_weights(config, n, k, kernels.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
@@ -267,7 +267,7 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     tensors, pitch = _lane_tensors(packed), strides.pitch(packed)
     early = _early(tensors, pitch) if tiles is None else None
     config = {"BM": 8, **config}
-    return Call(kernels.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, pitch, tiles, early),
+    return Call(kernels.kernel("skinny"), (tensors, x.view(torch.int32), bias, out, m, n, k, pitch, tiles, early),
                 {**_lane_constants(packed, "skinny", x.dtype), **config, "FENCE": _has_fence(packed, x)},
                 (cdiv(n, _lane_rows(config)), cdiv(m, config["BM"]) if tiles is None else tiles.shape[0]),
                 _lane_options(config, early),
@@ -277,9 +277,9 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
 def _has_fence(packed: PackedWeight, x: Tensor) -> bool:
     """Whether `skinny` keeps its loads in order: on NVIDIA GPUs, unless interpreted; rows of bytes would spill."""
     kernels = packed.layout.kernels.matrix_unit
-    assert kernels is not None
-    compiles = is_installed and isinstance(kernels.skinny, triton.JITFunction)
-    return compiles and x.device.type != "xpu" and not kernels.in_order
+    assert kernels is not None and kernels.skinny is not None
+    compiles = is_installed and isinstance(kernels.skinny.kernel, triton.JITFunction)
+    return compiles and x.device.type != "xpu" and not kernels.skinny.in_order
 
 
 def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype, r: int = 1) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.de
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
         return False
-    if not configure.has_mma(device) or (dtype == torch.float16 and not kernels.unit[0]):
+    if not configure.has_mma(device) or (dtype == torch.float16 and not kernels.codes.unit[0]):
         return False                                             # `gemm` and `matvec` serve them
     if skinny and kernels.skinny is None:
         return False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from qdsl.runtime.weight.layout import CHUNK
+from qdsl.runtime.weight.matrix_unit import CHUNK
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight

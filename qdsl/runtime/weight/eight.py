@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.weight.arrays import cdiv
-from qdsl.runtime.weight.layout import W8A8
+from qdsl.runtime.weight.matrix_unit import W8A8
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 CHUNK = 128                                                      # columns per group
@@ -28,7 +28,7 @@ def check(packed: PackedWeight) -> None:
     name = f"{packed.format.name}.{packed.storage}"
     if kernels is None or kernels.w8a8 is None:
         raise FormatError(f"quantize_x: {name} does not hold its codes as rows of 8 bits, e4m3 or i8")
-    for text, size in zip(kernels.blocks, kernels.sizes(packed.sizes), strict=True):
+    for text, size in zip(kernels.sums.blocks, kernels.sizes(packed.sizes), strict=True):
         if size % CHUNK and size < packed.shape[1]:
             raise FormatError(f"quantize_x: x is quantized in groups of {CHUNK} columns, and {text} = {size} is no multiple")
 

@@ -15,17 +15,18 @@ SIGN = 128
 def has_special_codes(packed: PackedWeight) -> bool:
     """Whether a weight's tensors can hold codes that its kernels for matrix units cannot decode."""
     kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and kernels.special != 0
+    return kernels is not None and kernels.special is not None
 
 
 def are_codes_finite(packed: PackedWeight) -> bool:
     """Whether no code is NaN or infinite.  Reads every code, at memory speed; on a GPU it waits for the answer.
 
-    The bits of `special` are the upper ones below the sign, so the largest code of each sign is enough, without a mask per code.
+    Its bits are the upper ones below the sign, so the largest code of each sign is enough, without a mask per code.
     """
     kernels = packed.layout.kernels.matrix_unit
-    codes = None if kernels is None else packed.tensors.get(kernels.codes)
-    if kernels is None or not kernels.special or codes is None or codes.is_meta or not codes.numel():
+    special = None if kernels is None else kernels.special
+    codes = None if special is None else packed.tensors.get(special.tensor)
+    if special is None or codes is None or codes.is_meta or not codes.numel():
         return True
     stored = codes.detach().contiguous()
-    return int(stored.view(torch.int8).amax()) < kernels.special and int(stored.view(torch.uint8).amax()) < kernels.special + SIGN
+    return int(stored.view(torch.int8).amax()) < special.bits and int(stored.view(torch.uint8).amax()) < special.bits + SIGN

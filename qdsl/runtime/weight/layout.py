@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,12 @@ from qdsl.core.stored import Stored
 from qdsl.runtime.weight.branches import Branch as Branch
 from qdsl.runtime.weight.branches import BranchTensor as BranchTensor
 from qdsl.runtime.weight.branches import stored
+from qdsl.runtime.weight.matrix_unit import GroupField, MatrixUnitKernels
 from qdsl.runtime.weight.tables import Table
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.row_codes import RowCodes
 
-CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
-SHORT = (16, 32, 64)                                             # block lengths of which a chunk has several
-RAW = 126                                                        # the exponent of the factor that raw numbers lack
-SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # 8-bit types that are stored as bytes
-LOOKED_UP, SHARED = -5, -6                                       # further kinds of numbers (group_numbers.loaded)
-PART = 32                                                        # kind of bits in a byte: PART * (lowest bit + 1) + width
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 
 
@@ -45,180 +40,6 @@ class Field:
         object.__setattr__(self, "type", type)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "groups", axis(groups) if groups else None)
-
-
-@dataclass(frozen=True, slots=True)
-class W8A8:
-    """A kernel that multiplies 8-bit x by a weight's 8-bit codes.
-
-    type: of both, 'e4m3' or 'i8'.  codes: the tensor of the weight's codes.  groups: x has a scale per 128 columns, else per row.
-    sums: the kernel takes the sums of x's codes.
-    """
-
-    kernel: Any
-    type: str
-    codes: str
-    groups: bool = False
-    sums: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Records:
-    """Records of 256 columns that hold codes and numbers of groups, in 32-bit words.
-
-    tensor: of any element type.  size: words per record.  codes: index of the first word of codes.  head: indices at
-    which four words with numbers of groups begin.
-    """
-
-    tensor: str
-    size: int
-    codes: int
-    head: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupField:
-    """How kernels read a number of a group of weights, such as its scale.
-
-    tensor: of the storage.  rows, columns: how many share a number, as numbers or size parameters; 0 is the whole axis.  kind:
-    how it is stored: bits of an integer, one of SMALL_FLOATS, or 0 for a float, by its dtype.  default: the number if the tensor
-    is missing.  table: the lookup table of its integers.  shared: how many blocks, counted over all rows, share a float.  at: an
-    integer's lowest bit, if other fields have bits in its bytes.
-    """
-
-    tensor: str
-    rows: int | str
-    columns: int | str
-    kind: int | str = 0
-    default: float = 0.0
-    table: Table | None = None
-    shared: int = 1
-    at: int | None = None
-
-    def constants(self, tensors: Sequence[str], sizes: Mapping[str, int], tables: Sequence[Table] = (),
-                  ) -> tuple[int | float, ...]:
-        """The field as a constexpr: index of its tensor, rows, columns, kind (group_numbers.number), default.
-
-        Two more for kinds that need them: the index of its table, after the tensors, and the integers' kind; or the blocks per
-        number.
-        """
-        kind = self.kind if isinstance(self.kind, int) else -1 - SMALL_FLOATS.index(self.kind)
-        kind += 0 if self.at is None else PART * (1 + self.at)
-        rows, columns = (sizes[block] if isinstance(block, str) else block for block in (self.rows, self.columns))
-        if self.table is not None:
-            place = len(tensors) + tables.index(self.table)
-            return tensors.index(self.tensor), rows, columns, LOOKED_UP, self.default, place, kind
-        if self.shared > 1:
-            return tensors.index(self.tensor), rows, columns, SHARED, self.default, self.shared
-        return tensors.index(self.tensor), rows, columns, kind, self.default
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixUnitKernels:
-    """A storage's kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; or None.
-
-    Functions of the storage complete these kernel families (runtime/gpu/kernels): words, numbers, table, scale and finish, and
-    for records fields and start.  raw: numbers in bfloat16 without their last step, a product with 2^RAW; `gemv` then scales x.
-
-    group_fields, row_fields: arguments of scale and finish.  point: the index in group_fields of the zero point, if `tile_gemm`
-    subtracts it from codes.  blocks: columns per value, for each field that varies along K, as numbers or size parameters.  size:
-    columns per sum if a block is shorter than 128 columns.  in_order: codes are bytes in row order.  special: the bits that are
-    all set in a NaN or infinite byte of tensor `codes`.  width, bits: of the first plane of codes, and of codes that are operands
-    without conversion, 0 for others; signed: they are.  levels: the lookup table of codes: of the weight, of blocks of rows or of
-    the format; entries: its length.  unit, base: the factor of the sums, and the difference of operands and codes, for float16
-    and bfloat16; a unit of 0: float16 is not supported.  ones: `finish` takes the sums of x.  double: in bfloat16 a code takes
-    two products, because it has only 8 bits.  zero: `tile_gemm` adds it to codes, for float16 and bfloat16; exact: this subtracts
-    their zero point.  sums_in_tile_gemm: it needs the sums of x.  spans: by plane, how many bits higher the second chunk of a
-    span is.  tall: `tile_gemm` can keep sums of 128 rows of x in registers for groups of 128 columns or more; else of 64.  w8a8:
-    the kernel for 8-bit x.  records: the layout of records that hold codes and numbers of groups.
-    """
-
-    skinny: Any
-    gemv: Any = None
-    tile_gemm: Any = None
-    words: Any = None
-    numbers: Any = None
-    raw: Any = None
-    table: Any = None
-    fields: Any = None
-    scale: Any = None
-    finish: Any = None
-    start: Any = None
-    levels: GroupField | Table | None = None
-    entries: int = 0
-    group_fields: tuple[GroupField, ...] = ()
-    row_fields: tuple[GroupField, ...] = ()
-    point: int | None = None
-    blocks: tuple[str, ...] = ()
-    in_order: bool = False
-    size: int = CHUNK
-    width: int = 4
-    bits: int = 4
-    signed: bool = False
-    unit: tuple[float, float] = (2.0 ** 24, 1.0)
-    base: tuple[int, int] = (0, 128)
-    ones: bool = False
-    double: bool = False
-    zero: tuple[int, int] = (0, -128)
-    exact: bool = False
-    sums_in_tile_gemm: bool = False
-    spans: tuple[int, ...] = (0, 0, 0)
-    tall: bool = False
-    codes: str = ""
-    special: int = 0
-    w8a8: W8A8 | None = None
-    records: Records | None = None
-
-    @property
-    def tables(self) -> tuple[Table, ...]:
-        """The lookup tables of numbers of groups and of codes."""
-        read = (self.levels, *(group.table for group in (*self.group_fields, *self.row_fields)))
-        return tuple(dict.fromkeys(table for table in read if isinstance(table, Table)))
-
-    @property
-    def least(self) -> int:
-        """The shortest block that the kernels support."""
-        return CHUNK if self.in_order else 16
-
-    def serves(self, size: int) -> bool:
-        """Whether the kernels support blocks of so many columns."""
-        return size >= self.least and (size in SHORT or size % CHUNK == 0)
-
-    def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str], r: int = 1) -> dict[str, Any]:
-        """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'w8a8'); half: x is float16, not bfloat16.
-
-        tensors: the names of the kernel's tensors.  r: tiles of rows per program.
-        """
-        place, blocks = int(not half), self.sizes(sizes)
-        codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
-                 "UNIT": self.unit[place], "BASE": self.base[place]}
-        if self.records is not None:
-            return {**codes, "fields": self.fields, "scale": self.scale, "start": self.start, "RECORD": self.records.size,
-                    "CODES": self.records.codes, "HEAD": self.records.head}
-        group_fields, row_fields = (tuple(field.constants(tensors, sizes, self.tables) for field in fields)
-                                    for fields in (self.group_fields, self.row_fields))
-        applied = {"scale": self.scale, "finish": self.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
-        if kind == "w8a8":
-            return applied
-        at = (len(tensors), 0) if isinstance(self.levels, Table) else self.levels and self.levels.constants(tensors, sizes)[:2]
-        levels = at and (*at, self.entries)
-        loaded = {**codes, **applied, "words": self.words, "table": self.table, "LEVELS": levels}
-        if kind == "gemv":
-            is_lifted = self.raw is not None and not half and r > 1     # scaling x pays if several tiles share it
-            return {**loaded, **({"numbers": self.raw, "LIFT": RAW} if is_lifted else {"LIFT": 0}), "STEP": min([64, *blocks])}
-        loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else self.size
-        if kind == "skinny":
-            return {**loaded, "ONES": self.ones, "IN_ORDER": self.in_order}
-        return {**loaded, "BASE": None if self.exact else 0, "POINT": self.point, "ZERO": self.zero[place],
-                "ONES": self.sums_in_tile_gemm, "SPANS": self.spans}
-
-    def sizes(self, sizes: Mapping[str, int]) -> list[int]:
-        """The block lengths as numbers, for these size parameters."""
-        return [int(block) if block.isdigit() else sizes[block] for block in self.blocks]
-
-    def trip(self, sizes: Mapping[str, int]) -> int:
-        """Columns of w per warp in one loop iteration of `gemv`."""
-        return 256 if self.records is not None else max(256, 8 * min([64, *self.sizes(sizes)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +118,9 @@ class Kernels:
         tensors: of the weight.
         """
         exact = () if self.matrix_unit is None else self.matrix_unit.tables
-        if self.matrix_unit is not None and isinstance(self.matrix_unit.levels, GroupField):
-            return torch.promote_types(tensors[self.matrix_unit.levels.tensor].dtype, dtype) != dtype
+        levels = None if self.matrix_unit is None else self.matrix_unit.codes.stored_levels
+        if isinstance(levels, GroupField):
+            return torch.promote_types(tensors[levels.tensor].dtype, dtype) != dtype
         return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values)
                    for table in self.tables if table not in exact)
 

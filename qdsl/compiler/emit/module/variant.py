@@ -12,7 +12,7 @@ from qdsl.compiler.emit.lines import indent, wrapped
 from qdsl.compiler.emit.literals import literal, quoted, tupled
 from qdsl.compiler.emit.triton.arrangement import arrangement
 from qdsl.compiler.emit.triton.kernel import tile
-from qdsl.compiler.emit.triton.matrix_unit import constants
+from qdsl.compiler.emit.triton.matrix_unit import record_of
 from qdsl.compiler.emit.triton.pairs import paired
 from qdsl.compiler.emit.triton.plan import matrix_unit_plan
 from qdsl.compiler.ir.program import Encode, Program
@@ -64,7 +64,7 @@ def _kernels(program: Program) -> list[str]:
     arguments += ["divides=True"] if _divides(program) else []
     arguments += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
     if (plan := matrix_unit_plan(program)) is not None:
-        arguments.append(f"matrix_unit=MatrixUnitKernels({', '.join(constants(plan))})")
+        arguments.append(f"matrix_unit={record_of(plan)}")
     if (two := paired(program)) is not None:
         arguments.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.uncoded}")')
     return arguments

@@ -51,50 +51,60 @@ def _of_record(plan: Plan, record: Record) -> list[str]:
                   values=bare_tuple(names), scale=[] if _shared(plan.groups, scale) else scale)
 
 
-def constants(plan: Plan) -> list[str]:
-    """The part of a storage's description about its functions and their use."""
-    storage, has_skinny = plan.program.storage, plan.has_skinny
-    arguments = ["skinny" if has_skinny else "None"]
-    arguments += [f"gemv={'gemv' if has_skinny else 'gemv_records'}"] if plan.has_row else []
-    arguments += ["tile_gemm=tile_gemm"] if plan.has_tile_gemm else []
-    arguments += [f"words={_words(plan)}"] if has_skinny else [f"start=_start_{storage}"]
-    arguments.append(f"numbers={_numbers(plan)}")
-    arguments += [f"raw=bitplanes.raw_{plan.code.name}"] if plan.has_parts and plan.has_row and not plan.takes_sums else []
-    arguments += [f"table=_table_{storage}"] if isinstance(plan.book, Codebook) else []
-    arguments += [_levels(plan.book)] if isinstance(plan.book, StoredTable) else []
-    arguments += ["table=codebook.two_part_table"] if plan.has_parts else []
-    if not has_skinny:
-        arguments += [f"fields=_fields_{storage}", f"scale={_shared(plan.groups, _line_of(plan, [])) or f'_scale_{storage}'}"]
-    else:
-        arguments += [f"{name}={_shared(groups, body) or f'_{name}_{storage}'}" for name, _, groups, body in _lines(plan)]
-        arguments += [f"{name}=({bare_tuple(map(_group_field, groups))})"
-                      for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
-        arguments += [f"point={plan.inner.index(plan.point)}"] if plan.point else []
-    arguments += [f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}"] if plan.blocks else []
-    arguments += ["in_order=True"] if plan.stored else []
-    arguments += [f"size={plan.size}"] if has_skinny and plan.size != CHUNK else []
-    arguments += [f"width={plan.lies[0]}", f"bits={plan.lies[1]}"] if plan.lies != (4, 4) else []
-    arguments += ["signed=True"] if plan.code.kind == "signed" and plan.integer and not plan.book else []
-    arguments += [f"unit={plan.unit}"] if plan.unit != (2.0 ** 24, 1.0) else []
-    arguments += [f"base={plan.base}"] if plan.base != (0, 128) else []
-    arguments += ["ones=True"] if plan.late and has_skinny and (plan.integer or plan.takes_sums) else []
-    arguments += ["double=True"] if plan.integer and plan.code.bits == 8 else []
-    if plan.has_tile_gemm:
-        arguments += [f"zero={_zero(plan)}"] if _zero(plan) != (0, -128) else []
-        arguments += ["exact=True"] if plan.affine.zero and _is_exact(plan) else []
-        arguments += ["sums_in_tile_gemm=True"] if plan.sums_in_tile_gemm else []
-        spans = LOOKED_UP_SPANS if plan.book and plan.code.high < IN_REGISTERS else SPANS
-        steps = [spans.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes]
-        arguments += [f"spans={tuple(steps)}"] if any(steps) else []
-        arguments += ["tall=True"] if plan.tall else []
-    arguments += [f'codes="{plan.stored or plan.affine.code}"', f"special={plan.special}"] if plan.special else []
+def record_of(plan: Plan) -> str:
+    """The record of a storage's kernels by family (runtime/weight/matrix_unit.py)."""
+    storage, takes_planes = plan.program.storage, plan.has_skinny
+    parts = [_codes_record(plan), _sums_record(plan)]
+    parts += [f"skinny={_call('Skinny', 'skinny', 'in_order=True' if plan.stored else '')}"] if takes_planes else []
+    if plan.has_row:
+        raw = f"bitplanes.raw_{plan.code.name}" if plan.has_parts and not plan.takes_sums else ""
+        parts.append(f"gemv={_call('Gemv', 'gemv' if takes_planes else 'gemv_records', raw)}")
+    parts += [f"tile_gemm={_tile_gemm_record(plan)}"] if plan.has_tile_gemm else []
     if plan.w8a8:
-        more = (", groups=True" if not plan.late else "") + (", sums=True" if plan.takes_sums else "")
-        arguments.append(f'w8a8=W8A8(w8a8, "{plan.w8a8}", "{plan.stored}"{more})')
-    if plan.record:
-        arguments.append(f'records=Records("{plan.record.tensor}", size={plan.record.size}, codes={plan.record.codes}, '
-                     f"head={plan.record.loads})")
-    return arguments
+        more = ("" if plan.late else "groups=True", "sums=True" if plan.takes_sums else "")
+        parts.append("w8a8=" + _call("W8A8", "w8a8", f'"{plan.w8a8}"', f'"{plan.stored}"', *more))
+    if (record := plan.record) is not None:
+        parts.append(f'records=Records("{record.tensor}", _fields_{storage}, _start_{storage}, size={record.size}, '
+                     f"codes={record.codes}, head={record.loads})")
+    parts += [f'special=Special("{plan.stored or plan.affine.code}", {plan.special})'] if plan.special else []
+    return _call("MatrixUnitKernels", *parts)
+
+
+def _call(name: str, *arguments: str) -> str:
+    """A call with those arguments that are not empty."""
+    return f"{name}({', '.join(filter(None, arguments))})"
+
+
+def _codes_record(plan: Plan) -> str:
+    signed = plan.code.kind == "signed" and plan.integer and not plan.book
+    return _call(
+        "Codes", _numbers(plan), f"words={_words(plan)}" if plan.has_skinny else "",
+        f"width={plan.lies[0]}, bits={plan.lies[1]}" if plan.lies != (4, 4) else "", "signed=True" if signed else "",
+        f"unit={plan.unit}" if plan.unit != (2.0 ** 24, 1.0) else "", f"base={plan.base}" if plan.base != (0, 128) else "",
+        _levels(plan))
+
+
+def _sums_record(plan: Plan) -> str:
+    storage = plan.program.storage
+    if plan.record is not None:
+        functions = [f"scale={_shared(plan.groups, _line_of(plan, [])) or f'_scale_{storage}'}"]
+    else:
+        functions = [f"{name}={_shared(groups, body) or f'_{name}_{storage}'}" for name, _, groups, body in _lines(plan)]
+        functions += [f"{name}=({bare_tuple(map(_group_field, groups))})"
+                      for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
+    takes_ones = plan.late and plan.has_skinny and (plan.integer or plan.takes_sums)
+    return _call("Sums", *functions, f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}" if plan.blocks else "",
+                 f"size={plan.size}" if plan.has_skinny and plan.size != CHUNK else "", "ones=True" if takes_ones else "")
+
+
+def _tile_gemm_record(plan: Plan) -> str:
+    spans = LOOKED_UP_SPANS if plan.book and plan.code.high < IN_REGISTERS else SPANS
+    steps = tuple(spans.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes)
+    return _call(
+        "TileGemm", "tile_gemm", f"point={plan.inner.index(plan.point)}" if plan.point else "",
+        f"zero={_zero(plan)}" if _zero(plan) != (0, -128) else "", "exact=True" if plan.affine.zero and _is_exact(plan) else "",
+        "sums=True" if plan.sums_in_tile_gemm else "", f"spans={steps}" if any(steps) else "", "tall=True" if plan.tall else "",
+        "double=True" if plan.integer and plan.code.bits == 8 else "")
 
 
 # -- codes ------------------------------------------------------------------------------------------------------------
@@ -164,11 +174,15 @@ def _short(words: list[int]) -> list[int | None]:
 # -- numbers of groups ------------------------------------------------------------------------------------------------
 
 
-def _levels(table: StoredTable) -> str:
-    """The tensor, rows per table and entries of a stored table, as a family takes them."""
-    if table.name:
-        return f"levels={constant(table.name)}.halves({table.entries}, {table.unit}), entries={table.entries}"
-    return f'levels=GroupField("{table.tensor}", {_block(table.rows)}, 0), entries={table.entries}'
+def _levels(plan: Plan) -> str:
+    """The argument with the lookup table of codes; '' without one."""
+    book = plan.book
+    if isinstance(book, StoredTable):
+        stored = f"{constant(book.name)}.halves({book.entries}, {book.unit})" if book.name else \
+            f'GroupField("{book.tensor}", {_block(book.rows)}, 0)'
+        return f"levels=Levels(stored={stored}, entries={book.entries})"
+    load = f"_table_{plan.program.storage}" if book is not None else "codebook.two_part_table" if plan.has_parts else ""
+    return f"levels=Levels({load})" if load else ""
 
 
 def _block(text: str) -> str:

@@ -11,7 +11,7 @@
 | tile_gemm | more | Hopper's warp groups, w from registers and x from shared memory |
 | w8a8 | any | 8-bit x and 8-bit codes as files store them |
 
-A format's functions are constants of a launch (MatrixUnitKernels in runtime/weight/layout.py), so that every format has a kernel
+A format's functions are constants of a launch (runtime/weight/matrix_unit.py), so that every format has a kernel
 of its own:
 
 - decode(tensors, n, u, live, N, K, sizes, use, state): `state` after use(state, k, w, live, row) for each weight of unit u in
