@@ -123,6 +123,7 @@ PROGRAM = {
                     "where": ("g",), "reads": ("K",), "order": "order",
                 },
             },
+            "codes": {"z": 8},
             "defaults": {"g": None},
         },
         ("f32",): {
@@ -182,6 +183,7 @@ PROGRAM = {
                     "where": ("g",), "reads": ("K",), "order": "order",
                 },
             },
+            "codes": {"z": 8},
             "defaults": {"g": None},
         },
     },

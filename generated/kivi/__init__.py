@@ -50,6 +50,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"m": 0},
         },
         (4,): {
             "fields": {
@@ -73,6 +74,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"m": 0},
         },
     },
 }

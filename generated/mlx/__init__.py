@@ -47,6 +47,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"b": 0},
         },
         (8,): {
             "fields": {
@@ -69,6 +70,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"b": 0},
         },
         (2,): {
             "fields": {
@@ -92,6 +94,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"b": 0},
         },
         (3,): {
             "fields": {
@@ -118,6 +121,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"b": 0},
         },
         (5,): {
             "fields": {
@@ -143,6 +147,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"b": 0},
         },
         (6,): {
             "fields": {
@@ -168,6 +173,7 @@ PROGRAM = {
                     "reads": ("K",),
                 },
             },
+            "codes": {"b": 0},
         },
     },
 }

@@ -20,7 +20,7 @@ from qdsl.models.shards import Collector, Part, needed
 from qdsl.runtime.weight.algebra import concatenated
 
 if TYPE_CHECKING:
-    from qdsl.models.vllm.config import QdslConfig
+    from qdsl.models.engine import EngineConfig
 
 GATE, DOWN, UP = "w1", "w2", "w3"                                # vLLM's names for the weights of an expert
 STACKED = {"gate_up_proj": "down_proj", "w13": "w2"}             # gate and up in one layer, and down beside it
@@ -28,7 +28,7 @@ STACKED = {"gate_up_proj": "down_proj", "w13": "w2"}             # gate and up i
 STREAMED_SHARDS = {"gpt_oss_w13": GATE, "gpt_oss_w2": DOWN}
 
 
-def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> PackedExpertsMethod | None:
+def experts_method(config: EngineConfig, layer: RoutedExperts, prefix: str) -> PackedExpertsMethod | None:
     """The method of a module of experts, None for plain ones.  Raises ShardError for experts that cannot be served."""
     begin = f"{prefix}."
     if not any(name.startswith(begin) for name in config.layers):
@@ -50,7 +50,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     waits for the numbers of their rows.
     """
 
-    def __init__(self, config: QdslConfig, layer: RoutedExperts, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, config: EngineConfig, layer: RoutedExperts, layers: Mapping[str, Layer]) -> None:
         super().__init__(layer.moe_config)
         gate, up = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name
         names = {GATE: gate, DOWN: layer.ckpt_down_proj_name, UP: up}

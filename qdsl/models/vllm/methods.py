@@ -15,14 +15,14 @@ from qdsl.models.engine import PackedLinear
 from qdsl.models.vllm.experts import experts_method
 
 if TYPE_CHECKING:
-    from qdsl.models.vllm.config import QdslConfig
+    from qdsl.models.engine import EngineConfig
 
 
 class PackedLinearMethod(PackedLinear, LinearMethodBase):
     """A linear layer, an embedding or a head of packed layers of the checkpoint."""
 
 
-def method_of(config: QdslConfig, layer: nn.Module, prefix: str) -> Any:
+def method_of(config: EngineConfig, layer: nn.Module, prefix: str) -> Any:
     """The method of a module, None for vLLM's own.  Raises ShardError where packed layers cannot be served."""
     if isinstance(layer, Attention | MLAAttention):
         return BaseKVCacheMethod(config)

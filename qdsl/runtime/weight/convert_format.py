@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -171,10 +170,10 @@ class _Conversion:
                 ways[name] = _Way(dtype, bits=True)
             elif alike and floats:
                 ways[name] = _Way(dtype)
-            elif self._blocks() is not None and (code := _code_of(self.other, name)) is not None:
-                ways[name] = _Way(dtype, code=code)
-            elif self._blocks() is not None and _choices_of(kinds[0]) and (code := _code_of(self.packed, name)) is not None:
-                ways[name] = _Way(dtype, code=code, choices=_choices_of(kinds[0]))
+            elif self._blocks() is not None and name in self.other.variant.codes:
+                ways[name] = _Way(dtype, code=self.other.variant.codes[name])
+            elif self._blocks() is not None and (choices := _choices_of(kinds[0])) and name in self.packed.variant.codes:
+                ways[name] = _Way(dtype, code=self.packed.variant.codes[name], choices=choices)
             else:
                 raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
                                   f"in {names[0]}")
@@ -271,30 +270,6 @@ def _choices_of(kind: str) -> int:
     scalar = number(kind)
     is_small = scalar is not None and not scalar.is_float and scalar.kind == "unsigned" and scalar.bits <= 8
     return 1 << scalar.bits if scalar is not None and is_small else 0
-
-
-def _code_of(packed: PackedWeight, name: str) -> int | None:
-    """The code at which decode returns this field, whatever the other fields are, all floats; None if there is none."""
-    return _code_at(packed.format, tuple(packed.params.items()), name)
-
-
-@cache
-def _code_at(format: Format, params: tuple[tuple[str, int | str], ...], name: str) -> int | None:
-    """As _code_of, by trying two values for each field."""
-    values = dict(params)
-    variant = format.variant(values)
-    code = str(_code(variant))
-    floats = [key for key in _fields(variant) if key != code]
-    kinds = {str(values.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
-    if name == code or not kinds <= FLOATS.keys():
-        return None
-    codes = torch.arange(_count(variant), dtype=torch.uint8, device="cpu").view(-1, 1)
-    matches = torch.ones(len(codes), dtype=torch.bool, device="cpu")
-    for turn in (1.0, 2.5):
-        fields = {key: torch.full(codes.shape, turn * (0.75 + i), dtype=torch.float32, device="cpu")
-                  for i, key in enumerate(floats)}
-        matches &= (variant.decode(**fields, **{code: codes}) == fields[name])[:, 0]
-    return int(matches.byte().argmax()) if bool(matches.any()) else None
 
 
 def _bits(kind: str) -> tuple[int, int]:

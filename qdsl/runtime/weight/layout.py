@@ -228,7 +228,8 @@ def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tens
 class Variant:
     """The part of a format that depends on parameters that change the bits.
 
-    defaults: values of optional fields; None is an index in order.  decode takes fields by name and returns float32 [rows,
+    defaults: values of optional fields; None is an index in order.  codes: fields that decode adds, and the code at which it
+    returns them, whatever the other fields are.  decode takes fields by name and returns float32 [rows,
     columns].  Blocks must be whole, or alone on their axis: `cuts` are axes whose steps are legal borders; '1' allows none.
     encode takes the weight, and returns the fields that it chooses.  importance: encode uses the importance of columns.  options:
     choices for encode; an empty list means any positive number.  copies: decode returns this field unchanged.  scheme: the scheme
@@ -244,6 +245,7 @@ class Variant:
     importance: bool = False
     options: Mapping[str, tuple[str | bool, ...]] = field(default_factory=dict)
     defaults: Mapping[str, int | None] = field(default_factory=dict)
+    codes: Mapping[str, int] = field(default_factory=dict)
     cuts: tuple[str, str] = ("N", "K")
     copies: str | None = None
     scheme: str = ""

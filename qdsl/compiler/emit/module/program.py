@@ -55,9 +55,9 @@ def variant_data(programs: Sequence[Program], decoded: Decode, references: Seque
     for program, reference in zip(programs, references, strict=True):
         always = tuple(name for name in defaults if name not in program.unstored)
         storages[program.storage] = {"tensors": _tensors(program), **_further(program, reference, always)}
-    appended = first.appended if first.encode is not None else ()
     return {"fields": fields, "cuts": _cuts(decoded), "storages": storages,
-            **not_empty(defaults=defaults, plus=branch_data(first), appended=appended, copies=decoded.copies)}
+            **not_empty(codes=_codes(first), defaults=defaults, plus=branch_data(first),
+                        appended=first.appended if first.encode is not None else (), copies=decoded.copies)}
 
 
 def not_empty(**values: object) -> Data:
@@ -85,6 +85,24 @@ def _cuts(decoded: Decode) -> tuple[str, str]:
     n, k = (dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
             for dim, cut in zip("NK", decoded.cuts, strict=True))
     return n, k
+
+
+def _codes(program: Program) -> Data:
+    """The fields that decode adds to a multiple of the code, and the code at which it returns them: q = 8 for (q - 8) * s + z."""
+    affine = program.affine
+    if affine is None or affine.table or affine.columns:
+        return {}
+    codes: Data = {}
+    for code in range(1 << min(8, program.field(affine.code).bits)):
+        sums: dict[tuple[str, ...], float] = {}
+        zeros = (*affine.zero, (float(code), ()))
+        terms = [*((a * b, x + y) for a, x in affine.scale for b, y in zeros), *affine.offset]
+        for coefficient, product in terms:
+            sums[product] = sums.get(product, 0.0) + coefficient
+        left = [product for product, coefficient in sums.items() if coefficient]
+        if len(left) == 1 and (1.0, left[0]) in affine.offset and len(left[0]) == 1:
+            codes.setdefault(left[0][0], code)
+    return codes
 
 
 def _defaults(programs: Sequence[Program]) -> Data:
