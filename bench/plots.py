@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUT = ROOT / "bench" / "results", ROOT / "docs" / "plots"
 FORMATS, QUALITY = RESULTS / "formats-minilm.json", RESULTS / "smollm2-quality.json"
+PERPLEXITIES = RESULTS / "formats-smollm2.json"
 CANDIDATES = RESULTS / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3.6-candidates.json"
 TIMES = RESULTS / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3.6.json"
 LIGHT, DARK = "--paper:#ffffff;--ink:#1f2328;--grid:#d8dee4", "--paper:#0d1117;--ink:#e6edf3;--grid:#30363d"
@@ -178,6 +179,18 @@ def perplexity() -> str:
                  Axis("perplexity, less is better; bfloat16 has 13.93", range(13, 24)), series)
 
 
+def formats() -> str:
+    """Perplexity of SmolLM2 with all layers in a format over bits of the layers, a point for each format and its parameters."""
+    measured = [row for row in json.loads(PERPLEXITIES.read_text())["formats"] if row["format"] and row["perplexity"]]
+    points = [(row["bits_per_weight"], row["perplexity"], f"{_label(row)}: {row['bits_per_weight']:.2f} bits, perplexity "
+               f"{row['perplexity']:.2f}, divergence {row['divergence']:.4f}")
+              for row in measured if row["bits_per_weight"] < 10 and row["perplexity"] < MOST_PERPLEXITY]
+    return chart("SmolLM2-135M-Instruct with all layers in a format, without calibration", Axis("bits per weight of the layers",
+                 range(2, 11)), Axis("perplexity, less is better; the model itself has 13.93", (13.5, 15, 17, 20, 25, 30, 40, 50),
+                                     is_log=True), by_family(points))
+
+
+MOST_PERPLEXITY = 50.0                                           # of the figure; a model with more is not usable
 SPEEDS = {"int_group.planar bits=4": "int4", "q4_0.planar": "q4_0", "q4_k.planar": "q4_k", "nf4.planar": "nf4",
           "fp8_block.planar": "fp8_block", "q8_0.planar": "q8_0"}
 BFLOAT16 = "bfloat16, torch"
@@ -199,7 +212,7 @@ def speed() -> str:
                  Axis("microseconds, less is better", (10, 20, 50, 100, 200, 400), is_log=True), series)
 
 
-FIGURES: dict[str, Callable[[], str]] = {"snr": signal_to_noise, "perplexity": perplexity, "speed": speed}
+FIGURES: dict[str, Callable[[], str]] = {"snr": signal_to_noise, "perplexity": perplexity, "formats": formats, "speed": speed}
 
 
 def main() -> None:

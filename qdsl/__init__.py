@@ -45,9 +45,10 @@ def load(spec: Path | str) -> ModuleType:
     from importlib import import_module
     from pathlib import Path
 
-    from qdsl.core.places import find, further, shipped
+    from qdsl.checkpoint.detect.targets import spec_of
+    from qdsl.core.places import further, shipped
 
-    path = find(str(spec))
+    path = spec_of(str(spec))
     if path.resolve() in [own.resolve() for own in further()] or (path in shipped() and not Path(spec).is_file()):
         return import_module(f"qdsl.generated.{path.stem}")
     from qdsl.compiler.load import load as load_spec
@@ -66,7 +67,7 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, skip: Skip = No
     """
     from qdsl.runtime.torch.model import quantize_model
 
-    module = format if isinstance(format, ModuleType) else load(format)
+    module, options = _module(format, options)
     return quantize_model(model, module.FORMAT, skip, hessians or {}, **options)
 
 
@@ -81,8 +82,21 @@ def calibrate(model: nn.Module, data: Sequence[torch.Tensor], format: ModuleType
     """
     from qdsl.models.calibrate import calibrate as run
 
-    module = None if format is None else format if isinstance(format, ModuleType) else load(format)
-    return run(model, data, None if module is None else lambda name: (module.FORMAT, options))
+    if format is None:
+        return run(model, data)
+    module, options = _module(format, options)
+    return run(model, data, lambda name: (module.FORMAT, options))
+
+
+def _module(format: ModuleType | Path | str, options: Mapping[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+    """The module of a format, and options with the storage that a word such as "gptq" means if they name none."""
+    from pathlib import Path
+
+    from qdsl.checkpoint.detect.targets import with_storage
+
+    if isinstance(format, str) and not Path(format).is_file():
+        format, options = with_storage(format, options)
+    return format if isinstance(format, ModuleType) else load(format), dict(options)
 
 
 def planar_(model: nn.Module, skip: Skip = None, larger: bool = False) -> Report:

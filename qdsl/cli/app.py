@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ENOENT
 from importlib import import_module
@@ -19,8 +19,8 @@ from unicodedata import category
 
 import typer
 
-from qdsl.cli.words import Commands, Group
-from qdsl.core.text import counted
+from qdsl.cli.words import DTYPE_NAMES, Commands, Group
+from qdsl.core.text import counted, name_key
 from qdsl.host import unfinished
 
 
@@ -141,6 +141,15 @@ def _shortened(line: str) -> str:
 def without_controls(text: str) -> str:
     """Text that a model wrote, for a terminal: control characters but tabs and line feeds are escaped."""
     return "".join(repr(c)[1:-1] if category(c) == "Cc" and c not in "\t\n" else c for c in text)
+
+
+def one_of(word: str, choices: Iterable[str]) -> str:
+    """The choice that a word names in any letters, or in the other name of a dtype.  Exits with code 2 for other words."""
+    names = {DTYPE_NAMES.get(choice, choice): choice for choice in choices}
+    key = name_key(word)
+    if (name := DTYPE_NAMES.get(key, key)) not in names:
+        fail(f"no '{word}': expected one of {', '.join(names.values())}", 2)
+    return names[name]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from qdsl.cli.app import (
     exit_on_sigterm,
     fail,
     input_argument,
+    one_of,
     print_report,
     read_part,
     reported,
@@ -79,8 +80,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
     from qdsl.jobs.engine.others import check_folder
 
     part = None if shard is None else read_part(shard)
-    if format not in FORMATS:
-        fail(f"no '{format}': expected one of {', '.join(FORMATS)}", 2)
+    format = one_of(format, FORMATS)
     if format != "df11" and (patterns is not None or threads is not None or by_group or plain_config):
         fail("--patterns, --threads-per-block, --file-per-group and --plain-config are of df11", 2)
     if threads is not None and threads not in THREAD_COUNTS:

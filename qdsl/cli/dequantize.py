@@ -19,6 +19,7 @@ from qdsl.cli.app import (
     exit_on_sigterm,
     fail,
     input_argument,
+    one_of,
     os_message,
     print_report,
     read_part,
@@ -52,8 +53,7 @@ def dequantize(context: typer.Context,
     """
     from qdsl.jobs.gguf.dequantize import DTYPES
 
-    if dtype not in DTYPES:
-        fail(f"no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
+    dtype = one_of(dtype, DTYPES)
     if not file.exists():
         fail(os_message(FileNotFoundError(ENOENT, "No such file or directory", str(file))))
     if file.is_dir() or file.suffix == ".safetensors":

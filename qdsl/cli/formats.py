@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdsl.cli.app import Force, Json, app, fail, os_message, print_table, reported
-from qdsl.core.text import counted
+from qdsl.core.text import counted, name_key
 
 if TYPE_CHECKING:
     from qdsl.compiler.emit.module.build import Written
@@ -45,6 +45,7 @@ def check(specs: Names, as_json: Json = False) -> None:
 
 def _checked(name: str) -> tuple[dict[str, Any], list[str]]:
     """A spec checked: the report, and the same as lines.  `error` is why it could not be read, `problems` what is wrong in it."""
+    from qdsl.checkpoint.detect.targets import spec_of
     from qdsl.compiler.passes import compile_spec
     from qdsl.compiler.passes.derive_planar import why_no_planar
     from qdsl.compiler.spec.schema import load
@@ -52,7 +53,7 @@ def _checked(name: str) -> tuple[dict[str, Any], list[str]]:
     from qdsl.core import places
 
     try:
-        path = places.find(name)
+        path = spec_of(name)
         programs = compile_spec(load(path, name if Path(name).is_file() else str(path)))
     except SpecError as error:
         problems = [{"line": p.span.line, "column": p.span.column, "message": p.message, "notes": list(p.notes)}
@@ -77,18 +78,18 @@ def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
     import qdsl
     from qdsl.analyze.check.formats import GoldenError, check_format, check_golden
     from qdsl.analyze.check.kernels import check_kernels
+    from qdsl.checkpoint.detect.targets import spec_of
     from qdsl.compiler.spec.schema import load
-    from qdsl.core import places
 
     checks = []
     with reported():
-        path = places.find(spec)
+        path = spec_of(spec)
         parsed, format = load(path, spec if Path(spec).is_file() else str(path)), qdsl.load(spec).FORMAT
         try:
             first = [check_golden(parsed, format, golden)] if golden else []
         except GoldenError as error:
             fail(f"{error}", 2)
-        for outcome in chain(first, check_format(parsed, format), check_kernels(spec)):
+        for outcome in chain(first, check_format(parsed, format), check_kernels(spec if Path(spec).is_file() else path.stem)):
             checks.append(outcome)
             if not as_json:
                 params = "".join(f" {name}={value}" for name, value in outcome.params.items())
@@ -111,6 +112,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
           verify: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a module is not up to date.")] = False,
           as_json: Json = False) -> None:
     """Build Python modules from specs, and list the written files."""
+    from qdsl.checkpoint.detect.targets import spec_of
     from qdsl.core import places
     from qdsl.host.processes import call, shared_results
     from qdsl.host.system import processors
@@ -119,7 +121,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
         fail("name the specs to build, or give --all", 2)
     rows: list[dict[str, str]] = []
     with reported():
-        paths = places.shipped() if every else [places.find(name) for name in specs or []]
+        paths = places.shipped() if every else [spec_of(name) for name in specs or []]
         tasks = [(path, out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated")), not verify)
                  for path in paths]
         jobs = min(processors(), math.ceil(len(paths) / A_PROCESS))
@@ -196,22 +198,24 @@ def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
          program: Annotated[bool, typer.Option("--program", help="Print the typed programs.")] = False,
          force: Force = False, as_json: Json = False) -> None:
     """Show a format: its formula, its layouts, and the position of every bit."""
+    from qdsl.checkpoint.detect.targets import format_target, spec_of
     from qdsl.compiler.emit.show import page, picture
     from qdsl.compiler.ir.text import text
     from qdsl.compiler.passes import compile_spec
     from qdsl.compiler.spec.schema import load
-    from qdsl.core import places
     from qdsl.host.files import check_output, write_text
 
     with reported():
-        programs = compile_spec(load(places.find(spec)))
+        programs = compile_spec(load(path := spec_of(spec)))
         if str(svg) == "-":
             typer.echo(picture.svg(page.distinct(programs)))
         elif svg is not None:
-            check_output(svg, places.find(spec), force=force)
+            check_output(svg, path, force=force)
             write_text(svg, picture.svg(page.distinct(programs)))
             typer.echo(f"written  {svg}")
         elif as_json:
             typer.echo(json.dumps({"schema": 1, **page.data(programs)}))
         else:
+            if path.stem != name_key(spec) and not Path(spec).is_file():
+                typer.echo(f"{spec} is {format_target(spec)}")
             typer.echo("\n".join(text(p) for p in programs) if program else "\n".join(page.terminal(programs)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import qdsl
-from qdsl.cli.app import Json, Params, app, fail, print_table, read_param, reported
+from qdsl.cli.app import Json, Params, app, fail, one_of, print_table, read_param, reported
 
 
 @app.command()
@@ -34,10 +35,8 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     """
     from qdsl.analyze import GPUS, AnalyzeError, launches, survey, text
 
-    kinds = kernel or ["linear"]
-    for names, supported in ((kinds, launches.KERNELS), ([x], launches.TYPES)):
-        if wrong := [name for name in names if name not in supported]:
-            fail(f"no '{wrong[0]}': expected one of {', '.join(supported)}", 2)
+    kinds = [one_of(kind, launches.KERNELS) for kind in kernel or ["linear"]]
+    x = one_of(x, launches.TYPES)
     try:
         archs, gpus = survey.targets(arch or [], gpu or [])
     except AnalyzeError as error:
@@ -51,7 +50,8 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     kernels: list[dict[str, Any]] = []
     with reported():
         try:
-            packed = launches.weight(qdsl.load(spec), shape or (4096, 4096), storage, params)
+            module, storage = _loaded(spec, storage)
+            packed = launches.weight(module, shape or (4096, 4096), storage, params)
             for surveyed in survey.survey(packed, kinds, rows, x, archs, gpus):
                 kernels += survey.data(surveyed, listing=dump)
                 if not as_json:
@@ -83,15 +83,15 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
 
     names = gpu or ["h100"]
     types = processors.CPU_TYPES if set(names) == {processors.CPU} else launches.TYPES
-    if x not in types:
-        fail(f"no '{x}': expected one of {', '.join(types)}", 2)
+    x = one_of(x, types)
     try:
         gpus = [gpu_of(name) for name in names if name != processors.CPU]
     except AnalyzeError as error:
         fail(f"{error}", 2)
     with reported():
         try:
-            module, extents, params = qdsl.load(spec), shape or (4096, 4096), dict(map(read_param, param or []))
+            module, storage = _loaded(spec, storage)
+            extents, params = shape or (4096, 4096), dict(map(read_param, param or []))
             explained = []
             if gpus:
                 packed = launches.weight(module, extents, storage, params)
@@ -111,6 +111,16 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
         typer.echo("\n".join([f"chosen: {choice['reason']}", *others, *counts, ""]))
 
 
+def _loaded(spec: str, storage: str | None) -> tuple[Any, str | None]:
+    """The module of a format, and the name of its storage, which the word for the format may mean, too."""
+    from qdsl.checkpoint.detect.targets import format_target
+
+    module = qdsl.load(spec)
+    if Path(spec).is_file():
+        return module, storage
+    return module, format_target(f"{module.FORMAT.name}.{storage}" if storage else spec).partition(".")[2] or None
+
+
 def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds: list[str], rows: int,
              shape: tuple[int, int] | None, x: str, archs: list[str], programs: str | None, as_json: bool) -> None:
     """Print the results of --execute; exit code 3 where a checker reports a problem, or dequantize is not exact."""
@@ -121,7 +131,7 @@ def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds
     trials = []
     with reported():
         try:
-            module = qdsl.load(spec)
+            module, storage = _loaded(spec, storage)
             for kind, arch in ((kind, arch) for kind in kinds for arch in archs):
                 trials.append(trial.trial(module, kind, arch, storage=storage, params=params, shape=shape or trial.SHAPE,
                                           rows=rows, x=x, programs=chosen))

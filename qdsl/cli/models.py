@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, needs, read_param, reported, without_controls
+from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, needs, one_of, read_param, reported, without_controls
 from qdsl.cli.words import DTYPES
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cud
 
 def _known_dtype(name: str) -> str:
     """The name of a dtype.  Exits with code 2 for others."""
-    if name not in DTYPES:
-        fail(f"no '{name}': expected one of {', '.join(DTYPES)}", 2)
-    return name
+    return one_of(name, DTYPES)
 
 
 DType = Annotated[str, typer.Option("--dtype", callback=_known_dtype,
@@ -95,11 +93,11 @@ def finite(value: Any) -> Any:
 
 
 def format_name(word: str) -> str:
-    """The name of a format by a word in any letters.  Exits with code 2 for a word that is none."""
-    from qdsl.core import places
+    """The name of a format, with its storage where a word says which.  Exits with code 2 for a word that is none."""
+    from qdsl.checkpoint.detect.targets import format_target
 
     with reported():
-        return word if Path(word).is_file() else places.find(word).stem
+        return format_target(word)
 
 
 def print_allowed(loaded: LanguageModel) -> None:

@@ -123,8 +123,8 @@ def _target(mix: str | None, format: str | None, out: Path | None) -> tuple[str 
 
     Exits with code 2 unless one is given, and where `out` is no name for what the other option writes.
     """
-    from qdsl.jobs.convert.targets import format_target
-    from qdsl.jobs.engine import RewriteError
+    from qdsl.checkpoint.detect.targets import format_target
+    from qdsl.core.places import UnknownSpec
     from qdsl.jobs.gguf import QuantizeError
     from qdsl.jobs.gguf.mixes import mix_of
 
@@ -134,10 +134,10 @@ def _target(mix: str | None, format: str | None, out: Path | None) -> tuple[str 
         fail("say what to write: --type Q4_K_M, or another mix, writes a GGUF file; --format fp8_block, or another format that "
              "`qdsl list` prints, a folder of safetensors", 2)
     read, other, option = (mix_of, format_target, "--format") if format is None else (format_target, mix_of, "--type")
-    with suppress(QuantizeError, RewriteError):
+    with suppress(QuantizeError, UnknownSpec):
         read(mix or format or "")
         return mix, format
-    with suppress(QuantizeError, RewriteError):
+    with suppress(QuantizeError, UnknownSpec):
         other(mix or format or "")
         if out is not None and (out.suffix == ".gguf") != (option == "--type"):
             fail(f"{mix or format} is a name of {option}, which writes " + (

@@ -21,6 +21,7 @@ WORDS = {**dict.fromkeys(("file", "folder", "model", "models", "a", "like", "bas
          "patterns": "JSON", "vram": "SIZE", "shared_memory": "SIZE", "size": "WxH",
          **dict.fromkeys(("jobs", "rows", "ranks", "bits", "group", "threads", "steps", "context", "max_new_tokens"), "N")}
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPE_NAMES = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f64": "float64"}
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ def _formats() -> Iterable[str]:
 
 
 def _storages() -> Iterable[str]:
-    from qdsl.jobs.convert.targets import storages
+    from qdsl.checkpoint.detect.targets import storages
 
     return storages()
 
 
 def _formats_and_storages() -> Iterable[str]:
-    from qdsl.jobs.convert.targets import storages
+    from qdsl.checkpoint.detect.targets import storages
 
     return [*_formats(), *(f"{format}.{storage}" for storage, of in storages().items() for format in of)]
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qdsl.checkpoint.detect.targets import with_storage
 from qdsl.encode.blocks import codes
 from qdsl.runtime import Format, FormatError, PackedWeight
 from qdsl.runtime.weight.assemble import assemble, full_template
@@ -42,8 +43,10 @@ class CacheFormat:
 
     def __init__(self, format: ModuleType | str, storage: str | None = None, numbers: Mapping[str, float] | None = None,
                  **options: Any) -> None:
-        module = importlib.import_module(f"qdsl.generated.{format}") if isinstance(format, str) else format
-        object.__setattr__(self, "format", module.FORMAT)
+        if isinstance(format, str):
+            name, chosen = with_storage(format, {} if storage is None else {"storage": storage})
+            format, storage = importlib.import_module(f"qdsl.generated.{name}"), chosen.get("storage")
+        object.__setattr__(self, "format", format.FORMAT)
         object.__setattr__(self, "storage", storage)
         object.__setattr__(self, "numbers", dict(numbers or {}))
         object.__setattr__(self, "options", options)

@@ -22,6 +22,7 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.ledger import Finding, Kind, refuse
 from qdsl.checkpoint.detect.neighbors import UNKNOWN_EFFECT
 from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.detect.targets import with_storage
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
 from qdsl.models.served import Served, assembled, decoding
@@ -67,6 +68,8 @@ class EngineConfig:
         self.gguf_model: str | None = own.get("gguf_model")
         self.verify, self.allow_unknown = bool(own.get("verify", False)), bool(own.get("allow_unknown", False))
         self.options = {key: value for key, value in own.items() if key not in OWN_KEYS}
+        if self.format is not None:
+            self.format, self.options = with_storage(self.format, self.options)
         self.checkpoint, self.is_planned = Served(), False
         self.layers: dict[str, Layer] = {}
         self.plain: dict[str, Layer] = {}

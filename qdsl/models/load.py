@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.detect.sources import FolderSource
+from qdsl.checkpoint.detect.targets import with_storage
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.core.places import UnknownSpec
 from qdsl.core.transforms import Transform
 from qdsl.host import library
 from qdsl.host.system import resident_bytes
@@ -79,6 +80,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     another in it.  Those of usual names need not be stated.
     planar: whether weights become planar where that is faster; False leaves it to a library that moves them after this.
     """
+    format, options = _named(format, options)
     _check_arguments(device, dtype, format, skip, options)
     tie(model)
     names = Names(model)
@@ -153,6 +155,14 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, st
         checkpoint.use_shapes(shapes)
 
 
+def _named(format: str | None, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The name of a format by a word, and options with the storage that the word means.  Raises LoadError for other words."""
+    try:
+        return (None, options) if format is None else with_storage(format, options)
+    except UnknownSpec as error:
+        raise LoadError(str(error)) from None
+
+
 def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | None, format: str | None, skip: Sequence[str] | None,
                      options: Mapping[str, Any]) -> None:
     """Raise LoadError for wrong arguments, and FormatError for unknown options of a format."""
@@ -171,9 +181,6 @@ def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | Non
         raise LoadError(f"device {str(device)!r} cannot be used: {error}") from None
     if format is None and options:
         raise LoadError(f"{', '.join(options)}: options of a quantizer need format=")
-    names = [form.name for form in descriptions()]
-    if format is not None and format not in names:
-        raise LoadError(f"no format {format!r}; there are {', '.join(names)}")
     if format is not None:
         import_module(f"qdsl.generated.{format}").FORMAT.chosen(options)
 

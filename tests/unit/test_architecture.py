@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "": {"encode", "compiler", "core", "runtime/cpu", "runtime/gpu", "runtime/torch", "runtime/weight", "checkpoint",
          "checkpoint/files",
          "models"},
-    "kv_cache": {"core", "encode", "runtime", "runtime/base", "runtime/gpu", "runtime/weight"},
+    "kv_cache": {"checkpoint/detect", "core", "encode", "runtime", "runtime/base", "runtime/gpu", "runtime/weight"},
     "analyze": {"compiler/spec", "compiler/passes", "core", "checkpoint/files", "runtime", "runtime/base", "runtime/cpu",
                 "runtime/gpu", "runtime/torch", "runtime/weight", ""},
     "infer": {"compiler/spec", "core", "runtime/weight", ""},

@@ -44,6 +44,14 @@ def test_the_claimed_releases_of_transformers_are_tested() -> None:
     assert claimed is not None and [*claimed.groups()] == [release.rpartition(".")[0] for release in tested]
 
 
+def test_addresses_lead_somewhere() -> None:
+    """Without an address there is no table; with one it has all that PyPI shows, and no reserved name in place of an address."""
+    urls = PROJECT.get("urls", {})
+    assert not urls or urls.keys() >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    reserved = re.compile(r"^https://([\w.-]+\.)?(example(\.\w+)?|invalid|localhost|test)(/|$)")
+    assert [url for url in urls.values() if reserved.match(url) or url.endswith(".example")] == []
+
+
 def test_actions_of_ci_are_pinned_by_commit() -> None:
     """A tag can be moved to other code."""
     uses = [use for path in (ROOT / ".github" / "workflows").glob("*.yml") for use in re.findall(r"uses: (.*)", path.read_text())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +12,9 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
+from qdsl.checkpoint.detect.targets import format_target, producer_target, storage_target
+from qdsl.core.places import UnknownSpec
 from qdsl.core.stored import Description
-from qdsl.jobs.convert.targets import format_target, producer_target, storage_target
 from qdsl.jobs.engine import RewriteError
 
 if TYPE_CHECKING:
@@ -99,13 +100,13 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     Raises RewriteError for an unknown format, storage, producer or parameter, and for entropy codes of plain numbers.
     """
-    producer = producer_target(producer)
+    producer = _meant(producer_target, producer)
     if not requantize:
-        format, _, storage = storage_target(to).rpartition(".")
+        format, _, storage = _meant(storage_target, to).rpartition(".")
         return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)
     from qdsl.runtime.weight.packed import FormatError
 
-    name, _, storage = format_target(to).partition(".")
+    name, _, storage = _meant(format_target, to).partition(".")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
         chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
@@ -117,6 +118,13 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     if ignore is not None and "safetensors" in description(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
     return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer, allow_unknown)
+
+
+def _meant(meaning: Callable[[str], str], word: str) -> str:
+    try:
+        return meaning(word)
+    except UnknownSpec as error:
+        raise RewriteError(str(error)) from None
 
 
 def description(name: str) -> Description:

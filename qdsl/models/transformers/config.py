@@ -12,6 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.detect.targets import with_storage
 
 
 class Weights(Protocol):
@@ -55,6 +56,9 @@ class QdslConfig(QuantizationConfigMixin):
             raise ValueError(f"QdslConfig: {', '.join([*(['storage'] if storage else []), *params])} needs a format")
         if isinstance(skip, str):
             raise ValueError(f"QdslConfig: skip is a list of patterns: give [{skip!r}]")
+        if format is not None:
+            format, options = with_storage(format, {} if storage is None else {"storage": storage})
+            storage = options.get("storage")
         self.format, self.storage, self.skip, self.params = format, storage, list(skip), params
         self.weights, self.verify, self.match_dense, self.allow_unknown = weights, verify, match_dense, allow_unknown
         self.settings = None if settings is None else copy.deepcopy(dict(settings))

@@ -6,15 +6,18 @@ absent: GPTQ's config without `checkpoint_format` describes `gptq_v1`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core import places
+from qdsl.core.places import UnknownSpec
 from qdsl.core.producer import NULL
 from qdsl.core.stored import Description
 from qdsl.core.text import listed, name_key, similar_names
-from qdsl.jobs.engine import RewriteError
 
 LISTS = "`qdsl list` prints all"
 
@@ -39,19 +42,38 @@ def storages() -> dict[str, list[str]]:
 
 
 def format_target(word: str) -> str:
-    """'FORMAT' or 'FORMAT.STORAGE' for a word that means one of them.  Raises RewriteError with suggestions for other words."""
+    """'FORMAT' or 'FORMAT.STORAGE' for a word that means one of them.  Raises UnknownSpec with suggestions for other words."""
     format, dot, storage = name_key(word).partition(".")
     if format in formats():
         return f"{format}.{_storage_of(format, storage)}" if dot else format
     if not dot and len(meanings := _meanings(format)) == 1:
         return meanings[0]
     near = _did_you_mean(format, formats())
-    raise RewriteError(f"no format {shown(word)}; {near}{LISTS}" + (
+    raise UnknownSpec(f"no format {shown(word)}; {near}{LISTS}" + (
         "" if near else ", QDSL_SPECS names a folder of your own specs, and `qdsl quantize --type` takes llama-quantize's mixes"))
 
 
+def spec_of(word: str) -> Path:
+    """The spec that a path, or a word that means a format, leads to.  Raises UnknownSpec with suggestions for other words."""
+    try:
+        return places.find(word)
+    except UnknownSpec:
+        if word.endswith((".yaml", ".yml")):
+            raise
+    return places.find(format_target(word).partition(".")[0])
+
+
+def with_storage(word: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of a format by a word, and options of its `quantize`, with the storage that the word means if they name none.
+
+    Raises UnknownSpec with suggestions for other words.
+    """
+    format, _, storage = format_target(word).partition(".")
+    return format, {**({"storage": storage} if storage else {}), **options}
+
+
 def storage_target(word: str) -> str:
-    """'STORAGE' or 'FORMAT.STORAGE' for a word that means a storage.  Raises RewriteError with suggestions for other words."""
+    """'STORAGE' or 'FORMAT.STORAGE' for a word that means a storage.  Raises UnknownSpec with suggestions for other words."""
     format, dot, storage = name_key(word).rpartition(".")
     if dot and format in formats():
         return f"{format}.{_storage_of(format, storage)}"
@@ -60,30 +82,32 @@ def storage_target(word: str) -> str:
     if not dot and len(meanings := _meanings(storage)) == 1:
         return meanings[0].partition(".")[2]
     if not dot and storage in formats():
-        raise RewriteError(f"{storage} is a format, and --to takes a storage: {listed(_own_storages(storage))}; "
+        raise UnknownSpec(f"{storage} is a format, and --to takes a storage: {listed(_own_storages(storage))}; "
                            f"`--requantize {storage}` writes layers of other formats in it")
-    raise RewriteError(f"no storage {shown(word)}; {_did_you_mean(storage, [*storages()])}{LISTS}")
+    raise UnknownSpec(f"no storage {shown(word)}; {_did_you_mean(storage, [*storages()])}{LISTS}")
 
 
 def producer_target(word: str) -> str:
-    """A producer's name in any letters, or ''.  Raises RewriteError with suggestions for other words."""
+    """A producer's name in any letters, or ''.  Raises UnknownSpec with suggestions for other words."""
     name = word.lower()
     if not name or producers().is_known(name):
         return word
     names = [producer.name for producer in producers().every if producers().is_known(producer.name)]
     near = similar_names(name, names) or names
-    raise RewriteError(f"no producer {shown(word)}; did you mean {listed(near, 'or')}?")
+    raise UnknownSpec(f"no producer {shown(word)}; did you mean {listed(near, 'or')}?")
 
 
 def _storage_of(format: str, storage: str) -> str:
-    """The storage of a format, by a word.  Raises RewriteError where the format has none of it."""
+    """The storage of a format, by a word.  Raises UnknownSpec where the format has none of it."""
     own = _own_storages(format)
     of_producer = [name.partition(".")[2] for name in _meanings(storage) if name.partition(".")[0] == format]
     if storage in own or storage in _transient(format):          # a plan refuses transient ones, and says why
         return storage
     if len(of_producer) == 1:
         return of_producer[0]
-    raise RewriteError(f"{format} has no storage {shown(storage)}: it has {listed(own)}")
+    near = similar_names(storage, own)
+    raise UnknownSpec(f"{format} has no storage {shown(storage)}" + (f"; did you mean {listed(near, 'or')}?" if near else
+                                                                      f": it has {listed(own)}"))
 
 
 def _own_storages(format: str) -> list[str]:

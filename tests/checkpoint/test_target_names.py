@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qdsl.jobs.convert.targets import format_target, formats, storage_target, storages
-from qdsl.jobs.engine import RewriteError
+from qdsl.checkpoint.detect.targets import format_target, formats, storage_target, storages
+from qdsl.core.places import UnknownSpec
 
 
 @pytest.mark.parametrize(("word", "meaning"), [
@@ -33,7 +33,7 @@ def test_every_name_is_its_own_meaning() -> None:
     ("int_group.foo", "int_group has no storage 'foo': it has gptq_v2, .* and 12 more"), ("zzz", "QDSL_SPECS"),
     ("", "no format")])
 def test_other_words_get_suggestions(word: str, message: str) -> None:
-    with pytest.raises(RewriteError, match=message):
+    with pytest.raises(UnknownSpec, match=message):
         format_target(word)
 
 
@@ -41,5 +41,5 @@ def test_other_words_get_suggestions(word: str, message: str) -> None:
     ("nf4", "nf4 is a format, and --to takes a storage: bitsandbytes; `--requantize nf4`"),
     ("gptq_v3", "no storage 'gptq_v3'; did you mean gptq_v2, gptq_v1 or gptq_p?"), ("q9.gguf", "no storage"), ("", "no storage")])
 def test_a_storage_that_is_none_gets_suggestions(word: str, message: str) -> None:
-    with pytest.raises(RewriteError, match=message):
+    with pytest.raises(UnknownSpec, match=message):
         storage_target(word)
