@@ -1,4 +1,4 @@
-"""`python -m bench.perplexity FILE.json [FORMAT ...]` measures what every format does to SmolLM2: perplexity, and divergence from the model.
+"""`python -m bench.perplexity FILE.json [FORMAT ...]` measures what formats do to SmolLM2: perplexity and divergence.
 
 The matrices of all layers are quantized without data, each format in its first storage, with each value of the parameters that
 change its bits; the embedding stays.  Run it again to resume: rows of the file are kept, and those that are missing are added.
