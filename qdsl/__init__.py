@@ -221,7 +221,7 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
 
     Returns which layers are packed, which are dense and why, which tensors were not used, and bytes before and after.  Raises
     qdsl.models.plan.LoadError, with the model unchanged, where a parameter has no weight or shapes differ, and for DF11 where a
-    tensor has no place; CheckpointError for files that are wrong.
+    tensor has no place; CheckpointError for files that are wrong; qdsl.core.places.UnknownSpec for an unknown format.
     """
     from qdsl.checkpoint.files.references import local_path
     from qdsl.models.load import load_weights

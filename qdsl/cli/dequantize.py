@@ -98,7 +98,7 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
             if detected.groups or any(layer.format in FORMATS for layer in detected.layers):
                 fail(f"{path} is compressed without loss: `qdsl decompress {path} --out {out}` writes the plain folder")
             if not detected.layers:
-                fail(f"{path}: no quantized layer")
+                fail(f"{path}: no quantized layer: its weights are plain floats already")
             report = run.convert(source, detected, aimed(dtype, True, skip=patterns, allow_unknown=allow_unknown), out, jobs=jobs,
                                  part=part, force=force, tell=progress)
     print_dequantized(report, dtype, as_json, "" if part is None else f"part {shard} of ")

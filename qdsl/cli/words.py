@@ -109,6 +109,19 @@ def _complete(parameter: Any, context: Any, begun: str) -> list[Completion]:
 class Command(TyperCommand):
     """A command whose help has words in place of Python's types."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """What is left of the words of a command line.  Words that stand alone are told to follow an option."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:                               # a usage error, whichever click made it
+            message = getattr(error, "message", None)
+            if isinstance(message, str) and "unexpected extra argument" in message:
+                own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+                named = [option for option in ("--format", "--to", "--text", "--out") if option in own]
+                error.message = f"{message}: write the option in front of each" + (     # type: ignore[attr-defined]
+                    f", as {' or '.join(named)}" if named else "")
+            raise
+
     def get_params(self, ctx: Any) -> Any:
         """The parameters, with that of --help."""
         return list(map(_worded, super().get_params(ctx)))

@@ -20,7 +20,6 @@ from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.detect.targets import with_storage
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.safetensors import CheckpointError
-from qdsl.core.places import UnknownSpec
 from qdsl.core.transforms import Transform
 from qdsl.host import library
 from qdsl.host.system import resident_bytes
@@ -80,7 +79,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     another in it.  Those of usual names need not be stated.
     planar: whether weights become planar where that is faster; False leaves it to a library that moves them after this.
     """
-    format, options = _named(format, options)
+    format, options = (None, options) if format is None else with_storage(format, options)
     _check_arguments(device, dtype, format, skip, options)
     tie(model)
     names = Names(model)
@@ -153,14 +152,6 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, st
             shapes[name] = tuple(tensor.shape)[::-1] if is_turned else tuple(tensor.shape)
     if shapes:
         checkpoint.use_shapes(shapes)
-
-
-def _named(format: str | None, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The name of a format by a word, and options with the storage that the word means.  Raises LoadError for other words."""
-    try:
-        return (None, options) if format is None else with_storage(format, options)
-    except UnknownSpec as error:
-        raise LoadError(str(error)) from None
 
 
 def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | None, format: str | None, skip: Sequence[str] | None,

@@ -17,6 +17,7 @@ from tests.support.converted_folders import two_files, two_layers
 MISTAKES = {
     "a command with another spelling": ("quantise model", 2, "Did you mean 'quantize'"),
     "an option with a typing error": ("convert model --to awq --jbos 2 --out x", 2, "--jobs"),
+    "values without their options": ("quantize plain q4_0 x", 2, "write the option in front of each, as --format or --out"),
     "no target": ("quantize model --out x", 2, "--type Q4_K_M, or another mix, writes a GGUF file; --format fp8_block"),
     "no target of a conversion": ("convert model --out x", 2, "--to awq, or another storage of the layers' format, keeps all"),
     "no output": ("convert model --to awq", 2, "Missing option '--out' / '-o'"),
@@ -32,7 +33,7 @@ MISTAKES = {
     "a layer with a typing error": ("convert model --to awq --skip donw --out x", 0, "did you mean 'down'?"),
     "a quantized model, quantized again": ("quantize model --format fp8_block --out x", 1, "`qdsl convert --requantize`"),
     "a plain model, converted": ("convert plain --to awq --out x", 1, "`qdsl quantize FOLDER --format FORMAT` quantizes"),
-    "a plain model, dequantized": ("dequantize plain --out x", 1, "no quantized layer"),
+    "a plain model, dequantized": ("dequantize plain --out x", 1, "no quantized layer: its weights are plain floats already"),
     "an output that is the input": ("convert model --to awq --out model", 2, "the output is the input"),
     "an output that is there": ("convert model --to awq --out plain", 2, "--force replaces"),
     "a size without a unit": ("plan plain --vram 20", 2, "write 20GB or 20GiB"),

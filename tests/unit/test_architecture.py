@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
                "checkpoint/detect", "checkpoint/report", "core", "host", "runtime/base", "runtime/cpu", "runtime/gpu",
                "runtime/torch", "runtime/weight"},
     "": {"encode", "compiler", "core", "runtime/cpu", "runtime/gpu", "runtime/torch", "runtime/weight", "checkpoint",
-         "checkpoint/files",
+         "checkpoint/detect", "checkpoint/files",
          "models"},
     "kv_cache": {"checkpoint/detect", "core", "encode", "runtime", "runtime/base", "runtime/gpu", "runtime/weight"},
     "analyze": {"compiler/spec", "compiler/passes", "core", "checkpoint/files", "runtime", "runtime/base", "runtime/cpu",

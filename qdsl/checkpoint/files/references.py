@@ -274,8 +274,9 @@ def _check_reachable(ref: str) -> None:
     try:
         socket.create_connection((place.hostname or "", place.port or (80 if place.scheme == "http" else 443)), CONNECT).close()
     except OSError as error:
-        raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref))}, and {place.hostname}, where it might be a "
-                              f"repository, cannot be reached: {error.strerror or error}") from None
+        near = similar(Path(ref)) or ", and"
+        raise CheckpointError(f"no file or folder {shown(ref)}{near} {place.hostname}, where it might be a repository, cannot be "
+                              f"reached: {error.strerror or error}") from None
 
 
 @contextmanager

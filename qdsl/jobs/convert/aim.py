@@ -100,13 +100,13 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     Raises RewriteError for an unknown format, storage, producer or parameter, and for entropy codes of plain numbers.
     """
-    producer = _meant(producer_target, producer)
+    producer = _resolved(producer_target, producer)
     if not requantize:
-        format, _, storage = _meant(storage_target, to).rpartition(".")
+        format, _, storage = _resolved(storage_target, to).rpartition(".")
         return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)
     from qdsl.runtime.weight.packed import FormatError
 
-    name, _, storage = _meant(format_target, to).partition(".")
+    name, _, storage = _resolved(format_target, to).partition(".")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
         chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
@@ -120,7 +120,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer, allow_unknown)
 
 
-def _meant(meaning: Callable[[str], str], word: str) -> str:
+def _resolved(meaning: Callable[[str], str], word: str) -> str:
     try:
         return meaning(word)
     except UnknownSpec as error:
