@@ -42,7 +42,7 @@ def code(*words: str) -> list[str]:
 def write(path: Path, out: Path) -> None:
     """Write the page of a spec into a folder."""
     programs = page.distinct(compile_spec(load(path)))
-    spec, about = programs[0].spec, page.summary(programs)
+    spec, about = programs[0].spec, page.data(programs)
     kinds = field_kinds(programs)
     first = {program.storage: program for program in reversed(programs)}
     storages = {name: first[name] for name in about["storages"]}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from qdsl.checkpoint.detect.targets import format_target, formats, storage_target, storages
+from qdsl.checkpoint.detect.targets import format_target, formats, spec_of, storage_target, storages
 from qdsl.core.places import UnknownSpec
 
 
@@ -20,6 +23,16 @@ def test_a_word_with_one_meaning_is_a_format(word: str, meaning: str) -> None:
                                                ("torchao", "torchao"), ("planar", "planar")])
 def test_a_word_with_one_meaning_is_a_storage(word: str, meaning: str) -> None:
     assert storage_target(word) == meaning
+
+
+def test_words_that_are_nearly_a_file_are_told_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("w4.yaml").write_text("format: w4\n")
+    assert spec_of("w4.yaml") == Path("w4.yaml") and spec_of("GPTQ").stem == "int_group"
+    for word, message in (("w4", "did you mean the file w4.yaml?"), ("README.md", "expected a file"), ("zzz", "expected a file"),
+                          ("w5.yaml", "no file 'w5.yaml'")):
+        with pytest.raises(UnknownSpec, match=re.escape(message)):
+            spec_of(word)
 
 
 def test_every_name_is_its_own_meaning() -> None:

@@ -58,8 +58,10 @@ def spec_of(word: str) -> Path:
     try:
         return places.find(word)
     except UnknownSpec:
-        if word.endswith((".yaml", ".yml")):
-            raise
+        if Path(f"{word}.yaml").is_file():
+            raise UnknownSpec(f"no spec {shown(word)}; did you mean the file {word}.yaml?") from None
+        if word.endswith((".yaml", ".yml")) or not (_meanings(name_key(word)) or _did_you_mean(name_key(word), formats())):
+            raise                                                # which asks for a file
     return places.find(format_target(word).partition(".")[0])
 
 
