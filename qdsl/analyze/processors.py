@@ -19,9 +19,9 @@ CPU = "cpu"
 CPU_TYPES = {**TYPES, "f32": torch.float32}
 TILE = 256                                                       # random rows, which repeat: quantizing takes long
 RUNS, SECONDS = 30, 1.0                                          # per candidate, at most; one run at least
-WORK = {"stored": "stored numbers are the weights: torch's matmul", "rounded": "a compiled loop, x in 8 bits",
-        "rows": "a compiled loop over a copy with interleaved rows", "factored": "a compiled loop, sums of codes before scales",
-        "plain": "a compiled loop, weight by weight", "decode": "tiles decoded by a compiled loop, then torch's matmul",
+WORK = {"stored": "stored numbers are the weights: torch's matmul",
+        "rows": "a compiled loop over a copy with interleaved rows", "plain": "a compiled loop over the stored weight",
+        "decode": "tiles decoded by a compiled loop, then torch's matmul",
         "int8": "torch's kernel for int8 codes", "tiles": "tiles decoded by torch, then torch's matmul"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,22 +18,20 @@ from qdsl.host import library
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.cpu import loops
-from qdsl.runtime.cpu.source import DECODE, VECTORS
+from qdsl.runtime.cpu.source import DECODE, FUNCTIONS, VECTORS
 from qdsl.runtime.cpu.threads import functions as product_functions
-from qdsl.runtime.cpu.trace import Unsupported
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
 from qdsl.runtime.weight.plan import Candidate, forget
 from tests.support.covering import ALL, covering
 from tests.support.cpu_products import check, in_order, plain, sample
-from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
+from tests.support.formats import Case, cases, fixed_shape, same_bits, shapes, smallest
 
 CASES, load = cases(), library.load
 COVERING = covering(CASES, lambda case: [case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.decode])
-NAMES = ("order", "slots", "blocks", "factors", "sources", "arrange", "run")                   # of a source, in one of many
+LIBRARY = ("order", "turn", "decode_steps", "decode_whole", "decode", "add_row", "add_steps", "row_alone", "joined",
+           "steps_of_rows", "steps_of_row", "arrange", "run", "MANY", "EACH", "SUMS")          # own names of a source
 PARTS = 2                                                        # formats are compiled in so many programs
-# A word's first bit depends on the data, in codes that cross words: a vector cannot be loaded under a condition on values.
-PLAIN = {"learned_levels.levels", "learned_rows.rows", "ranges.runs", "ranges.words"}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),
     "q4_0": lambda: q4_0.quantize(sample(48, 256)),
@@ -52,13 +49,11 @@ def are_compiled() -> bool:
     return bool(ways) and all(any(own) for own in ways.values())
 
 
-def by_loop(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor | None:
-    """The product in float32 by a loop for few rows of x; None where the weight has none."""
+def by_loop(x: Tensor, packed: PackedWeight) -> Tensor:
+    """The product in float32 by a loop for few rows of x."""
     together = loops.TOGETHER if len(x) > 2 else 1
-    for way in (loops.ROUNDED,) if rounds_x else (loops.FACTORED, loops.PLAIN):
-        if loops.find(packed, together, way) is not None:
-            return cpu.run(Candidate(way, {"ROWS": together}), x.float(), packed)
-    return None
+    assert loops.find(packed, together) is not None
+    return cpu.run(Candidate(cpu.PLAIN, {"ROWS": together}), x.float(), packed)
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +75,17 @@ def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
 
 def build_at_once(sources: set[str], folder: Path) -> dict[str, Any]:
     """The functions of many sources, by source; those for vectors of one length are compiled as one, not optimized."""
-    functions, vectors = {}, VECTORS.read_text(encoding="utf-8")
+    functions, common = {}, "\n".join(path.read_text(encoding="utf-8") for path in (VECTORS, FUNCTIONS))
     for width in ("16", "8", "4"):
         chosen = sorted(text for text in sources if text.startswith(f"#define LANES {width}\n"))
         if not chosen:
             continue
-        bodies = [f"#define LANES {width}\n{vectors}"]
+        bodies = [f"#define LANES {width}\n{common}"]
         for i, text in enumerate(chosen):
-            bodies += [f"#undef {name}\n#define {name} {name}_{i}" for name in NAMES]
-            bodies += [f"#undef {name}" for name in ("COLUMNS", "PLACES", "ROUNDS_X", "SIDE_BY_SIDE")]
-            bodies.append(text.partition(vectors)[2])
+            settings, _, own = text.partition(common)
+            bodies += [f"#undef {name}" for name in re.findall(r"#define (\w+)", settings + own)]
+            bodies += [f"#undef {name}\n#define {name} {name}_{i}" for name in LIBRARY]
+            bodies += [settings, own]
         path = folder / f"lanes{width}.so"
         options = library.machine_options(torch.backends.cpu.get_cpu_capability())
         library._compile((*library.compiler(), *library.OPTIONS, "-O0", *options), "\n".join(bodies), path)
@@ -113,10 +109,7 @@ def test_compiled_decodes_make_the_same_bits_and_few_rows_meet_exact_weights(par
         whole = next(iter(shapes(case, (128,), (256,))), smallest(case, tiles=2))
         ragged = [smallest(case), *shapes(case, (7, 160), (33, 256))][-1]
         weights += [(case, in_order(case, shape), rows) for shape in dict.fromkeys([whole, ragged])]
-        if str(case) not in PLAIN:
-            sources |= {loops.source_for(weights[-1][1], kind).text for kind in (DECODE, rows)}
-            with suppress(Unsupported):
-                sources.add(loops.source_for(weights[-1][1], rows, loops.FACTORED).text)
+        sources |= {loops.source_for(weights[-1][1], kind).text for kind in (DECODE, rows)}
     functions = build_at_once(sources, tmp_path)
     monkeypatch.setattr(library, "load", lambda text, options: functions[text])
     decoded = 0
@@ -152,7 +145,7 @@ def test_dequantize_by_a_loop_makes_the_bits_of_torch(name: str, monkeypatch: py
 
 def test_dequantize_goes_by_torch_where_a_loop_has_no_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or where there is no compiler, or the setting does not want one: without a warning."""
-    slow = next(in_order(case, (32, 128)) for case in CASES if str(case).startswith("bnb_fp4_nested.bitsandbytes"))
+    slow = next(in_order(case, (32, 128)) for case in CASES if str(case).startswith("hqq_axis0.hqq-bits4"))
     assert loops.decode(slow) is not None and not loops.has_vectors(slow)
     calls: list[Any] = []
     decode = tiles.decode_rows
@@ -164,120 +157,26 @@ def test_dequantize_goes_by_torch_where_a_loop_has_no_vectors(monkeypatch: pytes
     assert len(calls) == 2
 
 
-def in_8_bits(x: Tensor) -> Tensor:
-    """x rounded to 8 bits in blocks of 32 columns."""
-    blocks = x.float().unflatten(1, (-1, 32))
-    most = blocks.abs().amax(-1, keepdim=True)
-    return (torch.round(blocks * torch.where(most > 0, 127 / most, 0)) * (most / 127)).flatten(1)
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q6_k", "q2_k", "q5_k"])
-def test_products_of_integers_have_the_error_of_x_in_8_bits_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the product with x so rounded; the error is that of ggml, which rounds x so, too."""
-    case = next(case for case in CASES if str(case) == f"{name}.gguf")
-    packed = in_order(case, (33, 512))
-    weight = plain(packed)
-    monkeypatch.setenv("QDSL_CPU_INT8", "1")
-    for rows in (1, 3):
-        x = sample(rows, 512, seed=rows)
-        x[0, :64] = 0
-        product = case.module.linear(x, packed)
-        check(product, in_8_bits(x), weight, terms=4)
-        exact = x.double() @ weight.double().t()
-        assert 1e-4 < (product - exact).norm() / exact.norm() < 1.2e-2
-    x[0, 100] = torch.nan
-    assert case.module.linear(x, packed).isnan().any(1).tolist() == [True, False, False]
-    monkeypatch.setenv("QDSL_CPU_INT8", "0")
-    check(case.module.linear(x[1:], packed), x[1:], weight)
-
-
-# Four columns in a word's bytes; codes over 127; bytes that are put together; and rows in a word, which are transposed.
-@pytest.mark.parametrize(("name", "capability"), [("gptq_v2-bits4", ""), ("gptq_v1-bits2", "DEFAULT"), ("gptq_v2-bits8", ""),
-                                                  ("gptq_p-bits5", ""), ("awq-bits4", ""), ("awq-bits4", "AVX2"),
-                                                  ("awq-bits4", "DEFAULT")])
-def test_products_of_integers_across_rows_are_those_of_whole_numbers(name: str, capability: str, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where x are integers and scales powers of two nothing is rounded: steps of rows, the last rows, and three threads."""
+# Vectors of neighbouring columns; of 8 columns; columns in turn; and rows that are neighbours, one or eight of a word.
+@pytest.mark.parametrize("name", ["q4_k.gguf", "iq2_xxs.gguf", "nf4.bitsandbytes-block64", "iq3_s.gguf",
+                                  "int_group.gptq_v2-bits4-group128-scale_typef16", "int_group.awq-bits4-group128-scale_typef16"])
+@pytest.mark.parametrize("capability", ["", "AVX2", "DEFAULT"])
+def test_loops_leave_weights_exact(name: str, capability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one number in x no sum has a second term: the product is the weight, bit for bit.  The last rows have no vectors."""
     own = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX2" and own not in ("AVX2", "AVX512"):
         pytest.skip("this machine has no AVX2")
     monkeypatch.setattr(loops, "_capability", lambda: capability or own)
-    case = next(case for case in CASES if str(case) == f"int_group.{name}-group128-scale_typef16")
-    fields = random_fields(case, (352, 256), 0)
-    fields |= {"s": torch.exp2(torch.randint(-3, 3, fields["s"].shape)).half()}
-    packed = case.module.pack({name: fields[name] for name in "qzs"}, storage=case.storage, **case.choice)
-    counts = (1, 4) if name in ("gptq_v2-bits4", "awq-bits4") and not capability else (1,)
-    functions = build_at_once({loops.source_for(packed, rows, loops.ROUNDED).text for rows in counts}, tmp_path)
-    monkeypatch.setattr(library, "load", lambda text, options=(): functions.get(text) or load(text, options))
-    x, weight = torch.randint(-127, 128, (6, 256), generator=torch.Generator().manual_seed(1)).float(), plain(packed)
-    x[:, ::32] = 127                                             # the scale of every block is 1
-    for rows, threads in ((6 if len(counts) > 1 else 2, 1), (1, 3)):
-        monkeypatch.setattr(loops, "SHARE", 1 << 18 if threads == 1 else 1 << 8)
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        product = by_loop(x[:rows], packed, True)
-        assert product is not None and torch.equal(product.double(), x[:rows].double() @ weight.double().t())
-    x = sample(1, 256)
-    rounded = by_loop(x, packed, True)
-    assert rounded is not None
-    check(rounded, in_8_bits(x), weight, terms=4)
-
-
-def test_without_a_loop_for_8_bits_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of a group anywhere, codes across words, and a short block of x."""
-    monkeypatch.setenv("QDSL_CPU_INT8", "1")
-    fields = int_group.unpack(int_group.quantize(sample(64, 256), bits=4, group=64))
-    permuted = int_group.pack(fields | {"g": torch.arange(256, dtype=torch.int32) % 4}, "gptq_v2", bits=4, group=64)
-    for packed in (permuted, int_group.quantize(sample(64, 96), "gptq_v2", bits=3, group=32),
-                   int_group.quantize(sample(64, 144), "gptq_v2", bits=4, group=-1)):
-        assert by_loop(sample(1, packed.shape[1]), packed, True) is None
-    x = sample(1, 256)
-    check(int_group.linear(x, permuted), x, plain(permuted))
-
-
-# Codes that are looked up, with offsets; signed ones of 6 bits; and of a table.
-@pytest.mark.parametrize("name", ["q4_k.gguf", "q6_k.gguf", "iq4_xs.gguf"])
-def test_scales_after_sums_of_codes_leave_weights_exact(name: str) -> None:
-    """With one number in x no sum has a second term: the product is the weight, bit for bit."""
     case = next(case for case in CASES if str(case) == name)
-    packed = in_order(case, (16, 1024))
-    products = by_loop(torch.eye(1024)[:512:37], packed)
-    loop = next(loop for (*_, way, _), loop in loops._loops.items() if way == loops.FACTORED)
-    assert loop is not None and products is not None
-    assert torch.equal(products.T, plain(packed)[:, :512:37])
-    x = sample(4, 1024)
-    product = by_loop(x, packed)
-    assert product is not None
-    check(product, x, plain(packed))
-
-
-# Rows of four and signs as bits, in units of 8 columns; codes that are sums; rows of eight and of signs, at places across bytes.
-@pytest.mark.parametrize(("name", "capability"), [("iq3_s", ""), ("iq1_m", ""), ("iq2_xxs", "AVX2"), ("iq2_xxs", "DEFAULT")])
-def test_rows_of_tables_are_exact(name: str, capability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one number in x the product is the weight, bit for bit; with x in 8 bits it is that of the rounded x."""
-    own = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX2" and own not in ("AVX2", "AVX512"):
-        pytest.skip("this machine has no AVX2")
-    monkeypatch.setattr(loops, "_capability", lambda: capability or own)
-    packed = in_order(next(case for case in CASES if str(case) == f"{name}.gguf"), (5, 512))
-    ways = (loops.FACTORED, loops.ROUNDED) if name == "iq1_m" else (loops.FACTORED,)
-    functions = build_at_once({loops.source_for(packed, 1, way).text for way in ways}, tmp_path)
-    monkeypatch.setattr(library, "load", lambda text, options: functions[text])
-    weight, x = plain(packed), sample(1, 512)
-    for start in range(0, 512, 38):
-        product = by_loop(torch.eye(512)[start:start + 2], packed)
-        assert product is not None and torch.equal(product.T, weight[:, start:start + 2])
-    if loops.ROUNDED in ways:
-        rounded = by_loop(x, packed, True)
-        assert rounded is not None
-        check(rounded, in_8_bits(x), weight, terms=4)
-
-
-@pytest.mark.parametrize("case", [case for case in COVERING if str(case) in PLAIN], ids=str)
-def test_what_has_no_loop_goes_by_tiles(case: Case) -> None:
-    packed = in_order(case, smallest(case))
-    assert loops.decode(packed) is None
-    x = sample(1, packed.shape[1])
-    check(case.module.linear(x, packed), x, plain(packed))
+    packed = in_order(case, fixed_shape(case, (24, 512)))
+    sources = {loops.source_for(packed, rows).text for rows in (1, 4)}
+    functions = build_at_once(sources, tmp_path)
+    monkeypatch.setattr(library, "load", lambda text, options=(): functions.get(text) or load(text, options))
+    weight = plain(packed)
+    for start, count in ((0, 1), (130, 4), (508, 4)):
+        assert torch.equal(by_loop(torch.eye(512)[start:start + count], packed).T, weight[:, start:start + count])
+    x = sample(4, 512)
+    check(by_loop(x, packed), x, weight)
 
 
 @pytest.mark.parametrize("lanes", [8, 4])
@@ -291,11 +190,6 @@ def test_loops_for_other_machines_give_the_same(lanes: int, monkeypatch: pytest.
     weight, x = plain(packed), sample(3, 256)
     assert f"#define LANES {lanes}\n" in loops.source_for(packed, 1).text
     check(q4_0.linear(x, packed), x, weight)
-    large = WEIGHTS["q8_0"]()                                    # codes of 8 bits: sums of two products have 17
-    for integers in (packed, large):
-        rounded = by_loop(x, integers, True)
-        assert rounded is not None
-        check(rounded, in_8_bits(x), plain(integers), terms=4)
     x = sample(9, 256)
     check(q4_0.linear(x, packed), x, weight)
 
@@ -353,14 +247,7 @@ def test_one_library_serves_all_shapes() -> None:
     for n, k in ((48, 256), (7, 32), (64, 1024)):
         packed, x = q8_0.quantize(sample(n, k)), sample(1, k)
         check(q8_0.linear(x, packed), x, plain(packed))
-    assert [key[-2] for key in loops._loops] == ["factored", "plain"]         # 32 columns are half a step of codes
-
-
-def test_a_group_of_a_whole_row_is_a_number_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "_new_loop", lambda *_: None)
-    for k in (64, 128):
-        assert by_loop(sample(1, k), int_group.quantize(sample(32, k), bits=4, group=-1)) is None
-    assert len({key[:-3] for key in loops._loops}) == 2
+    assert len(loops._loops) == 1
 
 
 def test_rows_of_x_do_not_depend_on_their_neighbours() -> None:
@@ -444,4 +331,4 @@ def test_without_a_compiler_tiles_do_it_with_one_warning(command: str, message: 
 
 def test_sources_differ_where_their_loops_do() -> None:
     texts = {loops.source_for(packed, rows).text for packed in (WEIGHTS["q4_0"](), WEIGHTS["q8_0"]()) for rows in (DECODE, 1, 4)}
-    assert len(texts) == 6 and all(len(re.findall(r"^void run\(", text, re.MULTILINE)) == 1 for text in texts)
+    assert len(texts) == 6

@@ -2,10 +2,8 @@
 
 | way      | for                              | what computes it                                                                |
 | stored   | stored numbers that are weights  | torch's matmul                                                                  |
-| rounded  | up to 8 rows, QDSL_CPU_INT8=1    | a compiled loop: x in 8 bits with a scale for every 32 columns, integer codes    |
 | rows     | any number of rows               | compiled loops over a copy with interleaved rows (rows.py)                      |
-| factored | up to 8 rows of x                | a compiled loop: sums of codes, then scales; exact float32 weights               |
-| plain    | up to 8 rows of x                | a compiled loop: weight by weight; exact float32 weights                         |
+| plain    | up to 8 rows of x                | a compiled loop over the weight as it is stored; exact float32 weights           |
 | decode   | any number of rows               | a compiled loop decodes tiles, rounded to x's dtype, that torch multiplies       |
 | int8     | up to 64 rows, no compiler       | torch's kernel for int8 codes with a scale per row, x in bfloat16                |
 | tiles    | everything                       | torch decodes tiles, rounded to x's dtype, and multiplies them                   |
@@ -40,8 +38,7 @@ from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 ROUNDING = "QDSL_CPU_INT8"
 TILE = 1 << 20                                                   # weights decoded at a time: more leave caches, less need calls
-LOOPS = (loops.ROUNDED, loops.FACTORED, loops.PLAIN)             # ways for few rows of x
-ROWS = "rows"                                                    # the way with interleaved rows
+PLAIN, ROWS = "plain", "rows"                                    # ways of compiled loops: as stored, with interleaved rows
 INT8_ROWS = 64                                                   # of x, for which torch's int8 kernel is faster than tiles
 
 
@@ -92,7 +89,7 @@ def lower(candidate: Candidate, packed: PackedWeight) -> str:
         return loops.source_for(packed, DECODE).text
     if candidate.kind == ROWS:
         return row_copies.source_for(packed)
-    return loops.source_for(packed, candidate.config["ROWS"], candidate.kind).text if candidate.kind in LOOPS else ""
+    return loops.source_for(packed, candidate.config["ROWS"]).text if candidate.kind == PLAIN else ""
 
 
 def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -102,7 +99,7 @@ def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | No
 
 def runner(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Callable[[], Tensor]:
     """A function that computes `run`, as often as it is called, with what a layer prepares once done before."""
-    if candidate.kind not in (ROWS, *LOOPS):
+    if candidate.kind not in (ROWS, PLAIN):
         of_torch = {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _tiled, "stored": _tiled}[candidate.kind]
         return partial(of_torch, x, packed, bias)
     ready = _prepared(candidate, x, packed, bias)
@@ -124,7 +121,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | No
     if not x.numel() or x.device.type != "cpu" or torch.compiler.is_compiling():
         return _tiled(x, packed, bias)
     candidate = next(_ways(packed, x.shape[0], x.dtype))
-    if mode is not None and candidate.kind in (ROWS, *LOOPS):
+    if mode is not None and candidate.kind in (ROWS, PLAIN):
         plan = plan_of(packed)
         ready = _prepared(candidate, x, packed, bias, plan.is_permuted)
         if ready is not None:
@@ -143,13 +140,10 @@ def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candi
         has_copy = row_copies.placed(packed) is not None
         if rounds_x and has_copy and row_copies.takes_bytes(packed):
             yield Candidate(ROWS, {"INT8": 1})
-        elif rounds_x and loops.find(packed, together, loops.ROUNDED) is not None:
-            yield Candidate(loops.ROUNDED, {"ROWS": together})
         if has_copy:
             yield Candidate(ROWS)
-        for way in LOOPS[1:] if rows <= loops.FEW else ():
-            if loops.find(packed, together, way) is not None:
-                yield Candidate(way, {"ROWS": together})
+        if rows <= loops.FEW and loops.find(packed, together) is not None:
+            yield Candidate(PLAIN, {"ROWS": together})
         if loops.find(packed, DECODE) is not None:
             yield Candidate("decode")
     if _is_for_int8(packed, rows, dtype):
@@ -162,7 +156,7 @@ def _prepared(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tenso
     kind = None if bias is None else bias.dtype
     if candidate.kind == ROWS:
         return row_copies.prepare(packed, x.shape[0], x.dtype, kind, is_permuted, "INT8" in candidate.config)
-    return prepare(packed, candidate.kind, candidate.config["ROWS"], x.shape[0], x.dtype, kind, is_permuted)
+    return prepare(packed, candidate.config["ROWS"], x.shape[0], x.dtype, kind, is_permuted)
 
 
 def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:

@@ -15,9 +15,10 @@ from torch import Tensor
 from qdsl.core.shapes import extents
 from qdsl.host import library
 from qdsl.host.c_functions import address
-from qdsl.runtime.cpu import across_rows, factored, threads
-from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
-from qdsl.runtime.cpu.trace import SIZES, Unsupported
+from qdsl.runtime.cpu import threads
+from qdsl.runtime.cpu.positions import Unprintable
+from qdsl.runtime.cpu.printed import TYPES, Reads
+from qdsl.runtime.cpu.source import DECODE, Source, source_of
 from qdsl.runtime.gpu.configure import grid_axes
 from qdsl.runtime.gpu.launch import read_tensors, size_arguments
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -26,8 +27,8 @@ FEW = 8                                                          # rows of x for
 TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
 SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
 TILE = 1 << 18                                                   # weights that a tile has: they fit a cache
+OPTIONS = ("-O3", "-mprefer-vector-width=512")                  # scalars in loops become vectors
 SHARE = 1 << 16                                                  # weights that are worth a thread of their own
-PLAIN, FACTORED, ROUNDED = "plain", "factored", "rounded"        # ways: weight by weight; codes, then scales; x in 8 bits too
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}
 _fits: dict[tuple[Loop, tuple[int, int]], Fit | None] = {}       # by loop and shape; None where the loop does not fit
@@ -110,8 +111,8 @@ def are_compiled(packed: PackedWeight) -> bool:
     return setting == "always" or (setting == "auto" and packed.shape[0] * packed.shape[1] >= SMALL)
 
 
-def find(packed: PackedWeight, rows: int, way: str = PLAIN) -> BoundLoop | None:
-    """The loop of a way that takes this weight, for so many rows of x at once; None where there is none.
+def find(packed: PackedWeight, rows: int) -> BoundLoop | None:
+    """The loop that takes this weight, for so many rows of x at once; None where there is none.
 
     Raises UnfitArray for tensors that are shorter than the weight's shape says, or on another device.
     """
@@ -119,9 +120,9 @@ def find(packed: PackedWeight, rows: int, way: str = PLAIN) -> BoundLoop | None:
         return None
     tensors = read_tensors(packed)
     key = (packed.format, packed.storage, *packed.params.values(), *packed.sizes.values(),
-           *(tensor is not None and tensor.dtype for tensor in tensors), rows, way, _capability())
+           *(tensor is not None and tensor.dtype for tensor in tensors), rows, _capability())
     if key not in _loops:
-        _loops[key] = _new_loop(packed, rows, way)
+        _loops[key] = _new_loop(packed, rows)
     loop = _loops[key]
     if loop is None:
         return None
@@ -147,40 +148,33 @@ def _fit(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None]) -> 
     return Fit(units, tuple(zip(dtypes, counts, strict=True)))
 
 
-def _dtypes(packed: PackedWeight) -> tuple[str | None, ...]:
-    """Names of the dtypes that the decode function loads, None for a tensor that is missing."""
-    tensors = read_tensors(packed)[:len(packed.layout.coded)]
-    return tuple(None if tensor is None else str(tensor.dtype)[6:] for tensor in tensors)
-
-
 def _capability() -> str:
     """Which vector instructions torch uses: 'AVX512', 'AVX2' or another word."""
     return torch.backends.cpu.get_cpu_capability()
 
 
-def source_for(packed: PackedWeight, rows: int, way: str = PLAIN) -> Source:
-    """The C source of the loop for a weight's storage.  Raises Unsupported for a decode function that has no such form in C."""
-    dtypes = _dtypes(packed)
-    if any(dtype is not None and dtype not in SIZES for dtype in dtypes):
-        raise Unsupported("a dtype that has no form in C")
+def source_for(packed: PackedWeight, rows: int) -> Source:
+    """The C source of the loop for a weight's storage.  Raises Unprintable for a decode function that has no form in C."""
+    tensors, kernels = read_tensors(packed), packed.layout.kernels
+    dtypes = tuple(None if tensor is None else str(tensor.dtype)[6:] for tensor in tensors)
+    if any(dtype is not None and dtype not in TYPES for dtype in dtypes):
+        raise Unprintable("a dtype that has no form in C")
     width = {"AVX512": 16, "AVX2": 8}.get(_capability(), 4)
-    reads = Reads(packed.layout.kernels, dtypes, size_arguments(packed))
-    if way == ROUNDED and packed.layout.kernels.last == "n":
-        return across_rows.source_of(reads, rows, width)
-    return source_of(reads, rows, width) if way == PLAIN else factored.source_of(reads, rows, width, way == ROUNDED)
+    reads = Reads(kernels.decode, dtypes, tuple(table.numbers for table in kernels.tables), size_arguments(packed), kernels.sums,
+                  kernels.last == "n")
+    return source_of(reads, rows, width)
 
 
-def _new_loop(packed: PackedWeight, rows: int, way: str) -> Loop | None:
+def _new_loop(packed: PackedWeight, rows: int) -> Loop | None:
     """A compiled loop; None for a decode function that has no form in C, and, with a warning, where the compiler fails."""
     try:
-        source = source_for(packed, rows, way)
+        source = source_for(packed, rows)
         threads.functions()                                      # which call all loops
-        functions = library.load(source.text, library.machine_options(_capability()))
-    except Unsupported:
+        functions = library.load(source.text, (*library.machine_options(_capability()), *OPTIONS))
+    except Unprintable:
         return None
     except (library.NoCompiler, OSError) as error:
-        if way != FACTORED:                                      # the plain way comes next, and says it
-            warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
         return None
     return Loop(source, functions.run, functions.arrange if source.arranged else None)
 

@@ -40,19 +40,19 @@ class PreparedProduct:
         return PreparedProduct(self.bind, sizes)
 
 
-def prepare(packed: PackedWeight, way: str, together: int, m: int, dtype: torch.dtype, bias: torch.dtype | None,
+def prepare(packed: PackedWeight, together: int, m: int, dtype: torch.dtype, bias: torch.dtype | None,
             is_permuted: bool = False) -> PreparedProduct | None:
-    """x [m, K] @ w.T + bias by the loop of a way; None where the weight has none.
+    """x [m, K] @ w.T + bias by the loop over a stored weight; None where it has none.
 
     together: rows of x that the loop takes at once.  dtype: of x and the result.  bias: its dtype, or None.  is_permuted: `run`
     gets the permutation of columns after the weight's tensors, and applies it to x.
     """
-    bound = loops.find(packed, together, way)
+    bound = loops.find(packed, together)
     tables = read_tensors(packed)[len(packed.layout.coded):]
     if bound is None or len(packed.layout.coded) > threads.MOST_TENSORS or len(tables) > threads.MOST_TABLES:
         return None
     if dtype not in TYPES or bias not in TYPES:
-        wide = prepare(packed, way, together, m, torch.float32, bias and torch.float32, is_permuted)
+        wide = prepare(packed, together, m, torch.float32, bias and torch.float32, is_permuted)
         return None if wide is None else PreparedProduct(_rounding(wide.bind, dtype), (m, packed.shape[0]))
     described = loops.described(packed, bound, together)
     described.type, described.bias_type = TYPES[dtype], TYPES[bias]

@@ -92,28 +92,6 @@ typedef struct { int64_t group; int lane; } Place;
 
 /* -- codes ---------------------------------------------------------------------------------------------------------------- */
 
-/* Entries of a table of 16, 32 or 64 floats; bits above those of an index may be set. */
-INLINE vf lookup_16(const float *table, vu at) {
-#if LANES == 16 && defined(__AVX512F__)
-    return (vf)_mm512_permutexvar_ps((__m512i)at, _mm512_loadu_ps(table));
-#elif LANES == 8 && defined(__AVX2__)
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)at);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)at);
-    return (vf)_mm256_blendv_ps(low, high, (__m256)(at << 28));
-#else
-    LOOP(vf, table[at[i] & 15]);
-#endif
-}
-INLINE vf lookup_32(const float *table, vu at) {
-#if LANES == 16 && defined(__AVX512F__)
-    return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)at, _mm512_loadu_ps(table + 16));
-#else
-    return select_float((vi)(at << 27) >> 31, lookup_16(table + 16, at), lookup_16(table, at));
-#endif
-}
-INLINE vf lookup_64(const float *table, vu at) {
-    return select_float((vi)(at << 26) >> 31, lookup_32(table + 32, at), lookup_32(table, at));
-}
 #define MASK ((1u << BITS) - 1)
 INLINE vf unsigned_number(vu codes) { return to_float((vi)(codes & MASK)); }
 INLINE vf signed_number(vu codes) { return to_float((vi)(codes << 32 - BITS) >> 32 - BITS); }

@@ -1,6 +1,6 @@
 /* Vectors of LANES floats or 32-bit integers: loads from packed tensors, table lookups and fused multiply-adds.
 
-   The loops that qdsl prints use no other operations but those of the compiler's own vector types.  With AVX-512 or AVX2 each
+   Loops use no other operations but those of the compiler's own vector types.  With AVX-512 or AVX2 each
    function is one or two instructions; elsewhere it is a loop over lanes. */
 #include <stddef.h>
 #include <stdint.h>
@@ -12,10 +12,7 @@
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
-typedef int8_t vc __attribute__((vector_size(LANES)));            /* a byte for each lane */
 #define INLINE static inline __attribute__((always_inline))
-#define WIDE (LANES == 16 && defined(__AVX512F__) && defined(__AVX512BW__))
-#define NARROW (LANES == 8 && defined(__AVX2__))
 
 INLINE float bits_to_float(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
 INLINE uint32_t float_to_bits(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
@@ -74,7 +71,6 @@ INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm512_cvtph_ps(LOAD_HALV
 INLINE vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
 INLINE vi to_int(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
 INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE vf permute(vf table, vi i) { return (vf)_mm512_permutexvar_ps((__m512i)i, (__m512)table); }
 INLINE float sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
 INLINE vf gather(const uint8_t *p, vi i) { return (vf)_mm512_i32gather_ps((__m512i)i, p, 1); }
 #elif LANES == 8 && defined(__AVX2__)
@@ -88,7 +84,6 @@ INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm256_cvtph_ps(LOAD_HALV
 INLINE vf to_float(vi a) { return (vf)_mm256_cvtepi32_ps((__m256i)a); }
 INLINE vi to_int(vf a) { return (vi)_mm256_cvtps_epi32((__m256)a); }
 INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-INLINE vf permute(vf table, vi i) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)i); }
 INLINE float sum(vf a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
 INLINE vf gather(const uint8_t *p, vi i) { return (vf)_mm256_i32gather_ps((const float *)p, (__m256i)i, 1); }
 #else
@@ -100,7 +95,6 @@ INLINE vf vload_float16(const uint8_t *p) { LOOP(vf, load_float16(p + 2 * i)); }
 INLINE vf to_float(vi a) { LOOP(vf, (float)a[i]); }
 INLINE vi to_int(vf a) { LOOP(vi, (int32_t)__builtin_rintf(a[i])); }
 INLINE vf multiply_add(vf a, vf b, vf c) { return a * b + c; }
-INLINE vf permute(vf table, vi i_) { LOOP(vf, table[i_[i] & LANES - 1]); }
 INLINE float sum(vf a) { float s = 0; for (int i = 0; i < LANES; i++) s += a[i]; return s; }
 INLINE vf gather(const uint8_t *p, vi at) { LOOP(vf, load_float32(p + at[i])); }
 #endif
@@ -108,33 +102,6 @@ INLINE vf vload_float32(const uint8_t *p) { vf value; memcpy(&value, p, sizeof v
 INLINE vi vload_int32(const uint8_t *p) { vi value; memcpy(&value, p, sizeof value); return value; }
 INLINE vu vload_uint32(const uint8_t *p) { vu value; memcpy(&value, p, sizeof value); return value; }
 
-/* Halves of the 4 * LANES bytes from p on, by their places. */
-#if LANES == 16 && defined(__AVX512BW__)
-INLINE __m256i spread(const uint8_t *p, vc at) {
-    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(_mm512_castsi256_si512(_mm256_cvtepi8_epi16((__m128i)at)),
-                                                           _mm512_loadu_si512(p)));
-}
-INLINE vi spread_uint16(const uint8_t *p, vc at) { return (vi)_mm512_cvtepu16_epi32(spread(p, at)); }
-INLINE vi spread_int16(const uint8_t *p, vc at) { return (vi)_mm512_cvtepi16_epi32(spread(p, at)); }
-INLINE vf spread_float16(const uint8_t *p, vc at) { return (vf)_mm512_cvtph_ps(spread(p, at)); }
-#elif LANES == 8 && defined(__AVX2__)
-INLINE __m128i spread(const uint8_t *p, vc at) {                 /* of two loads, each with zeros for what the other has */
-    int64_t bits;
-    memcpy(&bits, &at, 8);
-    const __m128i places = _mm_add_epi16(_mm_mullo_epi16(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(bits)), _mm_set1_epi16(0x0202)),
-                                         _mm_set1_epi16(0x0100));
-    return _mm_or_si128(_mm_shuffle_epi8(LOAD_HALVES(p), _mm_add_epi8(places, _mm_set1_epi8(0x70))),
-                        _mm_shuffle_epi8(LOAD_HALVES(p + 16), _mm_sub_epi8(places, _mm_set1_epi8(0x10))));
-}
-INLINE vi spread_uint16(const uint8_t *p, vc at) { return (vi)_mm256_cvtepu16_epi32(spread(p, at)); }
-INLINE vi spread_int16(const uint8_t *p, vc at) { return (vi)_mm256_cvtepi16_epi32(spread(p, at)); }
-INLINE vf spread_float16(const uint8_t *p, vc at) { return (vf)_mm256_cvtph_ps(spread(p, at)); }
-#else
-INLINE vi spread_uint16(const uint8_t *p, vc at) { LOOP(vi, load_uint16(p + 2 * at[i])); }
-INLINE vi spread_int16(const uint8_t *p, vc at) { LOOP(vi, load_int16(p + 2 * at[i])); }
-INLINE vf spread_float16(const uint8_t *p, vc at) { LOOP(vf, load_float16(p + 2 * at[i])); }
-#endif
-INLINE vf spread_bfloat16(const uint8_t *p, vc at) { return (vf)(spread_uint16(p, at) << 16); }
 INLINE vf vload_bfloat16(const uint8_t *p) { return (vf)(vload_uint16(p) << 16); }
 INLINE vf vround_to_half(vf a) {
 #if LANES == 16 && defined(__AVX512F__)
@@ -152,6 +119,8 @@ INLINE vf vhalf(vi bits) { LOOP(vf, half((uint16_t)bits[i])); }
 INLINE vf gather_float32(const uint8_t *p, vi at) { return gather(p, at); }
 INLINE vi gather_int32(const uint8_t *p, vi at) { return (vi)gather(p, at); }
 INLINE vu gather_uint32(const uint8_t *p, vi at) { return (vu)gather(p, at); }
+INLINE vi gather_uint16(const uint8_t *p, vi at) { LOOP(vi, load_uint16(p + at[i])); }
+INLINE vi gather_int16(const uint8_t *p, vi at) { LOOP(vi, load_int16(p + at[i])); }
 INLINE vi gather_uint8(const uint8_t *p, vi at) { LOOP(vi, p[at[i]]); }
 INLINE vi gather_int8(const uint8_t *p, vi at) { LOOP(vi, (int8_t)p[at[i]]); }
 INLINE vf gather_float16(const uint8_t *p, vi at) { LOOP(vf, load_float16(p + at[i])); }
@@ -171,14 +140,28 @@ INLINE vi all_int(int32_t value) { return value - (vi){0}; }
 INLINE vi select_int(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
 INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)select_int(mask, (vi)yes, (vi)no); }
 INLINE void store(float *p, vf value) { memcpy(p, &value, sizeof value); }
-INLINE vf permute_two(vf a, vf b, vi i_) {                       /* lanes of a, and from LANES on of b */
+
+/* Entries of a table of 16, 32 or 64 floats; bits above those of an index may be set. */
+INLINE vf lookup_16(const float *table, vu at) {
 #if LANES == 16 && defined(__AVX512F__)
-    return (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)i_, (__m512)b);
+    return (vf)_mm512_permutexvar_ps((__m512i)at, _mm512_loadu_ps(table));
 #elif LANES == 8 && defined(__AVX2__)
-    return (vf)_mm256_blendv_ps((__m256)permute(a, i_), (__m256)permute(b, i_), (__m256)(i_ << 28));
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)at);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)at);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(at << 28));
 #else
-    LOOP(vf, i_[i] < LANES ? a[i_[i]] : b[i_[i] - LANES]);
+    LOOP(vf, table[at[i] & 15]);
 #endif
+}
+INLINE vf lookup_32(const float *table, vu at) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)at, _mm512_loadu_ps(table + 16));
+#else
+    return select_float((vi)(at << 27) >> 31, lookup_16(table + 16, at), lookup_16(table, at));
+#endif
+}
+INLINE vf lookup_64(const float *table, vu at) {
+    return select_float((vi)(at << 26) >> 31, lookup_32(table + 32, at), lookup_32(table, at));
 }
 
 /* LANES rows of `out`, `step` floats apart, of as many columns in `from`, `length` floats apart. */
@@ -214,74 +197,18 @@ typedef int16_t vh __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vt __attribute__((vector_size(16)));
 INLINE vb vload_bytes(const uint8_t *p) { vb value; memcpy(&value, p, sizeof value); return value; }
 INLINE vt vload_16(const uint8_t *p) { vt value; memcpy(&value, p, sizeof value); return value; }
-INLINE vb negative_where(vb mask, vb a) {                        /* where the highest bit is set */
-#if LANES == 16 && defined(__AVX512BW__)
-    return (vb)_mm512_mask_sub_epi8((__m512i)a, _mm512_movepi8_mask((__m512i)mask), _mm512_setzero_si512(), (__m512i)a);
-#else
-    mask = 0 - (mask >> 7);
-    return (a ^ mask) - mask;
-#endif
-}
 
-/* Bytes of a table that begin at places: four at each of LANES places, or eight at half as many.  A gather takes longer. */
-#if WIDE || NARROW
-#define FOURS(i) _mm_insert_epi32(_mm_insert_epi32(_mm_insert_epi32(_mm_cvtsi32_si128( \
-    load_int32(p + at[i])), load_int32(p + at[i + 1]), 1), load_int32(p + at[i + 2]), 2), load_int32(p + at[i + 3]), 3)
-#define EIGHT(i) _mm_loadl_epi64((const __m128i *)(p + at[i]))
-#if WIDE                                                          /* masked loads take no shuffles, of which there are few */
-#define ALSO(rows, mask, i) _mm256_mask_broadcastq_epi64(rows, mask, EIGHT(i))
-#define EIGHTS(i) ALSO(ALSO(ALSO(_mm256_castsi128_si256(EIGHT(i)), 2, i + 1), 4, i + 2), 8, i + 3)
-INLINE vb rows_of_4(const uint8_t *p, const size_t *at) {
-    return (vb)_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(FOURS(4), FOURS(0))), _mm256_set_m128i(FOURS(12), FOURS(8)), 1);
-}
-INLINE vb rows_of_8(const uint8_t *p, const size_t *at) {
-    return (vb)_mm512_inserti64x4(_mm512_castsi256_si512(EIGHTS(0)), EIGHTS(4), 1);
-}
-#else
-INLINE vb rows_of_4(const uint8_t *p, const size_t *at) { return (vb)_mm256_set_m128i(FOURS(4), FOURS(0)); }
-INLINE vb rows_of_8(const uint8_t *p, const size_t *at) {
-    return (vb)_mm256_set_m128i(_mm_unpacklo_epi64(EIGHT(2), EIGHT(3)), _mm_unpacklo_epi64(EIGHT(0), EIGHT(1)));
-}
-#endif
-#else
-INLINE vb rows_of_4(const uint8_t *p, const size_t *at) {
-    vi value; for (int i = 0; i < LANES; i++) value[i] = load_int32(p + at[i]); return (vb)value;
-}
-INLINE vb rows_of_8(const uint8_t *p, const size_t *at) {
-    vb value; for (int i = 0; i < LANES / 2; i++) memcpy((char *)&value + 8 * i, p + at[i], 8); return value;
-}
-#endif
-
+INLINE vb lookup(vt table, vb at) {
 #if LANES == 16 && defined(__AVX512BW__)
-#define LOAD_16(p) _mm_loadu_si128((const __m128i *)(p))
-#define LOAD_32(p) _mm256_loadu_si256((const __m256i *)(p))
-INLINE vb halves(const uint8_t *a, const uint8_t *b) {
-    return (vb)_mm512_inserti64x4(_mm512_castsi256_si512(LOAD_32(a)), LOAD_32(b), 1);
-}
-INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const uint8_t *d) {
-    __m512i low = _mm512_inserti32x4(_mm512_castsi128_si512(LOAD_16(a)), LOAD_16(b), 1);
-    return (vb)_mm512_inserti32x4(_mm512_inserti32x4(low, LOAD_16(c), 2), LOAD_16(d), 3);
-}
-INLINE vb lookup(vt table, vb i) { return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)i); }
+    return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)at);
 #elif LANES == 8 && defined(__AVX2__)
-INLINE vb halves(const uint8_t *a, const uint8_t *b) {
-    return (vb)_mm256_inserti128_si256(_mm256_castsi128_si256(LOAD_HALVES(a)), LOAD_HALVES(b), 1);
-}
-INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const uint8_t *d) {
-    const __m128i low = _mm_unpacklo_epi64(LOAD_BYTES(a), LOAD_BYTES(b)), high = _mm_unpacklo_epi64(LOAD_BYTES(c), LOAD_BYTES(d));
-    return (vb)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-}
-INLINE vb lookup(vt table, vb i) { return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)i); }
+    return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)at);
 #else
-INLINE vb halves(const uint8_t *a, const uint8_t *b) {
-    vb value; memcpy(&value, a, 2 * LANES); memcpy((char *)&value + 2 * LANES, b, 2 * LANES); return value;
-}
-INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const uint8_t *d) {
-    const uint8_t *parts[4] = {a, b, c, d};
-    vb value; for (int i = 0; i < 4; i++) memcpy((char *)&value + LANES * i, parts[i], LANES); return value;
-}
-INLINE vb lookup(vt table, vb at) { vb value; for (int i = 0; i < 4 * LANES; i++) value[i] = table[at[i] & 15]; return value; }
+    vb value;
+    for (int i = 0; i < 4 * LANES; i++) value[i] = table[at[i] & 15];
+    return value;
 #endif
+}
 
 /* A sum, and four products of unsigned codes and signed x, in each lane.  A product fits 16 bits, as do two of codes up to 127. */
 INLINE vi halves_sum(vh a) { return ((vi)a << 16 >> 16) + ((vi)a >> 16); }
@@ -295,44 +222,4 @@ INLINE vi add_dot(vi sum, vb codes, vb x) {
 #else
     return sum + halves_sum(((vh)codes & 255) * ((vh)x << 8 >> 8)) + halves_sum((vh)((vs)codes >> 8) * ((vh)x >> 8));
 #endif
-}
-INLINE vi add_small_dot(vi sum, vb codes, vb x) {
-#if LANES == 16 && defined(__AVX512VNNI__)
-    return add_dot(sum, codes, x);
-#elif LANES == 8 && defined(__AVX2__)
-    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)x), _mm256_set1_epi16(1));
-#else
-    return sum + halves_sum(((vh)codes & 255) * ((vh)x << 8 >> 8) + (vh)((vs)codes >> 8) * ((vh)x >> 8));
-#endif
-}
-INLINE vi dot(vb codes, vb x) { return add_dot((vi){0}, codes, x); }
-INLINE vi small_dot(vb codes, vb x) { return add_small_dot((vi){0}, codes, x); }
-
-/* Bytes i, 4 + i, 8 + i and 12 + i of 16 of each of four vectors: as four of a lane, which come from one vector each.  Vector j
-   then has the bytes 4 * j and following, a lane each: squares of four bytes are transposed. */
-INLINE void transpose_bytes(vb *v) {
-#if LANES == 16 && defined(__AVX512BW__)
-#define UNPACK(half, size, a, b) (vb)_mm512_unpack##half##_epi##size((__m512i)a, (__m512i)b)
-#elif LANES == 8 && defined(__AVX2__)
-#define UNPACK(half, size, a, b) (vb)_mm256_unpack##half##_epi##size((__m256i)a, (__m256i)b)
-#endif
-#ifdef UNPACK
-    const vb a = UNPACK(lo, 8, v[0], v[1]), b = UNPACK(lo, 8, v[2], v[3]), c = UNPACK(hi, 8, v[0], v[1]), d = UNPACK(hi, 8, v[2], v[3]);
-    v[0] = UNPACK(lo, 16, a, b), v[1] = UNPACK(hi, 16, a, b), v[2] = UNPACK(lo, 16, c, d), v[3] = UNPACK(hi, 16, c, d);
-#undef UNPACK
-#else
-    vb w[4];
-    for (int i = 0; i < 4 * LANES; i++) for (int k = 0; k < 4; k++) w[i / 4 % 4][i / 16 * 16 + i % 4 * 4 + k] = v[k][i];
-    for (int j = 0; j < 4; j++) v[j] = w[j];
-#endif
-}
-
-/* A byte of each lane's four. */
-INLINE vi unsigned_byte(vb codes, int i) { return (vi)((vu)codes >> 8 * i & 255); }
-INLINE vi signed_byte(vb codes, int i) { return (vi)codes << 24 - 8 * i >> 24; }
-/* The first, second or third of each lane's bytes, less a number; bytes up to 127 are bits of a float that is a power of two more.
-   Processors shift and convert fewer vectors at a time than they mask and subtract. */
-INLINE vf small_float(vb codes, int i, float less) {
-    const int32_t power[] = {0x4B000000, 0x47000000, 0x43000000};
-    return (vf)((vi)codes & 255 << 8 * i | power[i]) - all_float(bits_to_float(power[i]) + less);
 }
