@@ -37,5 +37,5 @@ def figures(rounds: int) -> Iterator[Figure]:
 
 def ours(int8: bool, **arguments: Any) -> Callable[[], Tensor]:
     """This project's linear, with x in 8 bits or as it is."""
-    os.environ["QDSL_CPU_INT8"] = str(int(int8))
+    os.environ |= {"QDSL_CPU_INT8": str(int(int8)), "QDSL_CPU_INTERLEAVE": "always" if int8 else "auto"}
     return linear.ours(rows=1, compiled=True, threads=1, **arguments)

@@ -21,6 +21,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from qdsl.runtime.cpu.positions import ORIGIN, Digit, Position, Positions, Split, Unprintable
@@ -136,7 +137,8 @@ class Printed:
             if len(columns) != per_row or any(column.step("d0") != count or {name for name, _ in column.terms} - names
                                            for column in columns):
                 return ()
-            outer, inner = (_every([digit.extent for digit in loops]) for loops in (self.loops[:-1], self.loops[-1:]))
+            outer, inner = (list(product(*(range(digit.extent) for digit in loops)))
+                            for loops in (self.loops[:-1], self.loops[-1:]))
             places = [(column, (*slow, *fast)) for slow in outer for column in columns for fast in inner]
             orders.add(tuple(column.at({digit.name: value for digit, value in zip(self.loops, values, strict=True)})
                              for column, values in places))
@@ -438,9 +440,14 @@ def _shown(value: Value) -> str:
     return value.text if value.text.replace("_", "").replace(".", "").isalnum() else f"({value.text})"
 
 
+def _source(kernel: Any) -> str:
+    """The text of a Triton function, as it was when its module was imported."""
+    return str(kernel.src) if hasattr(kernel, "src") else textwrap.dedent(inspect.getsource(kernel.fn))
+
+
 def printed(reads: Reads, has_vectors: bool) -> Printed:
     """The C lines of a decode function, with explicit vectors or scalars.  Raises Unprintable."""
-    function, digits, uses = ast.parse(textwrap.dedent(inspect.getsource(reads.kernel.fn))).body[0], [Digit("d0")], 1
+    function, digits, uses = ast.parse(_source(reads.kernel)).body[0], [Digit("d0")], 1
     assert isinstance(function, ast.FunctionDef)
     if has_vectors and not reads.along_rows:
         digits.append(Digit("d1", 64))
@@ -469,7 +476,7 @@ def _print(function: ast.FunctionDef, reads: Reads, digits: Sequence[Digit], has
         "K": Position.of("K"), "sizes": reads.sizes and tuple(Position((), size) for size in reads.sizes)})
     names = dict(printer.names)
     steps = {digit.name: math.prod(other.extent for other in digits[i + 1:]) for i, digit in enumerate(digits)}
-    for chosen in _every([digit.extent for digit in values]):
+    for chosen in product(*(range(digit.extent) for digit in values)):
         place = Position(tuple((digit.name, steps[digit.name]) for digit in loops),
                          sum(value * steps[digit.name] for digit, value in zip(values, chosen, strict=True)))
         live = True if has_vectors else printer.named("live", Value(f"whole || {place.text} < units", "bool"))
@@ -488,11 +495,3 @@ def _print(function: ast.FunctionDef, reads: Reads, digits: Sequence[Digit], has
     after = [f"AFTER({begin.text})"] * (has_vectors and not reads.along_rows)
     return Printed("\n".join([*lines, *printer.lines, "}", *after, "}" * (len(loops) - 1)]), steps["d0"], tuple(loops[1:]),
                    tuple(printer.uses), math.lcm(*printer.positions.multiples), printer.positions.is_slow)
-
-
-def _every(extents: Sequence[int]) -> list[tuple[int, ...]]:
-    """All values of digits, the last one fastest."""
-    values: list[tuple[int, ...]] = [()]
-    for extent in extents:
-        values = [(*value, i) for value in values for i in range(extent)]
-    return values

@@ -15,6 +15,7 @@ from qdsl.runtime.cpu.printed import Printed, Reads, printed
 
 VECTORS, FUNCTIONS, LOOPS = (Path(__file__).with_name(name) for name in ("vectors.h", "decoded.h", "stored_loops.h"))
 DECODE = 0                                                       # rows of x of a library that decodes into out
+LONGEST = 1 << 15                                                # columns of a step: a buffer on the stack has them
 WIDTHS = (16, 8, 4)                                              # lanes of vectors
 
 
@@ -41,8 +42,8 @@ def source_of(reads: Reads, rows: int, width: int) -> Source:
     Raises Unprintable for a decode function that has no form in C.
     """
     alone, vectors = printed(reads, False), _vectors(reads, rows)
-    if rows and not alone.order:
-        raise Unprintable("columns that do not follow the units")
+    if rows and not 0 < len(alone.order) <= LONGEST:
+        raise Unprintable("columns that do not follow the units, or too many at a time")
     if vectors is not None and vectors.units % alone.units:
         vectors = None
     lanes = width
@@ -72,9 +73,8 @@ def _vectors(reads: Reads, rows: int) -> Printed | None:
         vectors = printed(reads, True)
     except Unprintable:
         return None
-    if not vectors.order or (not rows and not reads.along_rows and not _has_neighbours(vectors) and not _turns(vectors)):
-        return None
-    return vectors
+    stores = rows or reads.along_rows or _has_neighbours(vectors) or _turns(vectors)
+    return vectors if stores and 0 < len(vectors.order) <= LONGEST else None
 
 
 def _has_neighbours(vectors: Printed) -> bool:
