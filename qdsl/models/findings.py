@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -35,18 +35,25 @@ def findings(checkpoint: Checkpoint, plan: LoadPlan, names: Names, rename: Renam
 def without_place(source: FolderSource, names: Names, tensors: Mapping[str, str], model: nn.Module) -> list[Finding]:
     """Tensors of modules that a model has, with which these modules do not compute; biases of zeros change nothing.
 
-    Experts whose weights the model has in one parameter count, too.
+    So are those of further modules inside of a layer or of a numbered block, and of experts that the model has in one parameter.
 
     tensors: to their names in the model.
     """
     ignored = [re.compile(pattern) for pattern in may_be_unexpected(model)]
     modules = names.modules.keys() - {""}
     unknown = {full: kind for full, own in tensors.items()
-               if (own.rpartition(".")[0] in modules or _has_weight_in_use(source, full.rpartition(".")[0], tensors))
+               if (_is_inside(own, modules) or _has_weight_in_use(source, full.rpartition(".")[0], tensors))
                and (kind := kind_of(full, Kind.UNKNOWN)) is not None and kind[0] is Kind.UNKNOWN
                and not any(pattern.search(own) for pattern in ignored)
                and not (is_bias(own.rpartition(".")[2]) and not source.tensor(full).any())}
     return alike(source.folder, unknown)
+
+
+def _is_inside(own: str, modules: Collection[str]) -> bool:
+    """Whether a tensor is of a module that a model has, or of one more inside of its numbered blocks, such as `layers.0`."""
+    parts = own.split(".")[:-1]
+    depth = next((depth for depth in range(len(parts), 0, -1) if ".".join(parts[:depth]) in modules), 0)
+    return 0 < depth and (depth == len(parts) or any(part.isdigit() for part in parts[:depth]))
 
 
 def _has_weight_in_use(source: FolderSource, module: str, unused: Mapping[str, str]) -> bool:

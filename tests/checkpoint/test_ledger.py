@@ -246,10 +246,12 @@ def test_a_tensor_that_its_module_does_not_compute_with_is_refused(tmp_path: Pat
         def __init__(self) -> None:
             super().__init__()
             self.up, self.norm = torch.nn.Linear(64, 16, bias=False), torch.nn.LayerNorm(16, bias=False)
+            self.layers = torch.nn.ModuleList([torch.nn.Module()])
 
     own = {"norm.weight": torch.ones(16)}
     for name, is_refused in (("norm.bias", True), ("norm.factor", True), ("up.bias", True), ("other.weight", False),
-                             ("norm.inv_freq", False)):
+                             ("norm.inv_freq", False), ("layers.0.norm.weight", True), ("layers.1.norm.weight", False),
+                             ("layers.0.self_attn.rotary_emb.inv_freq", False)):
         path = two(tmp_path / name, {f"model.{key}": tensor for key, tensor in {**own, name: torch.ones(16)}.items()})
         if is_refused:
             with pytest.raises(CheckpointError, match=f"tensor model.{name}"):

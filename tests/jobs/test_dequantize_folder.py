@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 import qdsl
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
 from qdsl.jobs.compress.units import FORMATS
 from tests.support import folders, producer_folders
@@ -80,3 +81,14 @@ def test_what_cannot_be_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Path("a.gguf").write_bytes(b"GGUF")
     result = command("dequantize", *arguments)
     assert result.exit_code == code and message in result.stderr and not Path("x").exists()
+
+
+@pytest.mark.parametrize("arguments", [["dequantize", "--out"], ["convert", "--to", "gptq_v1", "--out"]], ids=lambda own: own[0])
+def test_an_adapter_in_the_folder_is_left_out_whole(tmp_path: Path, arguments: list[str]) -> None:
+    """Its config alone would make programs look for its weights; both are named, and the new folder is the base."""
+    path = two_files(tmp_path, two_layers())
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    write(path / "adapter_model.safetensors", {"base_model.model.up.lora_A.weight": torch.ones(2, 2, dtype=torch.float32)})
+    result = command(arguments[0], path, *arguments[1:], tmp_path / "out")
+    assert result.exit_code == 0 and not list((tmp_path / "out").glob("adapter*"))
+    assert "adapter_config.json is of an adapter" in result.output and "adapter_model.safetensors holds other" in result.output

@@ -303,12 +303,14 @@ def test_biases_that_do_not_fit(tmp_path: Path, shape: tuple[int, int], missing:
         qdsl.load_weights_(model, folder(tmp_path / "in", one_by_one(weights) | biases, FP8))
 
 
-def test_biases_without_a_place_are_kept(tmp_path: Path) -> None:
+def test_biases_without_a_place_are_refused_or_kept(tmp_path: Path) -> None:
     weights = fp8_experts(("up",), [(128, 128)])
     biases = {f"{name}.bias": torch.ones(128) for name in weights}
     source = folder(tmp_path / "in", one_by_one(weights) | biases, FP8)
     model = moe(up=(128, 128))
-    assert qdsl.load_weights_(model, source).unused == list(biases)
+    with pytest.raises(CheckpointError, match=r"tensor experts\.0\.up\.bias"):
+        qdsl.load_weights_(moe(up=(128, 128)), source)
+    assert qdsl.load_weights_(model, source, allow_unknown=True).unused == list(biases)
     assert qdsl.save_model(model, tmp_path / "out").exact and files(tmp_path / "out") == files(source)
 
 

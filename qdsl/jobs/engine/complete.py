@@ -18,6 +18,7 @@ from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.others import INDICES, WEIGHTS, check_folder, other_files, regular_files
 from qdsl.jobs.engine.shards import Shard
 
+ADAPTER = "adapter_config.json"                                  # by which programs load an adapter with the model
 Inputs = Mapping[Path, list[Any]]
 
 
@@ -85,12 +86,15 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, changed_texts:
     shutil.rmtree(out, ignore_errors=True)                       # of a process that was killed
     out.mkdir()
     copied = other_files(source)
+    adapters = [short for short in copied if short.rpartition("/")[2] == ADAPTER]
+    for short in adapters:                                       # without its weights the new folder could not be loaded
+        del copied[short]
     left, private = [], []
     for path in regular_files(source) if source.is_dir() else ():
         short = str(path.relative_to(source))
         if path.name.endswith((*WEIGHTS, *INDICES)):
             left += [] if path in read or short in changed_texts else [short]
-        elif short not in copied and not path.name.endswith(crc.FILE):     # which is of the old files
+        elif short not in (*copied, *adapters) and not path.name.endswith(crc.FILE):     # which is of the old files
             private.append(short)
     for short, path in copied.items():
         if short not in changed_texts:
@@ -101,7 +105,8 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, changed_texts:
         if text is not None:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             write_text(out / name, text)
-    return [*(f"{name} holds other weights, and was not copied" for name in sorted(left)),
+    return [*(f"{name} is of an adapter, which programs add to the model, and was not copied" for name in adapters),
+            *(f"{name} holds other weights, and was not copied" for name in sorted(left)),
             *(f"{name} is hidden or a link out of the folder, and was not copied" for name in sorted(private))]
 
 
