@@ -53,7 +53,7 @@ def _is_inside(own: str, modules: Collection[str]) -> bool:
     """Whether a tensor is of a module that a model has, or of one more inside of its numbered blocks, such as `layers.0`."""
     parts = own.split(".")[:-1]
     depth = next((depth for depth in range(len(parts), 0, -1) if ".".join(parts[:depth]) in modules), 0)
-    return 0 < depth and (depth == len(parts) or any(part.isdigit() for part in parts[:depth]))
+    return depth > 0 and (depth == len(parts) or any(part.isdigit() for part in parts[:depth]))
 
 
 def _has_weight_in_use(source: FolderSource, module: str, unused: Mapping[str, str]) -> bool:
