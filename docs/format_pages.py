@@ -71,11 +71,15 @@ def _quantizing(program: Program) -> list[str]:
     encode = program.encode
     if encode is None:
         return ["qdsl has no quantizer for it: it reads, converts and runs what other programs wrote.", ""]
-    measured = [row for row in json.loads((ROOT / "bench" / "results" / "formats-minilm.json").read_text())["formats"]
-                if row["format"] == program.spec.name.value and row["snr_db"] is not None]
-    ratio = "; ".join(f"{row['snr_db']:.1f} dB at {row['bits_per_weight']:.2f} bits" for row in measured)
+    measured = [[row for row in json.loads((ROOT / "bench" / "results" / f"formats-{weights}.json").read_text())["formats"]
+                 if row["format"] == program.spec.name.value] for weights in ("minilm", "smollm2")]
+    ratio, perplexity = ("; ".join(f"{row[key]:{width}}{unit} at {row['bits_per_weight']:.2f} bits" for row in rows if row[key])
+                         for rows, key, width, unit in zip(measured, ("snr_db", "perplexity"), (".1f", ".2f"), (" dB", ""),
+                                                           strict=True))
     return [f"By the scheme [{encode.scheme}](../language/reference.md): {SCHEMES[encode.scheme].summary}.", "",
-            *([f"Signal to noise of [real weights](../which_format.md#what-it-costs): {ratio}.", ""] if ratio else [])]
+            *([f"Signal to noise of [real weights](../which_format.md#what-it-costs): {ratio}.", ""] if ratio else []),
+            *([f"Perplexity of [a small model](../which_format.md#what-it-costs), by itself 13.93: {perplexity}.", ""]
+              if perplexity else [])]
 
 
 def _readers(name: str, storages: dict[str, Program]) -> Iterator[str]:

@@ -52,7 +52,7 @@ def write_page(source: Path) -> None:
 
 def _inline(match: re.Match[str]) -> str:
     """A figure itself in place of an image, so that it follows the theme of the site."""
-    return f"<div data-search-exclude>{(ROOT / 'docs' / 'plots' / f'{match[2]}.svg').read_text().strip()}</div>"
+    return f"<div class=\"plot\" data-search-exclude>{(ROOT / 'docs' / 'plots' / f'{match[2]}.svg').read_text().strip()}</div>"
 
 
 def write_copy(path: Path) -> None:

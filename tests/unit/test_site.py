@@ -64,4 +64,5 @@ def test_a_format_page_says_where_bits_lie_and_who_reads_them(site: Path) -> Non
     text = (site / "formats" / "q4_0.md").read_text()
     assert "weight[n, k] = d * (q - 8)" in text and "right end is bit 0" in text
     assert "| `gguf` | llama.cpp and what is built on it |" in text and "21.1 dB at 4.50 bits" in text
+    assert "by itself 13.93: 16.36 at 4.50 bits" in text
     assert "byte, bit</text>" in text and text.count("<svg") == 6
