@@ -64,7 +64,7 @@ EQUAL: dict[str, dict[str, str]] = {
     "qdsl/core/layout.py": {"_ranges: 0 -> 1": "an element without coordinates is the only one of its field: no line follows"},
     "qdsl/encode/absmax.py": {"signmax: -low > high -> -low >= high": "where both are equal, the next statements choose"},
     "qdsl/runtime/weight/convert.py": {
-        "_Change: done -= {piece.field for name in self.wanted if name not in moved for piece in stored[name].slices}"
+        "_Change: done -= {field for name in self.wanted if name not in moved for field in stored[name].fields}"
         " -> pass": "by_words notices tensors on meta and makes all of them from fields, which takes longer"},
     "qdsl/compiler/passes/record_lines.py": {"RecordReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
 }

@@ -97,6 +97,11 @@ class Stored:
         return tensor
 
     @property
+    def fields(self) -> set[str]:
+        """The fields whose bits `slices` places."""
+        return {piece.field for piece in self.slices}
+
+    @property
     def text(self) -> str:
         """The axes as a text: 'N, 18*K/32'."""
         return ", ".join(axis.text for axis in self.axes)

@@ -74,7 +74,7 @@ def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict
     """The fields of a weight.  Tensors are read as meta, and give meta fields, if may_skip(their fields) is true."""
     operands: list[Tensor | None] = []
     for name in packed.layout.coded:
-        tensor, stored_fields = packed.tensors.get(name), {piece.field for piece in packed.layout.tensors[name].slices}
+        tensor, stored_fields = packed.tensors.get(name), packed.layout.tensors[name].fields
         operands.append(tensor.to("meta") if tensor is not None and stored_fields and may_skip(stored_fields) else tensor)
     return packed.layout.fields_of(operands, packed.extents)
 
@@ -240,7 +240,7 @@ class _Change:
 
     def left(self, moved: Mapping[str, Tensor]) -> list[str]:
         """Tensors to make from fields: the required ones, and optional ones whose fields exist."""
-        used = {piece.field for name in moved for piece in self.other.layout.tensors[name].slices}
+        used = {field for name in moved for field in self.other.layout.tensors[name].fields}
         open_ = any(not stored_pieces or not {piece.field for piece in stored_pieces} <= used | set(self.other.layout.where)
                     for stored_pieces in self.source_pieces.values())
         done = {*moved, self.other.layout.order, self.other.layout.shape}
@@ -248,7 +248,7 @@ class _Change:
 
     def moves(self, names: Sequence[str]) -> bool:
         """Whether columns move in these tensors of the result."""
-        fields = {piece.field for name in names for piece in self.other.layout.tensors[name].slices}
+        fields = {field for name in names for field in self.other.layout.tensors[name].fields}
         have_bits = all(self.other.layout.tensors[name].slices for name in names)
         return self.columns is not None and not (have_bits and not any(
             axis.text == "K" for field in fields for axis in self.other.variant.fields[field].axes))
@@ -260,8 +260,8 @@ class _Change:
     def remaining_tensors(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that moves of words did not fill, packed from fields.  Fields of moved tensors alone are on meta."""
         stored = self.other.layout.tensors
-        done = {piece.field for name in moved for piece in stored[name].slices}
-        done -= {piece.field for name in self.wanted if name not in moved for piece in stored[name].slices}
+        done = {field for name in moved for field in stored[name].fields}
+        done -= {field for name in self.wanted if name not in moved for field in stored[name].fields}
         fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
         packed = self.packed
         fields |= {name: default_field(packed.format, packed.variant, name, packed.shape, packed.params, packed.device)
