@@ -44,36 +44,52 @@ def gguf_cases_value(entry: Any) -> tuple[str, Any]:
     return words[entry.type.name], value
 
 
-def _answer(path: str, queue: Any) -> None:
-    try:
-        queue.put(llama_library.logits(Path(path), gguf_cases.TOKENS))
-    except ValueError:
-        queue.put(None)
+def _serve(pipe: Any) -> None:
+    """Answer paths with llama.cpp's logits until the pipe is closed."""
+    while True:
+        try:
+            path = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(llama_library.logits(Path(path), gguf_cases.TOKENS))
+        except ValueError:
+            pipe.send(None)
 
 
-def answer(path: Path) -> Any:
-    """llama.cpp's logits of a file; None where it refuses the file, or ends the process."""
-    queue: Any = multiprocessing.Queue()
-    process = multiprocessing.Process(target=_answer, args=(str(path), queue))
-    process.start()
-    try:
-        return queue.get(timeout=10)
-    except Exception:
-        return None
-    finally:
-        process.join()
+class Llama:
+    """llama.cpp in a process of its own, which some files end."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+
+    def answer(self, path: Path) -> Any:
+        """llama.cpp's logits of a file; None where it refuses the file, or ends the process."""
+        if self._process is None or not self._process.is_alive():
+            self._pipe, other = multiprocessing.Pipe()
+            self._process = multiprocessing.Process(target=_serve, args=(other,), daemon=True)
+            self._process.start()
+            other.close()
+        try:
+            self._pipe.send(str(path))
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            return None
 
 
 def answers(model_type: str) -> dict[str, list[float]]:
     """The recorded logits of each case of a model type."""
     own, result = gguf_cases.tiny(model_type), {}
-    plain = None
+    plain, llama = None, Llama()
     with tempfile.TemporaryDirectory() as folder:
         for name, case in gguf_cases.cases().items():
             path = gguf_cases.write_case(Path(folder) / "model.gguf", own, case)
-            logits = answer(path) if plain is not None else llama_library.logits(path, gguf_cases.TOKENS)
+            logits = llama.answer(path)
             if logits is None:
                 print(f"  {model_type}: {name}: refused", flush=True)
+                if plain is None:
+                    break
                 continue
             plain = logits if plain is None else plain
             if name == "unchanged" or float(abs(logits - plain).max()) > SILENT * float(abs(plain).max()):

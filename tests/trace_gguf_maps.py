@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -213,9 +213,13 @@ def recorded(model_type: str) -> GgufMap:
             traces.append(trace)
         else:
             print(f"  {model_type}: {changes}: no common rule for {[name for name, rule in both.items() if not rule]}")
+    plain = {name: own[0] for name, own in rules.items()}
+    for name, rule in plain.items():                             # the converter permutes not all biases that llama.cpp rotates
+        if name.endswith(".bias") and (weight := plain.get(name.removesuffix("bias") + "weight")) is not None and weight.rows:
+            plain[name] = replace(rule, rows=weight.rows)
     unused = sorted({pattern_of(name)[0] for trace in traces for name in trace.unexplained})
     return GgufMap(model_type, first.architecture, first.model_class, llama_cpp.release(),
-                   {name: own[0] for name, own in rules.items()}, tuple(unused), reads_config(model_type))
+                   plain, tuple(unused), reads_config(model_type))
 
 
 def reads_config(model_type: str) -> bool:

@@ -6,23 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qdsl.checkpoint.detect.gguf_keys import are_close, effect, is_read, is_usual, plain, table
+from qdsl.checkpoint.detect.gguf_keys import are_close, effect, is_usual, plain, table
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.gguf_maps import GgufMap
-
-
-def complete(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> None:
-    """Set the entries of a config that was read from a file, by the keys that llama.cpp reads."""
-    for key, value in _settings(metadata, own):
-        if not is_read(key, own.architecture) or key.startswith("rope."):
-            continue
-        names = _entries(key, own)
-        name = next((name for name in names if isinstance(name, str) and hasattr(config, name)), None)
-        if name is not None:
-            setattr(config, name, _one_of(value))
-        elif any(isinstance(entry, str) and "layer_types=" in entry for entry in names) and hasattr(config, "layer_types"):
-            kinds = _pattern(value, config)
-            config.layer_types = ["sliding_attention" if kind else "full_attention" for kind in kinds]
 
 
 def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> list[str]:
@@ -30,7 +16,7 @@ def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> li
     sentences = []
     for key, value in _settings(metadata, own):
         name, expected = _expected(key, config, own)
-        if name and not _is_same(value, expected, config):
+        if name and not _is_same(value, expected, config, own):
             sentences.append(f"{own.architecture}.{key} is {value}, and {name} of the config is {expected}: it changes "
                              f"{effect(key)}")
     return sentences
@@ -56,7 +42,8 @@ def _settings(metadata: Mapping[str, Any], own: GgufMap) -> list[tuple[str, Any]
     return [(key.removeprefix(start), plain(metadata[key])) for key in keys]
 
 
-def _entries(key: str, own: GgufMap) -> Sequence[Any]:
+def entries_of(key: str, own: GgufMap) -> Sequence[Any]:
+    """The entries of a model type's configs that say the same as a key."""
     models, settings = table()["models"].get(own.model_type, {}), table()["settings"]
     entries: Sequence[Any] = models[key] if key in models else settings.get(key, ())
     return entries
@@ -64,7 +51,7 @@ def _entries(key: str, own: GgufMap) -> Sequence[Any]:
 
 def _expected(key: str, config: Any, own: GgufMap) -> tuple[str, Any]:
     """The first entry that a config has for a key, and its value; ('', None) where it has none."""
-    for entry in _entries(key, own):
+    for entry in entries_of(key, own):
         if (value := _evaluated(entry, config)) is not None:
             return str(entry), value
     return "", None
@@ -97,25 +84,28 @@ def _named(config: Any, name: str) -> Any:
     return value
 
 
-def _is_same(value: Any, expected: Any, config: Any) -> bool:
+def _is_same(value: Any, expected: Any, config: Any, own: GgufMap) -> bool:
     """Whether a file and a config say the same.  One number is that of all layers; 0 is that of a layer of another kind."""
     if isinstance(expected, list) and expected and isinstance(expected[0], bool):
-        pattern = _pattern(value, config)
+        pattern = pattern_of_windows(value, config.num_hidden_layers, own.architecture)
         return pattern[:len(expected)] == expected
     values = value if isinstance(value, list) else [value]
     others = expected if isinstance(expected, list) else [expected] * len(values)
     values = values * len(others) if len(values) == 1 else values
     return len(values) == len(others) and all(
-        are_close(own, other) or (isinstance(value, list) and own == 0) for own, other in zip(values, others, strict=True))
+        are_close(one, other) or (isinstance(value, list) and one == 0) for one, other in zip(values, others, strict=True))
 
 
-def _pattern(value: Any, config: Any) -> list[bool]:
+def pattern_of_windows(value: Any, layers: int, architecture: str) -> list[bool]:
     """Which layers have a sliding window: each as stated, or all but every so many."""
     if isinstance(value, list):
         return [bool(own) for own in value]
-    return [value == 0 or layer % value < value - 1 for layer in range(config.num_hidden_layers)]
+    begins_without = bool(table()["window_patterns"].get(architecture, ())[1:])
+    whole = 0 if begins_without else value - 1                   # the layer of each period without one
+    return [value == 0 or layer % value != whole for layer in range(layers)]
 
 
-def _one_of(value: Any) -> Any:
-    """The number that all layers have, or the numbers."""
-    return value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
+def one_number(value: Any) -> Any:
+    """The number that all layers have, or the numbers.  0 is that of a layer of another kind."""
+    numbers = {*value} - {0} if isinstance(value, list) else {value}
+    return numbers.pop() if len(numbers) == 1 else value

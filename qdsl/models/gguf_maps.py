@@ -125,6 +125,12 @@ def model_types() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
+@cache
+def model_types_of(architecture: str) -> tuple[str, ...]:
+    """The model types with a recorded map of an architecture."""
+    return tuple(name for name in model_types() if GgufMap.read(FOLDER / f"{name}.json").architecture == architecture)
+
+
 def map_of(model_type: str, architecture: str) -> GgufMap:
     """The map of a model type for a file's architecture.  Raises LoadError where none is recorded."""
     if model_type not in model_types():

@@ -39,11 +39,23 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
                            "rope.scaling.attn_factor": 1.3},
     "yarn of other speeds": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 4.0,
                              "rope.scaling.original_context_length": 32},
+    "yarn of slower waves": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_slow": 4.0,
+                             "rope.scaling.original_context_length": 32},
+    "yarn and a multiplier": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.05,
+                              "rope.scaling.original_context_length": 32},
+    "longrope": {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.2},
+    "longrope of long texts": {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 16},
+    "alpha": {"rope.scaling.alpha": 8.0},
+    "a partial width of windows": {"rope.dimension_count_swa": 8},
+    "sections": {"rope.dimension_sections": [4, 2, 2, 0]},
+    "layers that do not rotate": {"attention.rope_pattern": [True, False, True, False]},
+    "hotter with length": {"attention.temperature_scale": 0.5, "rope.scaling.original_context_length": 8},
     "attention": {"rope.scaling.attn_factor": 1.5},
     "another base": {"rope.freq_base": 300.0},
     "another base of windows": {"rope.freq_base_swa": 30.0},
     "a partial width": {"rope.dimension_count": 8},
     "a window": {"attention.sliding_window": 4},
+    "some layers a window": {"attention.sliding_window": 4, "attention.sliding_window_pattern": [True, False, False, True]},
     "every layer a window": {"attention.sliding_window": 4, "attention.sliding_window_pattern": 0},
     "every other layer a window": {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2},
     "scaled logits": {"logit_scale": 0.25},
@@ -61,6 +73,8 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "normed experts": {"expert_weights_norm": True},
     "experts not normed": {"expert_weights_norm": False},
     "gated by sigmoids": {"expert_gating_func": 2},
+    "gated by the chosen": {"expert_gating_func": 3}, "gated by all": {"expert_gating_func": 1},
+    "normed steps": {"ssm.dt_b_c_rms": True},
     "fewer heads of keys": {"attention.head_count_kv": 1},
     "parallel": {"use_parallel_residual": True},
     "a new key": {"attention.of_next_year": 2.0},
@@ -68,26 +82,46 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
 BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "attn_qkv")
 # Optional tensors of each layer by the tensors whose rows they are as long as.
 TENSORS: Mapping[str, tuple[str, ...]] = {
-    "biases": BIASES, "biases of attention": BIASES[:4], "biases of queries, keys and values": BIASES[:3],
+    "biases": BIASES, "biases of experts": ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+    "biases of attention": BIASES[:4], "biases of queries, keys and values": BIASES[:3],
     "biases of layers": BIASES[4:7], "a bias of one layer": ("attn_v",),
+}
+DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+OTHERS: Mapping[str, Mapping[str, tuple[str, float]]] = {
+    "norms of queries and keys": {"attn_q_norm.weight": ("head_dim", 1), "attn_k_norm.weight": ("head_dim", 1)},
+    "biases of norms": {"attn_norm.bias": ("hidden_size", 0), "ffn_norm.bias": ("hidden_size", 0)},
+    "norms of attention": {"attn_sub_norm.weight": ("hidden_size", 1)},
+    "norms of means": {"ffn_sub_norm.weight": ("intermediate_size", 1)},
+    "sinks": {"attn_sinks.weight": ("num_attention_heads", 0)},
+    "chosen by a bias": {"exp_probs_b.bias": ("experts", 0)},
+    "scales of weights": {"attn_q.scale": ("", 0.5), "ffn_down.scale": ("", 2)},
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A change: keys without their architecture, and biases of these tensors.  frequencies: adds rope_freqs.weight."""
+    """A change: keys without their architecture, and biases of these tensors.
+
+    frequencies: tensors of divisors of frequencies.  others: further tensors of each layer, of a shape and a number around which
+    theirs lie; a name for the shape is an entry of the config.
+    """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
-    frequencies: bool = False
+    frequencies: tuple[str, ...] = ()
+    others: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 @cache
 def cases() -> Mapping[str, Case]:
     """All changes by name."""
     return {"unchanged": Case(), **{name: Case(keys) for name, keys in VALUES.items()},
-            **{name: Case(biases=own) for name, own in TENSORS.items()}, "frequencies": Case(frequencies=True),
-            "frequencies and yarn": Case(VALUES["yarn"], frequencies=True)}
+            **{name: Case(biases=own) for name, own in TENSORS.items()}, "frequencies": Case(frequencies=DIVISORS[:1]),
+            "frequencies and yarn": Case(VALUES["yarn"], frequencies=DIVISORS[:1]),
+            "frequencies by length": Case(frequencies=DIVISORS[1:]),
+            "frequencies by length, longrope": Case(VALUES["longrope"], frequencies=DIVISORS[1:]),
+            "frequencies by length, long": Case(VALUES["longrope of long texts"], frequencies=DIVISORS[1:]),
+            **{name: Case(others=own) for name, own in OTHERS.items()}}
 
 
 @cache
@@ -117,9 +151,26 @@ def tiny(model_type: str) -> Tiny:
     settings = {key: Value.of(type, value) for key, (type, value) in metadata()[model_type].items()
                 if key != "general.architecture"}
     settings |= {f"tokenizer.ggml.{name}_token_id": Value.of("u32", token) for name, token in TOKEN_IDS.items()}
+    # llama.cpp chooses frequencies by the length of its context, 256 tokens at least, and transformers by that of the text
+    settings |= {f"{recorded.architecture}.context_length": Value.of("u32", 256)}
     settings |= {"tokenizer.ggml.model": Value.of("string", "none"),
                  f"{recorded.architecture}.vocab_size": Value.of("u32", model.config.vocab_size)}
-    return Tiny(recorded, model.config, file_tensors(model, recorded), settings)
+    tensors = file_tensors(model, recorded)
+    groups = settings.get(f"{recorded.architecture}.ssm.group_count") if any(name.endswith("ssm_d") for name in tensors) else None
+    tensors = {name: _written(name, tensor, groups.decoded() if groups else 0) for name, tensor in tensors.items()}
+    shared = f"{recorded.architecture}.expert_shared_feed_forward_length"
+    if shared in settings and (weight := tensors.get("blk.1.ffn_gate_shexp.weight")) is not None:
+        settings[shared] = Value.of("u32", weight.shape[0])      # the converter writes other numbers for some model types
+    return Tiny(recorded, model.config, tensors, settings)
+
+
+def _written(name: str, tensor: Tensor, groups: int) -> Tensor:
+    """A tensor in the shape in which the converter writes it.  groups: of state spaces that have heads, else 0."""
+    if name.endswith(("ssm_conv1d.weight", "shortconv.conv.weight")):
+        return tensor.squeeze(1)
+    if groups and name.endswith(("ssm_a", "ssm_d")) and tensor.dim() == 1:
+        return tensor.unsqueeze(1)
+    return tensor.view(groups, -1) if groups and name.endswith("ssm_norm.weight") else tensor
 
 
 def write_case(path: Path, own: Tiny, case: Case) -> Path:
@@ -128,17 +179,25 @@ def write_case(path: Path, own: Tiny, case: Case) -> Path:
     layers = own.config.num_hidden_layers
     for name in case.biases:
         for layer in range(1 if len(case.biases) == 1 else layers):
-            if (weight := tensors.get(f"blk.{layer}.{name}.weight")) is not None and weight.dim() == 2:
-                bias = torch.randn(weight.shape[0], generator=draw) * 0.5
+            if (weight := tensors.get(f"blk.{layer}.{name}.weight")) is not None and weight.dim() > 1:
+                bias = torch.randn(weight.shape[:-1], generator=draw) * 0.5
                 tensors[f"blk.{layer}.{name}.bias"] = bias
-    if case.frequencies:
-        width = getattr(own.config, "head_dim", None) or own.config.hidden_size // own.config.num_attention_heads
-        tensors["rope_freqs.weight"] = torch.linspace(1, 4, width // 2)
+    width = getattr(own.config, "head_dim", None) or own.config.hidden_size // (
+        getattr(own.config, "num_attention_heads", 0) or 1)
+    for place, name in enumerate(case.frequencies):
+        tensors[name] = torch.linspace(1, 4 - place, width // 2)
+    for name, (size, middle) in case.others.items():
+        numbers = {"": 1, "head_dim": width, "experts": tensors.get("blk.1.ffn_gate_inp.weight", torch.empty(1, 1)).shape[0]}
+        count = numbers.get(size) or getattr(own.config, size, None) or 1
+        for layer in range(layers):
+            tensors[f"blk.{layer}.{name}"] = middle + torch.randn(count, generator=draw) * 0.3
     changes = {f"{own.recorded.architecture}.{key}": Value.of(_type(value), value) for key, value in case.keys.items()}
     return write_file(path, own.recorded.architecture, tensors, dict.fromkeys(tensors, "F32"), {**own.settings, **changes})
 
 
 def _type(value: Any) -> str:
+    if isinstance(value, list):
+        return _type(value[0]).replace("u", "i") + "[]"
     return {bool: "bool", int: "u32", float: "f32", str: "string"}[type(value)]
 
 

@@ -23,8 +23,10 @@ PLACES = sorted(ROOT.glob(".venv-live/llama_cpp_python-*/vendor/llama.cpp"))
 # Numbers that the converter wants in configs, or functions of these, and that transformers no longer writes.
 LACKING: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0}, "gpt_neox": {"rotary_pct": 0.25},
-    "minimax_m2": {"rotary_dim": lambda numbers: numbers["head_dim"]},
+    "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": lambda numbers: numbers["head_dim"]},
     "bamba": {"attn_rotary_emb": lambda numbers: numbers["hidden_size"] // numbers["num_attention_heads"] // 2},
+    "deepseek_v3": {"scoring_func": "sigmoid"}, "glm4_moe_lite": {"scoring_func": "sigmoid"},
+    "exaone_moe": {"scoring_func": "sigmoid"},
     "hunyuan_v1_moe": {"moe_intermediate_size": [160], "moe_topk": [1], "num_shared_expert": [1]},
 }
 
@@ -63,6 +65,9 @@ def converter(model: Path, type: str = "ALL_F32") -> Any:
         kind.no_mtp = True                                       # transformers' models have no layers of that kind
     run = kind(model, gguf.LlamaFileType[type], model / "model.gguf", eager=True, model_name=numbers["model_type"])
     run = getattr(run, "impl", run)                              # a class that chooses another
+    if hasattr(run, "_attn_layers") and "layer_types" in numbers:           # it knows the names before transformers 5
+        run._attn_layers = [layer for layer, kind in enumerate(numbers["layer_types"]) if kind == "full_attention"]
+        run._ssm_layers = [layer for layer in range(run.block_count) if layer not in run._attn_layers]
     run.hparams |= {key: value(numbers) if callable(value) else value
                     for key, value in LACKING.get(numbers["model_type"], {}).items()}
     run.set_vocab = lambda: _add_tokens(run.gguf_writer)

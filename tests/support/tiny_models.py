@@ -36,15 +36,23 @@ LINEAR = ({"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_h
           {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 16})
 KINDS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 CONVS = ["conv", "full_attention", "conv", "full_attention"]
+WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+ROTARY = {"rope_type": "default", "rope_theta": 500000.0}
 Changes = dict[str, Any] | tuple[dict[str, Any], ...]
 SPECIAL: dict[str, Changes] = {
     "cohere": TIED, "cohere2": TIED, "gemma": TIED, "gemma2": TIED, "gemma3_text": TIED,
     "bamba": tuple({**sizes, "attn_layer_indices": [1]} for sizes in MAMBA),
     "deepseek_v2": LATENT, "deepseek_v3": LATENT, "glm4_moe_lite": LATENT, "youtu": LATENT,
+    "exaone4": tuple({"layer_types": ["full_attention"] * layers} for layers in (3, 4)),      # large ones alone have windows
     "ernie4_5_moe": ({"moe_num_experts": 3, "moe_k": 2}, {"moe_num_experts": 5, "moe_k": 2}),
     "granitemoehybrid": tuple({**sizes, "layer_types": ["mamba", "attention", "mamba", "mamba"][:3 + i]}
                               for i, sizes in enumerate(MAMBA)),
     "falcon": ({"num_kv_heads": 2, "new_decoder_architecture": True}, {"num_kv_heads": 3, "new_decoder_architecture": True}),
+    "lfm2": tuple({"layer_types": CONVS[:3 + size]} for size in (0, 1)),
+    # llama.cpp takes one base for all layers, whatever the file says
+    "mellum": tuple({"layer_types": WINDOWS[:3 + size],
+                     "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROTARY)} for size in (0, 1)),
+    "olmoe": ({"num_key_value_heads": 4}, {"num_key_value_heads": 6}),
     "lfm2_moe": tuple({"layer_types": CONVS[:3 + size], "num_dense_layers": 1, **TIED} for size in (0, 1)),
     "falcon_mamba": ({"intermediate_size": 128}, {"intermediate_size": 384}),
     "gpt2": {"n_ctx": 128},
@@ -60,6 +68,7 @@ SPECIAL: dict[str, Changes] = {
     "ministral3": {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+    "phi": ({"num_key_value_heads": 4, "intermediate_size": 256}, {"num_key_value_heads": 6, "intermediate_size": 768}),
     "nemotron": ({"head_dim": 16}, {"head_dim": 32}),
     "solar_open": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
     "qwen3_next": ({**LINEAR[0], "layer_types": KINDS[:3]}, {**LINEAR[1], "layer_types": KINDS}),
@@ -72,7 +81,13 @@ UNUSUAL = {"rms_norm_eps": 0.01, "layer_norm_eps": 0.01, "layer_norm_epsilon": 0
            "logits_scaling": 2.0, "logit_scale": 0.3, "final_logit_softcapping": 2.0,
            "attn_logit_softcapping": 2.0, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "partial_rotary_factor": 0.5}
 # Model types of which files, and so llama.cpp, have no place for a number.
-FIXED = {"bloom": {"tie_word_embeddings": True}, "glm": {"rope_parameters": None}, "olmoe": {"rms_norm_eps": 1e-5},
+SMALL = {"rms_norm_eps": 1e-6, "norm_topk_prob": True}           # norms of latents have this epsilon whatever the config says
+FIXED = {"afmoe": {"mup_enabled": True}, "exaone4": {"sliding_window": None}, "deepseek_v3": SMALL, "glm4_moe_lite": SMALL,
+         "youtu": {"rms_norm_eps": 1e-6}, "deepseek_v2": {"rms_norm_eps": 1e-6, "norm_topk_prob": False},
+         "bloom": {"tie_word_embeddings": True}, "glm": {"rope_parameters": None, "rms_norm_eps": 1e-5},
+         "falcon": {"rope_parameters": None}, "phi": {"rope_parameters": None},
+         "olmoe": {"rms_norm_eps": 1e-5, "norm_topk_prob": False}, "gemma": {"rope_parameters": None},
+         "gpt_neox": {"rope_parameters": None}, "minicpm3": {"rope_parameters": None}, "lfm2_moe": {"routed_scaling_factor": 1.0},
          "gemma2": {"rope_parameters": None}, "mistral": {"sliding_window": None},
          "mixtral": {"sliding_window": None}, "qwen2_moe": {"norm_topk_prob": False}, "stablelm": {"rope_parameters": None}}
 

@@ -5,8 +5,9 @@ counts.  `models` has others for some model types, null for keys that are not co
 `rope_parameters.rope_theta`, or names with `*`, `/` and `+` between them, or a number; `layer_types=sliding_attention` is which
 layers are of that type.  `usual` has values that change nothing.  `inert` keys change no number, or shapes of tensors say the
 same.  `rope` keys are compared by qdsl.models.transformers.gguf_rope.  `common` and `architectures` are what llama.cpp reads,
-`unread` what its converter writes beside that.  Keys outside of the architecture's own are notes of programs, or the
-vocabulary's.
+`unread` what its converter writes beside that.  `others` are architectures without a map, with all keys that llama.cpp reads or
+its converter writes, beside `common` and `written`; `*` stands for any text.  qdsl.models.transformers.gguf_config explains the
+rest.  Keys outside of the architecture's own are notes of programs, or the vocabulary's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,8 @@ def table() -> Mapping[str, Any]:
 def key_findings(file: GgufFile) -> list[Finding]:
     """Keys of a language model that change its numbers and are not computed, or that nothing is known about.
 
-    None for architectures that the table does not have, of which only weights are read.
+    None for architectures that llama.cpp does not know, and only unknown keys for those without a map: their weights alone are
+    read.
     """
     return metadata_findings(file.path.name, file.metadata)
 
@@ -47,7 +50,7 @@ def key_findings(file: GgufFile) -> list[Finding]:
 def metadata_findings(place: str, metadata: Mapping[str, Any]) -> list[Finding]:
     """The same for metadata.  place: the file."""
     architecture = metadata.get("general.architecture")
-    if architecture not in table()["architectures"]:
+    if architecture not in table()["architectures"] and not has_no_map(architecture):
         return []
     start, findings = f"{architecture}.", []
     for key in [key for key in metadata if key.startswith(start)]:
@@ -61,12 +64,20 @@ def metadata_findings(place: str, metadata: Mapping[str, Any]) -> list[Finding]:
 def _kind(key: str, architecture: str) -> Kind | None:
     """What a key of an architecture does; None for one that is computed, or that changes no number."""
     rows = table()
+    if has_no_map(architecture):
+        patterns = (*rows["common"], *rows["written"], *rows["inert"], *rows["others"][architecture])
+        return None if any(fnmatchcase(key, pattern) for pattern in patterns) else Kind.UNKNOWN
     if key in rows["inert"] or key in rows["unread"].get(architecture, ()):
         return None
     if not is_read(key, architecture):
         return Kind.UNKNOWN
     is_computed = key in rows["settings"] or key in rows["rope"] or any(key in own for own in rows["models"].values())
     return None if is_computed else Kind.ACTS
+
+
+def has_no_map(architecture: object) -> bool:
+    """Whether llama.cpp knows an architecture that qdsl has no map of: its files are no models here."""
+    return architecture in table()["others"]
 
 
 def is_read(key: str, architecture: str) -> bool:

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MixtralConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from qdsl.checkpoint.files import checksums, components
-from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
+from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
-from qdsl.checkpoint.files.gguf_metadata import Value
-from qdsl.checkpoint.files.gguf_write import NewTensor
-from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.references import Repository, local_path, parsed
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.models.gguf_keys import complete, contradictions, unknown
-from qdsl.models.gguf_maps import GgufMap, map_of, model_types, pattern_of
+from qdsl.models.gguf_keys import contradictions, unknown
+from qdsl.models.gguf_maps import GgufMap, map_of, model_types
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
 from qdsl.models.plan import LoadError
 from qdsl.models.processor import chosen_dtype
 from qdsl.models.transformers.config import QdslConfig
-from qdsl.models.transformers.gguf_rope import rotary_contradictions, set_rotary
+from qdsl.models.transformers.gguf_config import config_of_file, model_type_of
+from qdsl.models.transformers.gguf_rope import rotary_contradictions
 from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
 from qdsl.models.transformers.gguf_weights import GgufWeights
 
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"         # of files, and of models
-WINDOWED = ("gemma2",)                                           # whose layers have a window if the file states none
-GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}                    # layers of models whose attention is scaled by another number
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
 BASE = "pass base=, a folder with the model's config.json"
-# Switches of configs that add tensors, by these tensors of a layer.
-SWITCHES = {"attention_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"),
-            "use_qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-            "mlp_bias": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"), "qk_layernorm": ("attn_q_norm.weight",)}
 
 
 def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_class: Any = None,
@@ -54,9 +45,8 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         config = config_of(file, path, base) if config is None else config
         own = map_of(config.model_type, architecture)
         if is_read and not own.reads_config:
-            raise LoadError(f"{path}: transformers does not read all of the config of model type {own.model_type!r} from GGUF "
-                            f"files: {BASE}")
-        allowed = _check(config, file, own, options.allow_unknown)
+            raise LoadError(f"{path}: files do not hold all of the config of model type {own.model_type!r}: {BASE}")
+        allowed = _check(config, file, own, options.allow_unknown, is_read)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
         if (head := own.rule(HEAD)) is not None and file.tensors.keys().isdisjoint(head.sources):
@@ -98,11 +88,16 @@ def _architecture(file: GgufFile) -> str:
     return str(file.metadata["general.architecture"])
 
 
-def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool) -> list[str]:
-    """Sentences about metadata that nothing explains.  Raises LoadError for them unless allowed, and for contradictions."""
+def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_read: bool) -> list[str]:
+    """Sentences about metadata that nothing explains.  Raises LoadError for them unless allowed, and for contradictions.
+
+    is_read: the config is the file's own, so that a contradiction is what its class cannot say.
+    """
     problems = [*contradictions(config, file.metadata, own), *rotary_contradictions(config, file, own.architecture)]
     if problems:
-        raise LoadError("\n".join([f"{file.path}: the file and the config of {own.model_class} contradict each other:",
+        why = f"the config of {own.model_class} has no place for what the file says" if is_read else \
+            f"the file and the config of {own.model_class} contradict each other"
+        raise LoadError("\n".join([f"{file.path}: {why}:",
                                    *(f"  {problem}" for problem in problems)]))
     problems = unknown(config, file.metadata, own)
     if problems and not allow_unknown:
@@ -128,27 +123,15 @@ def _set_ends(generation: Any, vocabulary: Vocabulary, keeps: bool) -> None:
 
 
 def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any:
-    """The config of a language model: that of `base`, else what transformers reads from the file.
+    """The config of a language model: that of `base`, else one of the file's metadata.
 
-    Raises LoadError for a file of which it reads no config.
+    Raises LoadError for a file of an architecture without a map, and for one that the config cannot say.
     """
     if base is not None:
         config = AutoConfig.from_pretrained(base)
         return config if config.model_type in model_types() else config.get_text_config(decoder=True)
     architecture = str(file.metadata["general.architecture"])
-    with tempfile.TemporaryDirectory() as folder:
-        _write_header(file, Path(folder) / "header.gguf", architecture)
-        try:
-            config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
-        except (ValueError, KeyError) as error:
-            raise LoadError(f"{path}: transformers reads no config of architecture {architecture!r} from GGUF files: "
-                            f"{BASE} ({error})") from error
-    experts = file.metadata.get("llama.expert_count", 0)         # Mixtral has the architecture of Llama
-    if experts and config.model_type in ("llama", "mistral"):
-        own = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
-        config = MixtralConfig(**own, num_local_experts=experts)
-    _complete(config, file, map_of(config.model_type, architecture))
-    return config
+    return config_of_file(file, map_of(model_type_of(file, architecture), architecture))
 
 
 def file_dtype(path: Path) -> str:
@@ -159,29 +142,10 @@ def file_dtype(path: Path) -> str:
 
 def _file_dtype(file: GgufFile) -> str | None:
     """The dtype of a model of plain weights, so that they stay mapped; None for one with packed weights."""
-    matrices = {tensor.type.name for tensor in file.tensors.values() if len(tensor.logical_shape) > 1} - {"F32"}
-    return TORCH[matrices.pop()] if matrices in ({"F16"}, {"BF16"}) else None
-
-
-def _complete(config: Any, file: GgufFile, own: GgufMap) -> None:
-    """Set the entries of a config that transformers omits, or reads wrongly, for some model types."""
-    if hasattr(config, "head_dim") and config.num_attention_heads:           # transformers takes the width of rotary embeddings
-        config.head_dim = config.hidden_size // config.num_attention_heads
-    complete(config, file.metadata, own)
-    window = f"{own.architecture}.attention.sliding_window"
-    if hasattr(config, "sliding_window") and not hasattr(config, "use_sliding_window") and (
-            not file.metadata.get(window) and own.architecture not in WINDOWED):
-        config.sliding_window = None                             # absent and 0 are none
-    if EMBEDDING in file.tensors:
-        config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
-    if config.model_type in GEMMA_27B:                           # no key of a file: llama.cpp knows models by their layers
-        is_27b = config.num_hidden_layers == GEMMA_27B[config.model_type]
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
-    leaves = {pattern_of(name)[0].removeprefix("blk.{block}.") for name in file.tensors}
-    for switch, tensors in SWITCHES.items():
-        if hasattr(config, switch):
-            setattr(config, switch, not leaves.isdisjoint(tensors))
-    set_rotary(config, file, own.architecture)
+    matrices = {tensor.type.name for tensor in file.tensors.values() if len(tensor.logical_shape) > 1}
+    if matrices - {"F32"} in ({"F16"}, {"BF16"}):
+        return TORCH[(matrices - {"F32"}).pop()]                 # routers and such are float32 beside
+    return "float32" if matrices <= {"F32", "F16", "BF16"} else None
 
 
 def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) -> Any:
@@ -204,15 +168,3 @@ def gguf_path(ref: str | Path) -> Path | None:
     if isinstance(target, Repository) and target.file is None and target.quant is None:
         return None
     return components.gguf(local_path(ref))
-
-
-def _write_header(file: GgufFile, path: Path, architecture: str) -> None:
-    """Write a GGUF file with the same settings, but without the vocabulary, which transformers takes seconds to read.
-
-    Scaling of rotary embeddings is left out, too: transformers misreads it.
-    """
-    metadata = {key: value for key, value in file.metadata.stored().items()
-                if not (key.startswith("tokenizer.") and value.type.endswith("[]")) and ".rope.scaling." not in key}
-    if EMBEDDING in file.tensors:
-        metadata.setdefault(f"{architecture}.vocab_size", Value.of("u32", file.tensors[EMBEDDING].logical_shape[0]))
-    write_gguf(path, metadata, [NewTensor(name, BY_NAME["F32"], (1,), [bytes(4)]) for name in file.tensors])

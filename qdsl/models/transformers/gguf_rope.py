@@ -1,7 +1,9 @@
 """Rotary embeddings of GGUF files for configs of transformers: the base, divisors of frequencies, and the factor of attention.
 
 llama.cpp's kinds of scaling (linear, yarn, tensors of factors) all divide each frequency by a number and multiply attention.
-Transformers' `longrope` states just these, so every kind is read as that one.
+Transformers' `longrope` states just these, so every kind is read as that one.  `window_rope` of the table of keys has, for
+architectures whose layers with a window rotate otherwise, the `base` where the file states none, `one_base` for that of the other
+layers, and `attention` where the factor counts there, too.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 BASE = 10000.0                                                   # llama.cpp's where a file has none
 KINDS = ("none", "linear", "yarn", "longrope")
 LOCAL = "sliding_attention"
+TEMPERATURE = "llama_4_scaling_beta"                             # by which queries grow with their positions
 CLOSE = 1e-5                                                     # relative difference of numbers in float32
 
 
@@ -73,22 +76,39 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
     ones = (1.0,) * (width // 2)
     attention = number("scaling.attn_factor", 1.0)
     if is_local:
-        return Rotary(number("freq_base_swa", BASE), ones, ones, attention, length, "none")
+        local = table()["window_rope"].get(architecture, {})
+        base = base if local.get("one_base") else number("freq_base_swa", local.get("base", base))
+        attention = attention if local.get("attention") else 1.0
+        return Rotary(base, ones, ones, attention, length, "none")
     kind = str(file.metadata.get(f"{architecture}.rope.scaling.type", "linear"))
     if kind not in KINDS:
         raise LoadError(f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; there are {', '.join(KINDS)}")
     scale = number("scaling.factor", number("scale_linear", 1.0)) or 1.0
     divisors = [scale if kind != "none" else 1.0] * (width // 2)
     if kind == "yarn":
-        divisors = [1 / (mix + (1 - mix) / scale) for mix in _unscaled_shares(width, base, length)]
-        attention *= 1.0 if scale <= 1 else 0.1 * math.log(scale) + 1.0
+        fast, slow = (number(key, usual) if is_read(f"rope.{key}", architecture) else usual
+                      for key, usual in (("scaling.yarn_beta_fast", 32.0), ("scaling.yarn_beta_slow", 1.0)))
+        divisors = [1 / (mix + (1 - mix) / scale) for mix in _unscaled_shares(width, base, length, fast, slow)]
+        attention *= _yarn_attention(scale, log_multiplier(file, architecture))
     tensors = [_factors(file, name, width) for name in (SHORT, LONG)]
     tensors = [_factors(file, FREQUENCIES, width)] * 2 if kind != "longrope" and FREQUENCIES in file.tensors else tensors
     short, long = (tuple(divisor * factor for divisor, factor in zip(divisors, own, strict=True)) for own in tensors)
     return Rotary(base, short, long, attention, length, kind)
 
 
-def _unscaled_shares(width: int, base: float, length: int, fast: float = 32.0, slow: float = 1.0) -> list[float]:
+def log_multiplier(file: GgufFile, architecture: str) -> float:
+    """By how much yarn's factor of attention is divided; 0 for not at all."""
+    key = "rope.scaling.yarn_log_multiplier"
+    return float(file.metadata.get(f"{architecture}.{key}", 0.0)) if is_read(key, architecture) else 0.0
+
+
+def _yarn_attention(scale: float, multiplier: float) -> float:
+    """yarn's factor of attention."""
+    grown, divisor = (1.0 if scale <= 1 else 0.1 * own * math.log(scale) + 1.0 for own in (1.0, multiplier))
+    return grown / divisor
+
+
+def _unscaled_shares(width: int, base: float, length: int, fast: float, slow: float) -> list[float]:
     """How much of each frequency yarn leaves as it is, from 0 to 1: high frequencies whole, those of long waves nothing."""
     first, last = (width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (fast, slow))
     low, high = max(0, math.floor(first)), min(width - 1, math.ceil(last))
@@ -116,6 +136,9 @@ def set_rotary(config: Any, file: GgufFile, architecture: str) -> None:
                                   for kind, own in usual.items()}
         return
     config.rope_parameters = _parameters(config, usual, file, architecture)
+    if hasattr(config, "layer_rope_theta"):                      # 0 for layers that rotate nothing
+        pattern = file.metadata.get(f"{architecture}.attention.rope_pattern", (True,) * config.num_hidden_layers)
+        config.layer_rope_theta = [config.rope_parameters["rope_theta"] if own else 0 for own in pattern]
     if hasattr(config, "original_max_position_embeddings"):
         config.original_max_position_embeddings = config.rope_parameters.get(
             "original_max_position_embeddings", config.max_position_embeddings)
@@ -127,10 +150,15 @@ def _parameters(config: Any, usual: Mapping[str, Any], file: GgufFile, architect
     own = {key: value for key, value in usual.items() if key in ("rope_theta", "partial_rotary_factor")}
     own["rope_type"] = "default"
     width = head_width(config)
-    count = file.metadata.get(f"{architecture}.rope.dimension_count")
+    key = f"{architecture}.rope.dimension_count"
+    count = file.metadata.get(f"{key}_swa" if is_local and f"{key}_swa" in file.metadata else key)
     if count is not None and "partial_rotary_factor" in own:
         own["partial_rotary_factor"] = count / width
-    return rotary(file, architecture, int(width * own.get("partial_rotary_factor", 1.0)), is_local).parameters(own)
+    result = rotary(file, architecture, int(width * own.get("partial_rotary_factor", 1.0)), is_local)
+    if TEMPERATURE in usual:
+        scale = file.metadata.get(f"{architecture}.attention.temperature_scale", 0.0)
+        own |= {TEMPERATURE: scale, "original_max_position_embeddings": result.length}
+    return result.parameters(own)
 
 
 def head_width(config: Any) -> int:
