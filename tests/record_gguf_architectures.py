@@ -98,8 +98,8 @@ class Converter:
         for name in self.classes:
             family = list(self.parents(name))
             text = "\n".join(map(ast.unparse, family))
-            own = next((found[1] for parent in family
-                        if (found := re.search(r"model_arch = gguf\.MODEL_ARCH\.(\w+)", ast.unparse(parent)))), None)
+            own = next((match[1] for parent in family
+                        if (match := re.search(r"model_arch = gguf\.MODEL_ARCH\.(\w+)", ast.unparse(parent)))), None)
             others = set(re.findall(r"gguf\.MODEL_ARCH\.(\w+)", ast.unparse(self.classes[name])))
             for constant in {own, *others} - {None}:
                 calls = re.findall(r"\.(add_\w+)\(", text)

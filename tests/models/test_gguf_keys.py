@@ -36,19 +36,27 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 # Cases in which llama.cpp does otherwise than its own files say, and why.
 OTHERWISE = {("ernie4_5", "biases of attention"): "it loads attn_output.bias and does not add it",
+             ("ernie4_5_moe", "biases of attention"): "the same",
+             ("mellum", "another base"): "it reads rope.freq_base_swa and does not use it",
+             ("mellum", "another base of windows"): "the same",
              ("laguna", "some layers a window"): "it takes the rotated width of the first layer for all"}
 ANSWERS: dict[str, dict[str, list[float]]] = json.loads((gguf_cases.FOLDER / "answers.json").read_text())
-CLOSE = 1e-3                                                     # relative difference of logits: GELU of llama.cpp is a table
+CLOSE = 1e-3                                                     # relative difference of logits
+TABLED = {"falcon": 3e-3, "gemma": 3e-3}                         # GELU of llama.cpp is a table of float16, and tanh for erf
+# Model types of which `make test` takes some cases, one for each kind of layer; `make test-all` and `make live` take all of all.
+SAMPLE = ("deepseek_v3", "falcon", "gemma3_text", "gpt_oss", "granitemoehybrid", "laguna", "lfm2_moe", "mamba", "olmo3",
+          "qwen3_next")
+STEP = 6                                                         # between the cases that are taken
 # Cases of Llama that have to be computed: a refusal is a failure.
 COMPUTED = {"unchanged", "the old name of linear scaling", "a factor without a type", "linear", "yarn", "yarn and attention",
             "attention", "another base", "another epsilon", "biases", "biases of attention", "biases of queries, keys and values",
             "biases of layers", "a bias of one layer", "frequencies", "frequencies and yarn"}
 
 
-def check_all(model_type: str, folder: Path) -> set[str]:
-    """Check each case of a model type: the names of those that are computed."""
+def check_all(model_type: str, folder: Path, step: int = 1) -> set[str]:
+    """Check each case of a model type, or every so many: the names of those that are computed."""
     own, computed = gguf_cases.tiny(model_type), set()
-    for name, expected in ANSWERS[model_type].items():
+    for name, expected in list(ANSWERS[model_type].items())[::step]:
         if (model_type, name) in OTHERWISE:
             continue
         path = gguf_cases.write_case(folder / "model.gguf", own, gguf_cases.cases()[name])
@@ -59,14 +67,15 @@ def check_all(model_type: str, folder: Path) -> set[str]:
         with torch.no_grad():
             logits = gguf_cases.sample(model(torch.tensor([gguf_cases.TOKENS])).logits[0].float())
         difference = float((logits - torch.tensor(expected)).norm() / torch.tensor(expected).norm())
-        assert difference < CLOSE, f"{model_type}, {name}: logits differ from llama.cpp's by {difference:.2g}"
+        close = TABLED.get(model_type, CLOSE)
+        assert difference < close, f"{model_type}, {name}: logits differ from llama.cpp's by {difference:.2g}"
         computed.add(name)
     return computed
 
 
-@pytest.mark.parametrize("model_type", ANSWERS if ALL else ("llama",))
+@pytest.mark.parametrize("model_type", ANSWERS if ALL else ("llama", *SAMPLE))
 def test_logits_are_those_of_llama_cpp_or_the_file_is_refused(model_type: str, tmp_path: Path) -> None:
-    computed = check_all(model_type, tmp_path)
+    computed = check_all(model_type, tmp_path, STEP if model_type in SAMPLE and not ALL else 1)
     assert computed >= (COMPUTED if model_type == "llama" else {"unchanged"})
 
 
@@ -188,7 +197,8 @@ def test_files_of_other_architectures_have_no_findings_and_are_no_models(archite
     unknown_key = {f"{architecture}.of_next_year": 2.0}
     (finding,) = metadata_findings("model.gguf", metadata | unknown_key)
     assert (finding.kind, finding.key) == (Kind.UNKNOWN, f"{architecture}.of_next_year")
-    path = write_file(tmp_path / "model.gguf", architecture, {"token_embd.weight": torch.ones(4, 32)}, {"token_embd.weight": "F32"},
+    tensors = {"token_embd.weight": torch.ones(4, 32)}
+    path = write_file(tmp_path / "model.gguf", architecture, tensors, dict.fromkeys(tensors, "F32"),
                       {key: Value.of("u32", value) for key, value in metadata.items() if value == 7})
     assert not json.loads(CliRunner().invoke(app, ["inspect", "--json", str(path)]).output)["not_understood"]
     with pytest.raises(LoadError, match=f"architecture '{architecture}' has no map, .*llama.cpp knows it"):

@@ -25,6 +25,7 @@ from tests.support.tiny_models import tiny_model, unusual
 
 FOLDER = ROOT / "tests/data/gguf_keys"
 LOUD = 6.0                                                       # times the usual weights, so that every key shows in logits
+QUIET = ("mamba",)                                               # with usual weights: its states amplify roundings
 TOKENS = [int(token) for token in torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(5))]
 TOKEN_IDS = {"bos": 1, "eos": 2, "padding": 0}
 PLACES, STEP = (9, 20, 39), 11                                   # of the logits that are recorded: of these tokens, every so many
@@ -146,7 +147,7 @@ def tiny(model_type: str) -> Tiny:
     recorded, model = GgufMap.read(MAPS / f"{model_type}.json"), tiny_model(model_type, 1, **unusual(model_type))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and model_type not in QUIET:
                 parameter.mul_(LOUD)
     settings = {key: Value.of(type, value) for key, (type, value) in metadata()[model_type].items()
                 if key != "general.architecture"}

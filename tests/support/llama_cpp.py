@@ -26,7 +26,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": lambda numbers: numbers["head_dim"]},
     "bamba": {"attn_rotary_emb": lambda numbers: numbers["hidden_size"] // numbers["num_attention_heads"] // 2},
     "deepseek_v3": {"scoring_func": "sigmoid"}, "glm4_moe_lite": {"scoring_func": "sigmoid"},
-    "exaone_moe": {"scoring_func": "sigmoid"},
+    "afmoe": {"route_norm": True}, "exaone_moe": {"scoring_func": "sigmoid"},
     "hunyuan_v1_moe": {"moe_intermediate_size": [160], "moe_topk": [1], "num_shared_expert": [1]},
 }
 

@@ -42,7 +42,8 @@ Changes = dict[str, Any] | tuple[dict[str, Any], ...]
 SPECIAL: dict[str, Changes] = {
     "cohere": TIED, "cohere2": TIED, "gemma": TIED, "gemma2": TIED, "gemma3_text": TIED,
     "bamba": tuple({**sizes, "attn_layer_indices": [1]} for sizes in MAMBA),
-    "deepseek_v2": LATENT, "deepseek_v3": LATENT, "glm4_moe_lite": LATENT, "youtu": LATENT,
+    "deepseek_v2": LATENT, "deepseek_v3": LATENT, "glm4_moe_lite": LATENT,
+    "youtu": tuple({key: value for key, value in own.items() if key.endswith(("_rank", "_dim", "_heads"))} for own in LATENT),
     "exaone4": tuple({"layer_types": ["full_attention"] * layers} for layers in (3, 4)),      # large ones alone have windows
     "ernie4_5_moe": ({"moe_num_experts": 3, "moe_k": 2}, {"moe_num_experts": 5, "moe_k": 2}),
     "granitemoehybrid": tuple({**sizes, "layer_types": ["mamba", "attention", "mamba", "mamba"][:3 + i]}
@@ -81,15 +82,15 @@ UNUSUAL = {"rms_norm_eps": 0.01, "layer_norm_eps": 0.01, "layer_norm_epsilon": 0
            "logits_scaling": 2.0, "logit_scale": 0.3, "final_logit_softcapping": 2.0,
            "attn_logit_softcapping": 2.0, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "partial_rotary_factor": 0.5}
 # Model types of which files, and so llama.cpp, have no place for a number.
-SMALL = {"rms_norm_eps": 1e-6, "norm_topk_prob": True}           # norms of latents have this epsilon whatever the config says
-FIXED = {"afmoe": {"mup_enabled": True}, "exaone4": {"sliding_window": None}, "deepseek_v3": SMALL, "glm4_moe_lite": SMALL,
-         "youtu": {"rms_norm_eps": 1e-6}, "deepseek_v2": {"rms_norm_eps": 1e-6, "norm_topk_prob": False},
-         "bloom": {"tie_word_embeddings": True}, "glm": {"rope_parameters": None, "rms_norm_eps": 1e-5},
-         "falcon": {"rope_parameters": None}, "phi": {"rope_parameters": None},
-         "olmoe": {"rms_norm_eps": 1e-5, "norm_topk_prob": False}, "gemma": {"rope_parameters": None},
-         "gpt_neox": {"rope_parameters": None}, "minicpm3": {"rope_parameters": None}, "lfm2_moe": {"routed_scaling_factor": 1.0},
-         "gemma2": {"rope_parameters": None}, "mistral": {"sliding_window": None},
-         "mixtral": {"sliding_window": None}, "qwen2_moe": {"norm_topk_prob": False}, "stablelm": {"rope_parameters": None}}
+SMALL = {"rms_norm_eps": 1e-6}                                   # some norms have this epsilon whatever the config says
+PLAIN = {"rope_parameters": None}                                # the base of which the converter does not write
+FIXED = {
+    "afmoe": {"mup_enabled": True}, "bloom": {"tie_word_embeddings": True}, "deepseek_v2": {**SMALL, "norm_topk_prob": False},
+    "deepseek_v3": SMALL, "exaone4": {"sliding_window": None}, "falcon": PLAIN, "gemma": PLAIN, "gemma2": PLAIN,
+    "glm": {**PLAIN, "rms_norm_eps": 1e-5}, "glm4_moe_lite": SMALL, "gpt_neox": PLAIN, "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "minicpm3": {**PLAIN, **SMALL}, "mistral": {"sliding_window": None}, "mixtral": {"sliding_window": None},
+    "olmoe": {"rms_norm_eps": 1e-5, "norm_topk_prob": False}, "phi": PLAIN, "qwen2_moe": {"norm_topk_prob": False},
+    "qwen3_next": {**SMALL, "linear_key_head_dim": 32, "linear_value_head_dim": 32}, "stablelm": PLAIN, "youtu": SMALL}
 
 
 def unusual(model_type: str) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def model_type_of(file: GgufFile, architecture: str) -> str:
     """The model type of a file.  Raises LoadError for an architecture without a map."""
     types = model_types_of(architecture)
     if not types:
-        knows = "llama.cpp knows it" if architecture in table()["others"] else "llama.cpp does not know it either"
+        why = "llama.cpp knows it" if architecture in table()["others"] else "llama.cpp does not know it either"
         raise LoadError(f"{file.path}: architecture {architecture!r} has no map, so its weights have no places in a model of "
-                        f"transformers ({knows}); there are {', '.join(sorted(table()['architectures']))}")
+                        f"transformers ({why}); there are {', '.join(sorted(table()['architectures']))}")
     for model_type, conditions in table()["choices"].get(architecture, ()):
         values = {key: file.metadata.get(f"{architecture}.{key}", file.metadata.get(key)) for key in conditions}
         if all(_holds(plain(values[key]), wanted) for key, wanted in conditions.items()):
@@ -81,13 +81,20 @@ def config_of_file(file: GgufFile, own: GgufMap) -> Any:
 
 def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> None:
     """Raises LoadError for numbers that a config takes, and its class computes otherwise than llama.cpp."""
-    groups, epsilon = "expert_group_count", "attention.layer_norm_rms_epsilon"
+    groups, epsilon, norm = "expert_group_count", "attention.layer_norm_rms_epsilon", "expert_weights_norm"
     place = f"{file.path}: {own.architecture}"
     if own.model_type in table()["ungrouped"] and metadata.get(groups, 0) > 1:
-        raise LoadError(f"{place}.{groups} is {metadata[groups]}: llama.cpp chooses groups of experts by another rule than "
-                        f"{own.model_class}")
+        raise LoadError(f"{place}.{groups} is {metadata[groups]}: llama.cpp chooses groups otherwise than {own.model_class}")
+    if own.model_type in table()["normed"] and not metadata.get(norm):
+        raise LoadError(f"{place}.{norm} is not true: {own.model_class} divides weights of experts by their sum")
+    period = table()["window_patterns"].get(own.architecture, (0,))[0]
+    windows, layers = metadata.get(WINDOWS, period), metadata["block_count"]
+    if own.model_type in table()["whole_periods"] and pattern_of_windows(windows, layers, own.architecture) != pattern_of_windows(
+            period, layers, own.architecture):
+        raise LoadError(f"{place}.{WINDOWS} is {windows}: llama.cpp rotates all but every {period}th layer, "
+                        f"and {own.model_class} those with a window")
     if own.model_type in table()["small_epsilons"] and metadata.get(epsilon, 0) > 2 * SMALL:
-        raise LoadError(f"{place}.{epsilon} is {metadata[epsilon]}: {own.model_class} has norms with an epsilon of their own")
+        raise LoadError(f"{place}.{epsilon} is {metadata[epsilon]}: {own.model_class} has norms of another epsilon")
 
 
 def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
@@ -97,8 +104,10 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
     numbers: dict[str, Any] = {}
     for name, value in _named(metadata, own, usual):
         numbers.setdefault(name, value if isinstance(getattr(usual, name), list) else one_number(value))
-    if isinstance(heads := metadata.get(HEADS), int) and _is_settable(usual, "head_dim"):
-        numbers.setdefault("head_dim", metadata["embedding_length"] // max(heads, 1))
+    if isinstance(heads := metadata.get(HEADS), int) and heads and _is_settable(usual, "head_dim"):
+        numbers.setdefault("head_dim", metadata["embedding_length"] // heads)
+    if hasattr(usual, "mixer_rms_eps"):                          # of further norms, which have one epsilon in files
+        numbers["mixer_rms_eps"] = metadata["attention.layer_norm_rms_epsilon"]
     _set_products(numbers, metadata, own, usual)
     _set_latent(numbers, metadata, file, usual)
     if not numbers.get(WINDOW) and hasattr(usual, WINDOW) and (
@@ -144,9 +153,9 @@ def _set_products(numbers: dict[str, Any], metadata: Mapping[str, Any], own: Ggu
     for key in [key for key in table()["settings"] if key in metadata and not key.startswith("rope.")]:
         products = (entry.split("*") for entry in entries_of(key, own) or () if isinstance(entry, str) and entry.count("*") == 1)
         names = next((names for names in products if all(hasattr(usual, name) for name in names)), [])
-        known, others = ([name for name in names if (name in numbers) == is_known] for is_known in (True, False))
-        if len(known) == len(others) == 1 and numbers[known[0]]:
-            numbers[others[0]] = metadata[key] // numbers[known[0]]
+        factors, others = ([name for name in names if (name in numbers) == is_set] for is_set in (True, False))
+        if len(factors) == len(others) == 1 and numbers[factors[0]]:
+            numbers[others[0]] = metadata[key] // numbers[factors[0]]
 
 
 def _set_latent(numbers: dict[str, Any], metadata: Mapping[str, Any], file: GgufFile, usual: Any) -> None:

@@ -35,6 +35,7 @@ class Rotary:
     """The rotary embeddings of a file's layers.
 
     short, long: divisors of the frequencies for texts up to `length` tokens, and for longer ones.  kind: of scaling, as stated.
+    scores: by the square of which latent attention multiplies its scores.
     """
 
     base: float
@@ -43,11 +44,12 @@ class Rotary:
     attention: float
     length: int
     kind: str
+    scores: float = 1.0
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is scaled."""
-        return {*self.short, *self.long, self.attention} == {1.0}
+        return {*self.short, *self.long, self.attention, self.scores} == {1.0}
 
     def frequencies(self, is_long: bool) -> Tensor:
         """The frequencies float32 [width / 2] of short or long texts."""
@@ -59,7 +61,9 @@ class Rotary:
         result = {**usual, "rope_theta": self.base}
         if self.is_plain:
             return result
-        return result | {"rope_type": "longrope", "short_factor": list(self.short), "long_factor": list(self.long), "factor": 1.0,
+        # scores are multiplied by (0.1 * mscale_all_dim * log(factor) + 1) ** 2, and the factor has no other use here
+        latent = {"factor": math.exp(10), "mscale_all_dim": self.scores - 1} if self.scores != 1 else {"factor": 1.0}
+        return result | {"rope_type": "longrope", "short_factor": list(self.short), "long_factor": list(self.long), **latent,
                          "attention_factor": self.attention, "original_max_position_embeddings": self.length}
 
 
@@ -85,15 +89,20 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
         raise LoadError(f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; there are {', '.join(KINDS)}")
     scale = number("scaling.factor", number("scale_linear", 1.0)) or 1.0
     divisors = [scale if kind != "none" else 1.0] * (width // 2)
+    scores = 1.0
+    if architecture in table()["latent_scores"]:
+        multiplier = log_multiplier(file, architecture)
+        attention, scores = _latent_attention(attention, scale if kind != "none" else 1.0, kind, multiplier)
+    elif kind == "yarn":
+        attention *= _yarn_attention(scale, log_multiplier(file, architecture))
     if kind == "yarn":
         fast, slow = (number(key, usual) if is_read(f"rope.{key}", architecture) else usual
                       for key, usual in (("scaling.yarn_beta_fast", 32.0), ("scaling.yarn_beta_slow", 1.0)))
         divisors = [1 / (mix + (1 - mix) / scale) for mix in _unscaled_shares(width, base, length, fast, slow)]
-        attention *= _yarn_attention(scale, log_multiplier(file, architecture))
     tensors = [_factors(file, name, width) for name in (SHORT, LONG)]
     tensors = [_factors(file, FREQUENCIES, width)] * 2 if kind != "longrope" and FREQUENCIES in file.tensors else tensors
     short, long = (tuple(divisor * factor for divisor, factor in zip(divisors, own, strict=True)) for own in tensors)
-    return Rotary(base, short, long, attention, length, kind)
+    return Rotary(base, short, long, attention, length, kind, scores)
 
 
 def log_multiplier(file: GgufFile, architecture: str) -> float:
@@ -106,6 +115,14 @@ def _yarn_attention(scale: float, multiplier: float) -> float:
     """yarn's factor of attention."""
     grown, divisor = (1.0 if scale <= 1 else 0.1 * own * math.log(scale) + 1.0 for own in (1.0, multiplier))
     return grown / divisor
+
+
+def _latent_attention(attention: float, scale: float, kind: str, multiplier: float) -> tuple[float, float]:
+    """llama.cpp's factors of rotated numbers and of scores, in architectures with latent keys, which it scales in any case."""
+    grown = 1.0 + 0.1 * math.log(scale)
+    rotated = attention * grown if kind == "yarn" and not multiplier else attention
+    own = attention / grown if kind == "yarn" and multiplier else attention
+    return rotated, own * grown * (1.0 + multiplier * math.log(scale))
 
 
 def _unscaled_shares(width: int, base: float, length: int, fast: float, slow: float) -> list[float]:
@@ -150,8 +167,8 @@ def _parameters(config: Any, usual: Mapping[str, Any], file: GgufFile, architect
     own = {key: value for key, value in usual.items() if key in ("rope_theta", "partial_rotary_factor")}
     own["rope_type"] = "default"
     width = head_width(config)
-    key = f"{architecture}.rope.dimension_count"
-    count = file.metadata.get(f"{key}_swa" if is_local and f"{key}_swa" in file.metadata else key)
+    counts = [file.metadata.get(f"{architecture}.{key}") for key in ("rope.dimension_count_swa", "rope.dimension_count")]
+    count = counts[0] if is_local and counts[0] is not None else counts[1]
     if count is not None and "partial_rotary_factor" in own:
         own["partial_rotary_factor"] = count / width
     result = rotary(file, architecture, int(width * own.get("partial_rotary_factor", 1.0)), is_local)
