@@ -44,8 +44,6 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         is_read = base is None and config is None
         config = config_of(file, path, base) if config is None else config
         own = map_of(config.model_type, architecture)
-        if is_read and not own.reads_config:
-            raise LoadError(f"{path}: files do not hold all of the config of model type {own.model_type!r}: {BASE}")
         allowed = _check(config, file, own, options.allow_unknown, is_read)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
@@ -131,7 +129,10 @@ def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any
         config = AutoConfig.from_pretrained(base)
         return config if config.model_type in model_types() else config.get_text_config(decoder=True)
     architecture = str(file.metadata["general.architecture"])
-    return config_of_file(file, map_of(model_type_of(file, architecture), architecture))
+    own = map_of(model_type_of(file, architecture), architecture)
+    if not own.reads_config:
+        raise LoadError(f"{path}: files do not hold all of the config of model type {own.model_type!r}: {BASE}")
+    return config_of_file(file, own)
 
 
 def file_dtype(path: Path) -> str:
