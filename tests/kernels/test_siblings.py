@@ -278,6 +278,34 @@ def test_copies_moves_and_state_dicts_are_those_of_separate_layers() -> None:
         assert not torch.equal(together(x)[0], wanted[0]) and same(together(x)[1:], wanted[1:])
 
 
+def test_adapters_and_compiled_programs_have_the_results_of_layers_alone() -> None:
+    """A LoRA of one layer, whose base layer still computes for all; and a program that torch compiles."""
+    peft = pytest.importorskip("peft")
+    both, config = models(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_dropout=0.0)
+    for m in both:
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(config, m.eval())
+    alone, together = both
+    with torch.no_grad():
+        for step in range(3):
+            x = sample(1, K, seed=step)
+            assert same(together(x), alone(x)) and not torch.equal(alone(x)[0], alone.q_proj.base_layer(x))
+        assert together.k_proj.siblings._misses == 0 and together.k_proj.siblings._products
+        gradients = []
+        for m in both:
+            with torch.enable_grad():
+                torch.cat(m(x), -1).sum().backward()
+            gradients.append(m.q_proj.lora_B.default.weight.grad)
+        assert torch.equal(*gradients)
+    alone, together = models()
+    with torch.no_grad():
+        compiled = torch.compile(together, backend="eager")
+        for step in range(3):
+            x = sample(1, K, seed=step)
+            assert all(torch.allclose(own, other, 1e-4, 1e-5) for own, other in zip(compiled(x), alone(x), strict=True))
+            assert same(together(x), alone(x))
+
+
 def test_layers_that_differ_in_kind_stay_alone() -> None:
     """Formats, columns, rows that are no whole groups, x that is transformed, and layers that are not packed."""
     def joins(k: Any, n: int = 64) -> list[str]:
