@@ -125,7 +125,7 @@ def write_imatrix(model: Path, sampling: Sampling, out: Path, progress: Callable
 
 def _matrices(sums: Mapping[str, tuple[Tensor, int]], model: Any) -> dict[str, list[tuple[Tensor, int]]]:
     """The sums of each weight's matrices by the names of parameters: one matrix of a linear layer, all of stacked experts."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))      # a head may be its embedding
     matrices = {f"{name}.weight": [total] for name, total in sums.items() if f"{name}.weight" in parameters}
     for name, (total, _) in sums.items():
         stack = name.rpartition(".")[0]

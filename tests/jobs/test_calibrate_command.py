@@ -117,7 +117,9 @@ def test_a_broken_run_continues_with_the_blocks_that_are_there(monkeypatch: pyte
     assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
 
-def test_an_importance_matrix_is_read_by_quantize() -> None:
+@pytest.mark.parametrize("source", ["qwen3", "tied"])
+def test_an_importance_matrix_is_read_by_quantize(source: str) -> None:
+    language_models.write_plain(Path("model"), source)
     result = run("imatrix", "model", "text.txt", "--out", "im.gguf", "--length", "48")
     assert result.exit_code == 0, result.output
     matrix = read("im.gguf")
