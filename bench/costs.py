@@ -140,7 +140,8 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
                 tile = configure.lane_tile(r, warps, k, trip)
                 yield from (tile, {**tile, "BM": 16}) if kind == "skinny" else (tile,)
         return
-    for bm, r in itertools.product(sorted({16, 32, 64, configure.most_columns(packed)}), (1, 2)):
+    tallest = configure.most_columns(packed) if configure.target(META).capability == 9 else 64
+    for bm, r in itertools.product(sorted({16, 32, 64, tallest}), (1, 2)):
         yield {"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
 
 

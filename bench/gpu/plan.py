@@ -11,11 +11,9 @@ from bench.gpu import regimes
 from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
 from qdsl.runtime import MatrixUnitKernels, PackedWeight
-from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu import costs, launch, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.torch.linear import tile_weights
-from qdsl.runtime.weight.tiles import row_tiles
 
 INVARIANT = (1, 3, 8)                                            # rows of x that the kernel for few must not tell apart
 # Candidates for N and K; the first pair that a storage can hold is taken.  Tall ones reach tiles of two and eight warps along K.
@@ -96,7 +94,7 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
     if packed.layout.streams:
         yield from launch.dequantize_calls(packed, torch.empty(n, k, dtype=dtype, device="meta"))
         return
-    for start, stop in row_tiles(packed, weights=tile_weights(x)):
+    for start, stop in costs.decoded_tiles(packed, dtype.itemsize):
         yield from launch.dequantize_calls(packed.cut("N", start, stop), torch.empty(stop - start, k, dtype=dtype, device="meta"))
 
 

@@ -15,33 +15,47 @@ from qdsl.runtime.gpu import configure, costs, plan
 from qdsl.runtime.gpu.costs import Candidate
 
 META = torch.device("meta")
-HEADS = ["kernel", "configuration", "programs", "us", "of the chosen"]
+HEADS = ["kernel", "configuration", "programs", "weights", "us", "of the chosen"]
 SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN", "BK", "ROWS", "INT8")
 FUSED = ("gemv", "skinny", "tile_gemm")
 WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 or 16 rows of x, in matrix units",
-        "tile_gemm": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",
+        "tile_gemm": "tiles of 16 to 128 rows of x, decoded once per tile", "matvec": "one row of x, decoded weight by weight",
         "gemm": "blocks of 16, 32 or 64 rows of x, decoded weight by weight, in the matrix units of any GPU",
         "decode": "dequantize, then the vendor's matmul"}
 
 
 def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, Any]:
-    """The plan's choice for `rows` rows of x of a dtype ('bf16') on a GPU: chosen, reason, counts, candidates, refused."""
+    """The plan's choice for `rows` rows of x of a dtype ('bf16') on a GPU: chosen, reason, counts, candidates, refused.
+
+    dense_us: microseconds of the vendor's matmul with a dense weight of this dtype; of_dense: the chosen candidate's by them.
+    weights, of a candidate: 'exact', or the dtype to which it rounds them.
+    """
     dtype = TYPES[x]
     with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
         choice = plan.choice(packed, rows, dtype, META)
         refused = dict(_refused(packed, rows, dtype))
     candidates = [{"kernel": option.candidate.kind, "config": dict(option.candidate.config), "grid": list(option.candidate.grid),
-                   "us": float(f"{option.seconds * 1e6:.4g}")} for option in choice.options]
+                   "us": float(f"{option.seconds * 1e6:.4g}"),
+                   "weights": f"rounded to {x}" if plan.rounds_weights(packed, option.candidate, dtype) else "exact"}
+                  for option in choice.options]
+    dense = costs.matmul_seconds(rows, *packed.shape, dtype.itemsize, gpu)
     return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
             "gpu": gpu.title, "times": "modelled", "chosen": candidates[0], "reason": _reason(choice, gpu),
+            **of_dense(choice.options[0].seconds, dense),
             "counts": _counted(packed, choice, gpu), "candidates": candidates, "refused": refused}
+
+
+def of_dense(seconds: float, dense: float) -> dict[str, float]:
+    """The entries about the dense matmul, by the seconds of the chosen candidate and of that matmul."""
+    return {"dense_us": float(f"{dense * 1e6:.4g}"), "of_dense": float(f"{seconds / dense:.3g}")}
 
 
 def title(choice: dict[str, Any]) -> str:
     """The product and the chosen candidate, as text."""
     chosen, (n, k), rows = choice["chosen"], choice["shape"], choice["rows"]
     what = f"{choice['format']}.{choice['storage']} [{n}, {k}], {rows} row{'s' * (rows > 1)} of x in {choice['x']}"
-    return (f"{what}, {choice['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us ({choice['times']})")
+    return (f"{what}, {choice['gpu']}: {chosen['kernel']}, {chosen['us']:.3g} us ({choice['times']}), "
+            f"{choice['of_dense']:.2f} of dense")
 
 
 def table(choice: dict[str, Any]) -> list[list[str]]:
@@ -49,7 +63,8 @@ def table(choice: dict[str, Any]) -> list[list[str]]:
     least = choice["chosen"]["us"]
     configs = [" ".join(f"{key}={option['config'][key]}" for key in SHOWN if key in option["config"])
                for option in choice["candidates"]]
-    return [[option["kernel"], config, str(math.prod(option["grid"])) if option["grid"] else "", f"{option['us']:.3g}",
+    return [[option["kernel"], config, str(math.prod(option["grid"])) if option["grid"] else "", option.get("weights", ""),
+             f"{option['us']:.3g}",
              f"{option['us'] / least:.2f}" if least else ""]
             for option, config in zip(choice["candidates"], configs, strict=True)]
 
@@ -107,7 +122,8 @@ def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tu
             yield "gemv", "serves one row of x" if rows > 1 else "the storage has none"
         if kernels.skinny is None:
             yield "skinny", "the storage has none"
-        if "tile_gemm" not in legal:
+        if "tile_gemm" not in {candidate.kind for candidate in plan.candidates(packed, rows, dtype, META)}:
             yield "tile_gemm", ("the storage has none" if kernels.tile_gemm is None else
                                 "serves two rows of x and more" if rows == 1 else
-                                "is for Hopper, and for types that take one product for a code")
+                                "is for types that take one product for a code" if "tile_gemm" not in legal else
+                                "its counts for this GPU are missing, or it spills registers")

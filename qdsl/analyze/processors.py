@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from qdsl.analyze.choices import of_dense
 from qdsl.analyze.launches import TYPES
 from qdsl.runtime import Format, PackedWeight
 from qdsl.runtime.cpu import linear
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.plan import Candidate
 
 CPU = "cpu"
 CPU_TYPES = {**TYPES, "f32": torch.float32}
@@ -49,23 +49,25 @@ def explained(packed: PackedWeight, rows: int, x: str) -> dict[str, Any]:
     """The choice for `rows` rows of x of a dtype ('f32'), as `choices.explained`, with measured times."""
     multiplied = torch.randn(rows, packed.shape[1], dtype=torch.float32, device="cpu").to(CPU_TYPES[x])
     ways = linear.candidates(packed, rows, multiplied.dtype)
-    candidates = [{"kernel": way.kind, "config": dict(way.config), "grid": [],
-                   "us": float(f"{_seconds(way, multiplied, packed) * 1e6:.4g}")} for way in ways]
-    threads = torch.get_num_threads()
+    times = [_seconds(linear.runner(way, multiplied, packed)) for way in ways]
+    candidates = [{"kernel": way.kind, "config": dict(way.config), "grid": [], "us": float(f"{seconds * 1e6:.4g}")}
+                  for way, seconds in zip(ways, times, strict=True)]
+    weight, threads = torch.empty(packed.shape, dtype=multiplied.dtype, device="cpu").fill_(1 / 16), torch.get_num_threads()
+    dense = _seconds(lambda: torch.nn.functional.linear(multiplied, weight))
     return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
             "gpu": f"this CPU, {threads} thread{'s' * (threads > 1)}", "times": "measured", "chosen": candidates[0],
+            **of_dense(times[0], dense),
             "reason": f"{WORK.get(ways[0].kind, ways[0].kind)}; the first of these ways that the weight has", "counts": "",
             "candidates": candidates, "refused": {}}
 
 
-def _seconds(way: Candidate, x: torch.Tensor, packed: PackedWeight) -> float:
-    """The median of some runs of a candidate, the first one, which may compile, left out."""
+def _seconds(product: Callable[[], object]) -> float:
+    """The median of some runs of a product, the first one, which may compile, left out."""
     with torch.inference_mode():
-        compute = linear.runner(way, x, packed)
-        compute()
+        product()
         times: list[float] = []
         while len(times) < RUNS and sum(times) < SECONDS:
             start = time.perf_counter()
-            compute()
+            product()
             times.append(time.perf_counter() - start)
     return statistics.median(times)

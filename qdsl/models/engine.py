@@ -313,7 +313,7 @@ class PackedLinear:
         self.parts = joined([self.config.narrowed(part, self.collectors[number]) for number in sorted(self.loaded)
                              for part in self.loaded[number]])
         if not hasattr(layer, "shard_indices"):                  # an embedding looks rows up
-            self.parts = [part if part.quantize_x else replace(part, weight=fastest_storage(part.weight)) for part in self.parts]
+            self.parts = [replace(part, weight=fastest_storage(part.weight, part.quantize_x)) for part in self.parts]
         self.loaded = {}
         for number, part in enumerate(self.parts):
             for name, tensor in part.weight.tensors.items():

@@ -24,6 +24,8 @@ from typer.testing import CliRunner, Result
 
 import qdsl
 from qdsl.cli import app
+from qdsl.runtime.gpu import costs
+from qdsl.runtime.gpu.devices import GPUS
 from tests.support.formats import ROOT, SHIPPED
 
 NAMES = [path.stem for path in SHIPPED]
@@ -65,6 +67,8 @@ def wrong_spec(folder: Path, name: str = "wrong.yaml") -> Path:
 LIGHT = f"""
 import sys
 from qdsl.cli import app
+from qdsl.runtime.gpu import costs
+from qdsl.runtime.gpu.devices import GPUS
 for arguments in (["--help"], ["--version"], ["check", *sys.argv[1:]], ["show", sys.argv[1]], ["list"]):
     try:
         app(arguments)
@@ -454,11 +458,27 @@ def test_explain() -> None:
     assert product["chosen"] == product["candidates"][0] and times == sorted(times) and times[0] > 0
     assert {candidate["kernel"] for candidate in product["candidates"]} == {"decode", "matvec"}
     assert "4 programs for 132 SMs" in product["reason"] and "planar" in product["refused"]["gemv, skinny, tile_gemm"]
-    shown = run("explain", "q4_0", "--storage", "planar", "--rows", "9", "--shape", "512", "4096", "--gpu", "a100").stdout
-    assert "q4_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: skinny" in shown
-    assert "not tile_gemm: is for Hopper" in shown and "not matvec:" in shown
+    shown = run("explain", "q8_0", "--storage", "planar", "--rows", "9", "--shape", "512", "4096", "--gpu", "a100").stdout
+    assert "q8_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: skinny" in shown
+    assert "not tile_gemm: is for types that take one product for a code" in shown and "not matvec:" in shown
     assert "counts of skinny, dequantize: kernels compiled for sm_80\n" in shown
     assert "which stand in for gfx950" in run("explain", "q4_0", "--storage", "planar", "--gpu", "mi355x").stdout
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q6_k", "nf4", "fp8_block", "hlane", "iq2_xxs", "bf16"])
+def test_explain_compares_with_the_dense_matmul(name: str) -> None:
+    """Its first line ends with the share of the vendor's dense time, and each candidate says what becomes of weights."""
+    options = ("--rows", "64", "--shape", "8192", "2048", "--gpu", "a100", "--gpu", "b200", "--gpu", "mi300x")
+    products = json.loads(run("explain", name, *options, "--json").stdout)["products"]
+    lines = [line for line in run("explain", name, *options).stdout.splitlines() if "rows of x in bf16" in line]
+    for product, line, gpu in zip(products, lines, ("a100", "b200", "mi300x"), strict=True):
+        dense = costs.matmul_seconds(64, 8192, 2048, 2, GPUS[gpu]) * 1e6
+        assert product["dense_us"] == pytest.approx(dense, rel=1e-3)
+        assert product["of_dense"] == pytest.approx(product["chosen"]["us"] / dense, rel=0.01)
+        assert line.endswith(f"(modelled), {product['of_dense']:.2f} of dense")
+        weights = {candidate["kernel"]: candidate["weights"] for candidate in product["candidates"]}
+        assert weights["decode"] == ("exact" if name in ("bf16", "hlane") else "rounded to bf16")
+        assert weights.get("skinny", "exact") == ("rounded to bf16" if name == "nf4" and "skinny" in weights else "exact")
     measured = run("explain", "q4_0", "--shape", "64", "256", "--gpu", "cpu", "--x", "f32", "--json")
     product, = json.loads(measured.stdout)["products"]
     assert product["times"] == "measured" and product["chosen"] == product["candidates"][0]

@@ -24,7 +24,7 @@ import qdsl
 from bench.launch import stubbed
 from qdsl.generated import hlane, int8_channel, int_group, iq4_nl, q4_0
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import plan, scratch
+from qdsl.runtime.gpu import costs, plan, scratch
 from qdsl.runtime.torch import decode, experts, ops
 from qdsl.runtime.weight import packed as packed_weights
 
@@ -41,7 +41,9 @@ CASES: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.dtype | None, int, s
     ("act-order", (1, 256), BF16, None, 0, ""), ("act-order", (2, 2, 256), BF16, BF16, 0, ""),
     ("hlane", (1, 256), BF16, BF16, 0, ""), ("hlane", (1, 256), F16, None, 0, ""),
     ("int8_channel", (2, 256), BF16, BF16, 0, "quantize_x"),
+    ("q4_0.tiles", (300, 256), BF16, F16, 0, ""), ("q4_0.tiles", (2, 150, 256), BF16, None, 0, ""),
 )
+DECODED = 2 * 128 * 256                                          # bytes decoded at a time: q4_0.tiles has three tiles
 QDSL = Path(qdsl.__file__).parent
 
 
@@ -71,7 +73,7 @@ def _weights() -> dict[str, PackedWeight]:
     fields = int_group.unpack(int_group.quantize(numbers, bits=4, group=128))
     index = torch.arange(256, dtype=torch.int32) % 2
     return {"q4_0.planar": q4_0.planar(q4_0.quantize(numbers)), "q4_0.large": q4_0.FORMAT.empty((2048, 2048), "planar", "cpu"),
-            "q4_0.gguf": q4_0.quantize(numbers),
+            "q4_0.gguf": q4_0.quantize(numbers), "q4_0.tiles": q4_0.quantize(numbers.repeat(5, 1)),
             "iq4_nl.gguf": iq4_nl.quantize(numbers), "hlane": hlane.quantize(numbers.bfloat16()),
             "int8_channel": int8_channel.quantize(numbers),
             "act-order": int_group.planar(int_group.pack({**fields, "g": index}, storage="gptq_v1", bits=4, group=128))}
@@ -253,7 +255,7 @@ def captured(row: dict[str, Callable[[], object]], launched: list[tuple[Any, ...
 
 if __name__ == "__main__":
     launched: list[tuple[Any, ...]] = []
-    with stubbed(launched):
+    with stubbed(launched), patch.object(costs, "DECODED", DECODED):
         for row in every(launched):
             print(json.dumps(row), flush=True)
         print(json.dumps(functions()), flush=True)

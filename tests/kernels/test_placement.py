@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import geometric_mean
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 
 import qdsl
-from qdsl.generated import int8_channel, int_group, q4_0, q8_0
+from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group, q4_0, q8_0
 from qdsl.models.load import use_planar
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, placement, product
+from qdsl.runtime.gpu import configure, placement, plan, product
+from qdsl.runtime.gpu.devices import ARCHS, GPUS
 from qdsl.runtime.torch import model
 from tests.support.small_models import Mlp, files, folder, mlp, mlp_tensors, weight
 
@@ -90,13 +92,42 @@ def test_layers_that_others_rely_on_stay(gpu: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert not changed(layers())
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    codes = int8_channel.quantize(weight(256, 128))
-    assert placement.fastest_storage(codes) is codes             # quantize_x may be asked for at any time
+
+
+@pytest.mark.parametrize("module", [fp8_block, fp8_channel, int8_channel])
+def test_rows_of_bytes_serve_quantized_x(module: ModuleType) -> None:
+    """A loader stores them planar for x as it is, and as they are for x in 8 bits; a layer that is asked for 8 bits converts."""
+    packed, x = module.quantize(weight(256, 128)), torch.randn(3, 128)
+    with patch.object(placement, "runs_kernels", lambda device: True), configure.assumed(9, 132, GPUS["h200"]):
+        large = module.FORMAT.empty((4096, 4096), None, "cpu")
+        assert placement.fastest_storage(large).storage == "planar"
+        assert placement.fastest_storage(large, quantizes_x=True) is large
+    plain, layer = module.Linear(packed), module.Linear(module.planar(packed))
+    torch.testing.assert_close(layer(x), plain(x))
+    plain.quantize_x = layer.quantize_x = True
+    assert layer.packed.storage == packed.storage and layer.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in layer.state_dict().items())
+    assert torch.equal(layer(x), plain(x)) and layer.quantize_x
+
+
+def test_a_gain_counts_each_number_of_rows_alike() -> None:
+    """FP8 blocks gain most with many rows on Hopper, and nothing on an A100."""
+    packed = fp8_block.FORMAT.empty((8192, 8192), None, "meta")
+    gains = {}
+    for name in ("a100", "h200"):
+        with patch.object(placement, "runs_kernels", lambda device: True), configure.assumed(
+                ARCHS[GPUS[name].arch].capability // 10, GPUS[name].multiprocessors, GPUS[name]):
+            gains[name] = placement.planar_gain(packed, packed.device)
+            planar = placement.planar_template(packed)
+            seconds = [[plan.choice(one, m, torch.bfloat16, packed.device).options[0].seconds for m in placement.ROWS]
+                       for one in (packed, planar)]
+            assert gains[name] == pytest.approx(geometric_mean(seconds[0]) / geometric_mean(seconds[1]))
+    assert gains["a100"] < placement.GAIN < 1.5 < gains["h200"]
 
 
 def test_a_map_of_devices_leaves_the_cpu_alone(tmp_path: Path) -> None:
     loaded = mlp()
-    with patch.object(model, "fastest_storage", lambda packed: packed):
+    with patch.object(model, "fastest_storage", lambda packed, quantizes_x: packed):
         report = qdsl.load_weights_(loaded, checkpoint(tmp_path / "in", is_permuted=True))
     assert not use_planar(loaded, report, ("cuda", "xpu")) and storages(loaded) == {"gptq_v2"}
     assert len(use_planar(loaded, report)) == 2 and storages(loaded) == {"planar"}

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl.generated import q4_0
-from qdsl.runtime.gpu import product, scratch
+from qdsl.runtime.gpu import costs, product, scratch
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.scratch import Counters, scratch_of
@@ -67,12 +67,12 @@ def test_captured_launches_have_counters_of_their_own(monkeypatch: pytest.Monkey
     assert all(tensor.data_ptr() % 16 == 0 and len(tensor) >= 5 and not tensor.any() for tensor in taken)
 
 
-@pytest.mark.parametrize("rows", [64, 32])
+@pytest.mark.parametrize("rows", [256, 128])
 def test_decoded_weights_of_all_layers_take_turns_in_one_block(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """None outlives its product, be it a whole weight or tiles of one, so that the next has the same memory in stream order."""
-    monkeypatch.setattr(product, "DECODED", rows * 128)
+    monkeypatch.setattr(costs, "DECODED", 2 * rows * 128)
     monkeypatch.setattr(Call, "run", lambda call: None)          # the interpreter keeps tensors until cycles are collected
-    layers = [q4_0.quantize(torch.randn(64, 128)) for _ in range(3)]
+    layers = [q4_0.quantize(torch.randn(256, 128)) for _ in range(3)]
     with Decoded(rows * 128) as decoded:
         for layer in layers:
             product.by(Candidate("decode"), torch.randn(3, 128, dtype=torch.float16), layer)

@@ -136,9 +136,9 @@ def _gpu(device: torch.device) -> Gpu:
 
 
 def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `tile_gemm` runs: on Hopper, whose warp groups take weights from registers."""
+    """Whether `tile_gemm` runs: on NVIDIA GPUs from Ampere on, for types of which one operand holds a code."""
     kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and kernels.tile_gemm is not None and target(device).capability == 9 and not (
+    return kernels is not None and kernels.tile_gemm is not None and target(device).capability >= 8 and not (
         kernels.tile_gemm.double and dtype == torch.bfloat16)
 
 
@@ -159,12 +159,13 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     device = device or packed.device
     if kind == "gemm":
         rule, *others = (config for bm in (0, *GEMM) for split in GEMM_PARTS if (config := gemm(packed, m, split, device, bm)))
-    elif kind == "tile_gemm" and m > 64 and is_tall(packed):
+    elif kind == "tile_gemm" and m > 64 and is_tall(packed) and target(device).capability == 9:
         rule, *others = _tall(m, n, k, device)
     elif kind == "tile_gemm":
         rule = _many(min(m, most_columns(packed)), n, device)
         # 2 and 4 stages would save 5 % at most by counts; 2 took longer than modelled on an H100.
-        others = [{**rule, "R": r, "BM": bm} for bm in dict.fromkeys((rule["BM"], min(32, rule["BM"]))) for r in (1, 2)]
+        fewer = () if target(device).capability == 9 else (16,)  # there warps repeat their loads of x for each other
+        others = [{**rule, "R": r, "BM": bm} for bm in dict.fromkeys((rule["BM"], min(32, rule["BM"]), *fewer)) for r in (1, 2)]
     else:
         kernels = packed.layout.kernels.matrix_unit
         trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else TRIP

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -27,6 +28,7 @@ from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.plan import Candidate as Candidate
+from qdsl.runtime.weight.tiles import balanced_tiles
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
@@ -45,7 +47,7 @@ COPIED_BYTES = 64                                                # the same of a
 ARRIVAL = 3 * 270                                                # cycles: a store, an atomic and a load of the L2 cache, assumed
 MATMUL = 0.9                                                     # share of the matrix rate that the vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out per SM in the vendor's matmul
-DECODED = 1 << 25                                                # weights that runtime/torch/linear.py decodes at a time on a GPU
+DECODED = 1 << 28                                                # bytes of a weight that a product decodes at a time
 QUANTIZE = 12                                                    # instructions per number of x that `w8a8` quantizes, on sm_90
 TRIP, LONG_TRIP = 470, 955                                       # cycles per 128 columns: x quantized before, or in the loop
 RESIDENT, MOST_SPLIT = 3, 8                                      # its programs per SM at a time; the most that share K
@@ -329,6 +331,11 @@ def similar_archs(arch: str) -> tuple[str, ...]:
             "gfx942": ("gfx942",), "gfx950": ("gfx942",)}.get(arch, ())
 
 
+def matrix_unit(arch: str) -> str:
+    """The instruction of NVIDIA's matrix units for which Triton compiles a product: wgmma, tcgen05 or mma."""
+    return {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(arch, "mma")
+
+
 def _distance(key: str, r: int, columns: int) -> tuple[int, int]:
     """Distance of a table's configuration from a wanted one: in rows of x, then of w."""
     parts = key.split()[1:]
@@ -357,18 +364,24 @@ def _rows(config: Mapping[str, int], n: int, programs: int) -> int:
 
 
 def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target: Gpu, counts: Cost | None) -> float:
-    """Seconds to dequantize and multiply by the vendor's matmul, in tiles of DECODED weights.  size: bytes of a float.
+    """Seconds to dequantize and multiply by the vendor's matmul, tile by tile.  size: bytes of a float."""
+    n, k = packed.shape
+    cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
+    per_program = (streams.program_weights(packed) or int(cost.rows * k)) if cost.rows else cost.step
+    total = 0.0
+    for rows, tiles in Counter(stop - start for start, stop in decoded_tiles(packed, size)).items():
+        moved = nbytes * rows // n + size * rows * k
+        decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, Work(), target)
+        total += tiles * (decoded.seconds + matmul_seconds(m, rows, k, size, target))
+    return total
+
+
+def decoded_tiles(packed: PackedWeight, size: int) -> list[tuple[int, int]]:
+    """The row ranges that a product decodes one after the other, of about DECODED bytes at most.  size: bytes of a float.
 
     An entropy-coded weight is decoded whole, as one tile.
     """
-    n, k = packed.shape
-    tiles = 1 if packed.layout.streams else min(n, cdiv(n * k, DECODED))
-    rows = cdiv(n, tiles)
-    cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
-    per_program = (streams.program_weights(packed) or int(cost.rows * k)) if cost.rows else cost.step
-    moved = nbytes // tiles + size * rows * k
-    decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, Work(), target)
-    return tiles * (decoded.seconds + matmul_seconds(m, rows, k, size, target))
+    return [(0, packed.shape[0])] if packed.layout.streams else balanced_tiles(packed, DECODED // size)
 
 
 def matmul_seconds(m: int, n: int, k: int, size: int, target: Gpu) -> float:

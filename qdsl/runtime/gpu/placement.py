@@ -6,6 +6,7 @@ plan has a note.  QDSL_PLANAR=never keeps all weights as stored; QDSL_PLANAR=lar
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -15,12 +16,11 @@ from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.strides import why_copied
 from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
-from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.planar import planar_template
 
 SETTING, CHOICES = "QDSL_PLANAR", ("auto", "larger", "never")
-ROWS = (1, 16)                                                   # numbers of rows of x to compare: most of a server's time
+ROWS = (1, 16, 64)                                               # numbers of rows of x to compare: a token, and batches
 GAIN = 1.05                                                      # the speedup that planar must reach (predicted)
 
 
@@ -32,15 +32,15 @@ def setting() -> str:
     return choice
 
 
-def fastest_storage(packed: PackedWeight) -> PackedWeight:
+def fastest_storage(packed: PackedWeight, quantizes_x: bool = False) -> PackedWeight:
     """The weight in storage planar if products on its device are then faster; else the weight itself.
 
-    On a GPU modelled costs decide.  On a CPU act-order weights become planar: else every product sorts their columns.  The result
-    is at most 4 % larger, or 12 % for codes below 4 bits, unless QDSL_PLANAR is `larger`.  Raises FormatError for an unknown
-    QDSL_PLANAR.
+    quantizes_x: products take x in 8 bits, which needs rows of 8-bit codes.  On a GPU modelled costs decide.  On a CPU act-order
+    weights become planar: else every product sorts their columns.  The result is at most 4 % larger, or 12 % for codes below 4
+    bits, unless QDSL_PLANAR is `larger`.  Raises FormatError for an unknown QDSL_PLANAR.
     """
     choice = setting()
-    if choice == "never" or eight.is_possible(packed):           # eight serves quantize_x, planar does not
+    if choice == "never" or quantizes_x:
         return packed
     if packed.device.type == "cpu" and not runs_kernels(packed.device):
         return packed.format.planar(packed) if is_permuted(packed) else packed
@@ -57,14 +57,15 @@ def is_permuted(packed: PackedWeight) -> bool:
 def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False) -> float:
     """The modelled speedup of products on a GPU in storage planar; 0 if the weight has no planar form.
 
-    larger: allow forms that take more memory.
+    It is the geometric mean over ROWS, so that each number of rows counts alike, but that of one row where that becomes slower:
+    generating text takes one row per token.  larger: allow forms that take more memory.
     """
     if not runs_kernels(device) or packed.format.why_not_planar(packed, larger):
         return 0.0
     planar = planar_template(packed)
-    stored, faster = (sum(plan.choice(weight, m, torch.bfloat16, device).options[0].seconds for m in ROWS)
-                      for weight in (packed, planar))
-    return stored / faster
+    gains = [math.prod(plan.choice(weight, m, torch.bfloat16, device).options[0].seconds ** power
+                       for weight, power in ((packed, 1), (planar, -1))) for m in ROWS]
+    return gains[0] if gains[0] < 1 / GAIN else math.prod(gains) ** (1 / len(ROWS))
 
 
 def note(packed: PackedWeight, device: torch.device) -> str:

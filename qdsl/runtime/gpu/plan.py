@@ -18,6 +18,7 @@ from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.devices import Gpu
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.plan import Candidate, plan_of
 from qdsl.runtime.weight.plan import forget as forget_plans
 
@@ -130,6 +131,15 @@ def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.de
     return all(map(kernels.serves, kernels.sizes(packed.sizes))) and packed.finite
 
 
+def rounds_weights(packed: PackedWeight, candidate: Candidate, dtype: torch.dtype) -> bool:
+    """Whether a candidate rounds weights, or the numbers of their table, to x's dtype before it multiplies."""
+    if candidate.kind in ("decode", "gemm"):
+        copied = packed.variant.copies                           # weights that are stored numbers; others are float32
+        kind = "f32" if copied is None else str(packed.params.get(copied, packed.variant.fields[copied].type))
+        return torch.promote_types(torch_dtype(kind), dtype) != dtype
+    return candidate.kind != "matvec" and packed.layout.kernels.rounds(dtype, packed.tensors)
+
+
 def matvec(packed: PackedWeight, m: int) -> Candidate:
     """The candidate `matvec`, which decodes weight by weight; a program takes one row of x."""
     kernels = packed.layout.kernels
@@ -166,8 +176,13 @@ def _gemm_candidates(packed: PackedWeight, m: int, device: torch.device) -> list
 def _has_registers(candidate: Candidate, packed: PackedWeight, arch: str) -> bool:
     """Whether the kernel runs without register spills, by the table's counts.
 
-    Without counts: whether a program takes so few rows of x that no format's kernel spills.
+    Without counts: whether a program takes so few rows of x that no format's kernel spills.  `tile_gemm` needs counts for the
+    matrix unit that it is compiled for, unless that is Hopper's.
     """
+    if candidate.kind == "tile_gemm" and arch != "sm_90":
+        counted = costs.counted_on(costs.storage_key(packed), candidate.kind, arch)
+        if counted is None or costs.matrix_unit(counted) != costs.matrix_unit(arch):
+            return False
     cost, rows = costs.own_cost(packed, candidate, arch), candidate.config.get("BM", 8)
     if cost is not None:
         return cost.spills == 0

@@ -44,12 +44,13 @@ class Prepared:
 
 
 def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None], out: Tensor, tables: Sequence[Tensor],
-            is_decoded: bool, is_permuted: bool = False) -> Prepared | None:
+            is_decoded: bool, is_permuted: bool = False, tiles: Sequence[tuple[int, int, int]] = ()) -> Prepared | None:
     """Compiled calls as launches that take other tensors in place of these.
 
     tensors: x, those of the weight and the bias.  out: the output of the calls.  tables: further tensors among the arguments,
     alive as long as the process.  is_permuted: `run` takes the permutation of columns after the weight's tensors and applies it
-    to x.  None if an argument is another tensor, a tensor is unaligned, or Triton interprets.
+    to x.  tiles: of a weight that is decoded in several tiles, each the number of its calls, and its first and last row.  None if
+    an argument is another tensor, a tensor is unaligned, or Triton interprets.
     """
     calls = list(calls)
     workspace = [tensor for call, _ in calls for tensor in call.workspace]
@@ -57,7 +58,8 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     memory = [*tensors, out, *workspace, *(tensor for call in shared for tensor in call.scratch)]
     if len(shared) > 1 or any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in memory):
         return None
-    values: dict[str, Any] = {"scratch_of": scratch_of, "linear": linear, "dtype": out.dtype, "device": out.get_device()}
+    values: dict[str, Any] = {"scratch_of": scratch_of, "linear": linear, "multiply_rows": multiply_rows, "dtype": out.dtype,
+                              "device": out.get_device()}
     launches = [_launch(call, compiled, memory, tables, values) for call, compiled in calls]
     places = [(_place(tensor, memory), size) for call, _ in calls for tensor, size in call.aligned]
     if None in launches or any(place is None for place, _ in places):
@@ -68,7 +70,9 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     refused = [*aligned, *(name for name in values if name.startswith("hooks")), is_changed]
     lines = [*_read(tensors, is_permuted, refused, values),
              f"out = {_allocation(out, values)}", f"a{len(tensors) + 1} = out.data_ptr()", f"stream = {stream}",
-             *_allocate(workspace, shared, len(tensors) + 2, values), *map(str, launches), _result(out, tensors[-1], is_decoded)]
+             *_allocate(workspace, shared, len(tensors) + 2, values),
+             *(_by_tiles([*map(str, launches)], tiles, _rounded(out, tensors[-1])) if tiles else
+               [*map(str, launches), _result(out, tensors[-1], is_decoded)])]
     # Generated straight-line Python takes half the time of loops over tensors and launches.
     text = "\n        ".join(["def bind(sizes, strides):\n    def run(x, tensors, bias):", *lines]) + "\n    return run"
     exec(text, values)  # noqa: S102 (text of this module)
@@ -87,7 +91,29 @@ def _result(out: Tensor, bias: Tensor | None, is_decoded: bool) -> str:
     """The line that returns the product, given the output of the launches."""
     if not is_decoded:
         return "return out"
-    return f"return linear(x, out, {'bias' if bias is None or bias.dtype == out.dtype else 'bias.to(dtype)'})"
+    return f"return linear(x, out, {_rounded(out, bias)})"
+
+
+def _rounded(out: Tensor, bias: Tensor | None) -> str:
+    """The expression of the bias in the dtype of the decoded weight."""
+    return "bias" if bias is None or bias.dtype == out.dtype else "bias.to(dtype)"
+
+
+def _by_tiles(launches: Sequence[str], tiles: Sequence[tuple[int, int, int]], bias: str) -> list[str]:
+    """Lines that decode and multiply tile by tile, and return the product."""
+    lines, first = [f"product, added = x.new_empty((*x.shape[:-1], {tiles[-1][2]})), {bias}"], 0
+    for count, start, stop in tiles:
+        lines += [*launches[first:first + count], f"multiply_rows(x, out, added, product, {start}, {stop})"]
+        first += count
+    return [*lines, "return product"]
+
+
+def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, start: int, stop: int) -> None:
+    """Write columns [start, stop) of x [..., K] @ w.T + bias into out [..., N], by the vendor's matmul.
+
+    weight: rows [start, stop) of w, then other memory.
+    """
+    out[..., start:stop] = linear(x, weight[:stop - start], None if bias is None else bias[start:stop])
 
 
 def _read(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence[str], values: dict[str, Any]) -> list[str]:

@@ -7,20 +7,20 @@ act-order weight shares its plan with the same weight in stored order; `product`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import linear
 
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.costs import DECODED
+from qdsl.runtime.gpu.costs import decoded_tiles
 from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import best, invariant
-from qdsl.runtime.gpu.prepared import prepare
+from qdsl.runtime.gpu.prepared import multiply_rows, prepare
 from qdsl.runtime.gpu.strides import readable
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.plan import Candidate, keep, plan_of
-from qdsl.runtime.weight.tiles import row_tiles
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_invariant: bool) -> Tensor:
@@ -57,29 +57,36 @@ def by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | Non
         _run(list(launch.linear_calls(x, packed, bias, out, candidate=candidate)), packed, x, bias, out, mode, False)
         return out
     rounded = None if bias is None else bias.to(x.dtype)
-    tiles = [(0, n)] if packed.layout.streams else list(row_tiles(packed, weights=DECODED))
-    if len(tiles) == 1:
-        weight = x.new_empty(n, k)
+    ranges = decoded_tiles(packed, x.element_size())
+    weight = x.new_empty(ranges[0][1], k)                        # the first tile has the most rows
+    if len(ranges) == 1:
         _run(list(launch.dequantize_calls(packed, weight)), packed, x, bias, weight, mode, True)
         return linear(x, weight, rounded)
-    out, scratch = x.new_empty(m, n), x.new_empty(tiles[0][1], k)
-    for start, stop in tiles:                                    # the first tile has the most rows
-        weight = scratch[:stop - start]
-        launch.dequantize(packed.cut("N", start, stop), weight)
-        out[:, start:stop] = linear(x, weight, None if rounded is None else rounded[start:stop])
+    out, compiled, tiles = x.new_empty(m, n), [], []
+    for start, stop in ranges:
+        part = [(call, call.run()) for call in launch.dequantize_calls(packed.cut("N", start, stop), weight[:stop - start])]
+        multiply_rows(x, weight, rounded, out, start, stop)
+        compiled += part
+        tiles.append((len(part), start, stop))
+    _keep(compiled, packed, x, bias, weight, mode, True, tiles)
     return out
 
 
 def _run(calls: Sequence[Call], packed: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, mode: str | None,
          is_decoded: bool) -> None:
     """Launch, and prepare the launches for the next call.  out: the output of the launches."""
-    compiled = [(call, call.run()) for call in calls]
+    _keep([(call, call.run()) for call in calls], packed, x, bias, out, mode, is_decoded)
+
+
+def _keep(compiled: Sequence[tuple[Call, Any]], packed: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor,
+          mode: str | None, is_decoded: bool, tiles: Sequence[tuple[int, int, int]] = ()) -> None:
+    """Prepare launches for the next call, unless mode is None.  tiles: as `prepare` takes them."""
     if mode is None:
         return
     plan = plan_of(packed)
     names = plan.names[:-1] if plan.is_permuted else plan.names
     tensors = [x, *(packed.tensors[name] for name in names), bias]
     tables = [table.on(packed.device) for table in packed.layout.kernels.every_table]
-    ready = prepare(compiled, tensors, out, tables, is_decoded, plan.is_permuted)
+    ready = prepare(compiled, tensors, out, tables, is_decoded, plan.is_permuted, tiles)
     if ready is not None:
         keep(plan, x, bias, mode, ready)

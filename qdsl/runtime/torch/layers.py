@@ -177,8 +177,18 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "quantize_x" and "_names" in self.__dict__:   # a program has the static scale of x
-            self._specialize()
+        if name == "quantize_x" and "_names" in self.__dict__:
+            if value and (storage := eight.storage_for(self._packed)):
+                self._store_as(storage)                          # loaders store weights planar, which serves x as it is
+            self._specialize()                                   # a program has the static scale of x
+
+    def _store_as(self, storage: str) -> None:
+        """Hold the same weight in another storage."""
+        packed = self.format.convert(self.packed, storage)
+        for name in self.stored_parameters():
+            del self._parameters[name]
+        del self._names                                          # until it holds the other tensors, as a new layer
+        self._hold(packed)
 
     def extra_repr(self) -> str:
         """Features, format and bias, as print(model) shows them."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.costs import DECODED
 from qdsl.runtime.gpu.product import product, quantized
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -138,7 +137,7 @@ def packed_matmul(gradient: Tensor, packed: PackedWeight) -> Tensor:
 
 def tile_weights(x: Tensor) -> int:
     """Weights to dequantize at a time: as many as fit a cache on a CPU, 64 MB of float16 on a GPU."""
-    return 1 << 18 if x.device.type == "cpu" else DECODED
+    return 1 << 18 if x.device.type == "cpu" else 1 << 25
 
 
 def _weights(packed: PackedWeight, start: int, stop: int, dtype: torch.dtype) -> Tensor:

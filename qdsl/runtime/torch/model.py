@@ -192,10 +192,10 @@ def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
 
     def rule(old: QuantizedLinear) -> QuantizedLinear | str:
-        if old.quantize_x or not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._stored_tensors().values()):
+        if not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._stored_tensors().values()):
             return "its module, or another one, relies on its tensors"
         packed = old.packed
-        fastest = fastest_storage(packed)
+        fastest = fastest_storage(packed, old.quantize_x)
         if fastest is packed:
             return f"{packed.storage} is not slower"
         return packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)

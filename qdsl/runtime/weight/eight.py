@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.layout import PLANAR
 from qdsl.runtime.weight.matrix_unit import W8A8
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -40,6 +41,12 @@ def is_possible(packed: PackedWeight) -> bool:
     except FormatError:
         return False
     return True
+
+
+def storage_for(packed: PackedWeight) -> str:
+    """The storage with rows of 8-bit codes to which a planar weight converts; '' for other weights."""
+    storages = packed.variant.storages.items() if packed.storage == PLANAR else ()
+    return next((name for name, layout in storages if layout.kernels.matrix_unit and layout.kernels.matrix_unit.w8a8), "")
 
 
 def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:

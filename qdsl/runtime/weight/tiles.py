@@ -12,11 +12,12 @@ from torch import Tensor
 from qdsl.core.shapes import axis, granule
 from qdsl.host.progress import passed
 from qdsl.runtime.weight import bfloat16
-from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.arrays import cdiv, empty
 from qdsl.runtime.weight.layout import Field, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, UnrepresentableValue
 
 TILE = 1 << 20                                                   # weights per tile: they fit a cache, and calls stay few
+ALIGNED = 128                                                    # rows of w per block of the vendor's matmul
 
 
 def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, int]]:
@@ -26,6 +27,20 @@ def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, 
     rows = max(1, weights // max(1, k) // least) * least
     for start in range(0, n, rows):
         yield start, min(n, start + rows)
+
+
+def balanced_tiles(packed: PackedWeight, weights: int) -> list[tuple[int, int]]:
+    """Row ranges of about `weights` weights at most, as equal as possible, for a dense matmul.
+
+    Borders are multiples of ALIGNED rows, for which the vendor's matmul has its fastest kernels, and legal for the storage.
+    """
+    n, k = packed.shape
+    count = cdiv(n * k, weights)
+    if count <= 1:
+        return [(0, n)]
+    step = math.lcm(ALIGNED, packed.step("N"))
+    rows = cdiv(cdiv(n, count), step) * step
+    return [(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 
 def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> None:

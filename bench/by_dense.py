@@ -1,0 +1,90 @@
+"""`python -m bench.by_dense`: modelled time of products by that of the vendor's dense bfloat16 matmul; below 1 is faster.
+
+Nothing is timed, and no GPU is needed.  Weights are where a loader puts them (runtime/gpu/placement.py): in storage planar where
+that is faster, by the model, for the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from bench import dispatch
+from qdsl.analyze.gpus import GPUS, Gpu, arch_of, gpu_of
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, costs, placement, plan
+from qdsl.runtime.weight.planar import planar_template
+
+SHAPE = (8192, 8192)
+COMPARED = ("a100", "rtx4090", "h100", "h200", "b200", "mi300x")
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+GOALS = {1: 1.0, 16: 1.0, 32: 1.0, 64: 1.0, 128: 1.1, 256: 1.35, 512: 1.35, 1024: 1.35, 2048: 1.2, 4096: 1.1}
+BITS = 4.0, 8.6                                                  # per stored weight, scales included
+META, X = torch.device("meta"), torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Product:
+    """The modelled time of one product by that of the dense matmul.  placed: the storage that a loader gives the weight."""
+
+    storage: str
+    placed: str
+    gpu: str
+    rows: int
+    kernel: str
+    of_dense: float
+
+
+def products(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterator[Product]:
+    """The products of a weight on meta, placed as a loader does for a GPU."""
+    with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu), \
+            patch.object(placement, "runs_kernels", lambda device: True):
+        gain = placement.planar_gain(packed, META)
+        placed = planar_template(packed) if gain > placement.GAIN else packed
+        for m in rows:
+            chosen = plan.choice(placed, m, X, META)
+            best = next(option for option in chosen.options if option.candidate == chosen.candidate)
+            dense = costs.matmul_seconds(m, *packed.shape, X.itemsize, gpu)
+            yield Product(costs.storage_key(packed), placed.storage, gpu.name, m, chosen.candidate.kind, best.seconds / dense)
+
+
+def weights(only: str = "") -> Iterator[PackedWeight]:
+    """A meta weight of every storage of 4 to 8 bits without an entropy code."""
+    for packed in dispatch.storages(SHAPE, only):
+        if BITS[0] <= 8 * packed.nbytes / (SHAPE[0] * SHAPE[1]) <= BITS[1] and not packed.layout.streams:
+            yield packed
+
+
+def summary(results: Sequence[Product]) -> Iterator[str]:
+    """For each GPU: how many storages miss the goal at each number of rows, the median and the worst."""
+    for gpu in dict.fromkeys(product.gpu for product in results):
+        for rows, goal in GOALS.items():
+            some = sorted((one for one in results if (one.gpu, one.rows) == (gpu, rows)), key=lambda one: one.of_dense)
+            if some:
+                missed = sum(one.of_dense > goal for one in some)
+                worst = some[-1]
+                yield (f"{gpu}, {rows} rows: {missed} of {len(some)} above {goal}; median {some[len(some) // 2].of_dense:.2f}, "
+                       f"worst {worst.of_dense:.2f} ({worst.storage} as {worst.placed}, {worst.kernel})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.by_dense", description=__doc__)
+    parser.add_argument("--only", default="", metavar="PREFIX", help="formats whose name begins so")
+    parser.add_argument("--gpu", action="append", choices=list(GPUS))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    results = [product for packed in weights(options.only) for name in options.gpu or COMPARED
+             for product in products(packed, gpu_of(name))]
+    print("\n".join(summary(results)))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(product) for product in results], indent=0))
+
+
+if __name__ == "__main__":
+    main()
