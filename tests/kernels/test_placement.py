@@ -111,7 +111,7 @@ def test_rows_of_bytes_serve_quantized_x(module: ModuleType) -> None:
 
 
 def test_a_gain_counts_each_number_of_rows_alike() -> None:
-    """FP8 blocks gain most with many rows on Hopper, and nothing on an A100."""
+    """FP8 blocks gain most on Hopper."""
     packed = fp8_block.FORMAT.empty((8192, 8192), None, "meta")
     gains = {}
     for name in ("a100", "h200"):
@@ -122,7 +122,7 @@ def test_a_gain_counts_each_number_of_rows_alike() -> None:
             seconds = [[plan.choice(one, m, torch.bfloat16, packed.device).options[0].seconds for m in placement.ROWS]
                        for one in (packed, planar)]
             assert gains[name] == pytest.approx(geometric_mean(seconds[0]) / geometric_mean(seconds[1]))
-    assert gains["a100"] < placement.GAIN < 1.5 < gains["h200"]
+    assert placement.GAIN < gains["a100"] < 1.5 < gains["h200"]
 
 
 def test_a_map_of_devices_leaves_the_cpu_alone(tmp_path: Path) -> None:
