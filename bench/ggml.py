@@ -58,7 +58,7 @@ def figures(rounds: int) -> Iterator[Figure]:
 
 def ours(name: str, int8: bool) -> Callable[[], Tensor]:
     """This project's linear, with x in 8 bits or as it is."""
-    os.environ |= {"QDSL_CPU_INT8": str(int(int8)), "QDSL_CPU_INTERLEAVE": "always" if int8 else "auto"}
+    os.environ |= {"QDSL_CPU_INT8": str(int(int8)), "QDSL_CPU_INTERLEAVE": "always"}      # as layers have them
     torch.set_num_threads(1)
     weight, x = packed(name, "gguf"), _x()
     layers = [weight.apply(torch.clone) for _ in range(_copies(weight.nbytes))]
