@@ -27,6 +27,12 @@ ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GOALS = {1: 1.0, 16: 1.0, 32: 1.0, 64: 1.0, 128: 1.1, 256: 1.35, 512: 1.35, 1024: 1.35, 2048: 1.2, 4096: 1.1}
 BITS = 4.0, 8.6                                                  # per stored weight, scales included
 META, X = torch.device("meta"), torch.bfloat16
+# Of docs/performance.md: storages as checkpoints have them, and rows of x.
+SHOWN: tuple[tuple[str, str, dict[str, int | str]], ...] = (
+    ("int_group", "gptq_v2", {"bits": 4}), ("int_group", "awq", {"bits": 4}), ("q4_0", "gguf", {}), ("q4_k", "gguf", {}),
+    ("q6_k", "gguf", {}), ("q8_0", "gguf", {}), ("nf4", "bitsandbytes", {}), ("ocp_mxfp4", "compressed_tensors", {}),
+    ("fp8_block", "safetensors", {}), ("fp8_channel", "safetensors", {}), ("int8_channel", "safetensors", {}))
+SHOWN_ROWS = (1, 16, 64, 256, 4096)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,14 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
     for packed in dispatch.storages(SHAPE, only):
         if BITS[0] <= 8 * packed.nbytes / (SHAPE[0] * SHAPE[1]) <= BITS[1] and not packed.layout.streams:
             yield packed
+
+
+def shown() -> Iterator[list[str]]:
+    """A line per storage of SHOWN: its name, and by GPU the ratios at SHOWN_ROWS."""
+    for name, storage, params in SHOWN:
+        packed = dispatch.Product(name, storage, params, 1, SHAPE, "").weight()
+        yield [f"`{costs.storage_key(packed)}`", *(" / ".join(f"{one.of_dense:.2f}" for one in products(
+            packed, gpu_of(gpu), SHOWN_ROWS)) for gpu in COMPARED)]
 
 
 def summary(results: Sequence[Product]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench import by_dense as dense_ratios
 from bench import dispatch as ways
 from bench.bandwidth import REACHED, SHAPES, reaches
 from qdsl.compiler.passes import PASSES, choose_variants, compile_spec
@@ -228,6 +229,10 @@ def dispatch() -> list[str]:
     return rows(ways.HEADS, (summary.cells() for summary in ways.summaries(ways.recorded()).values()))
 
 
+def by_dense() -> list[str]:
+    return rows(["storage", *(GPUS[name].title for name in dense_ratios.COMPARED)], dense_ratios.shown())
+
+
 def bandwidth() -> list[str]:
     """What every format reaches of an H200's bandwidth, as modelled; those that miss the goal with what bounds them."""
     best = sorted(reaches(GPUS["h200"]), key=lambda reach: (-round(100 * reach.part.reached), reach.format))
@@ -252,4 +257,4 @@ def global_states() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, branch_kinds, limits, reserved, passes, formats, no_planar, figures, missed,
-        speeds, gguf_maps, quality, compatibility, public, bandwidth, dispatch, matrix, global_states)}
+        speeds, gguf_maps, quality, compatibility, public, bandwidth, by_dense, dispatch, matrix, global_states)}
