@@ -19,6 +19,8 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.checkpoint.report.shards import ShardError, plain_layer
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support import gguf_models, language_models
@@ -49,13 +51,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         assert process.stdin is not None and process.stdout is not None
         stdin, stdout = process.stdin, process.stdout
 
-        def answer(model: Path, **options: Any) -> dict[str, Any]:
+        def answer(model: Path, may_fail: bool = False, **options: Any) -> dict[str, Any]:
             stdin.write(json.dumps({"model": str(model), **options}) + "\n")
             stdin.flush()
             line = next((line for line in stdout if MARK in line), None)
             assert line is not None, log.read_text()[-3000:]
             result: dict[str, Any] = json.loads(line.partition(MARK)[2])
-            assert "error" not in result, (result["error"], log.read_text()[-3000:])
+            assert may_fail or "error" not in result, (result["error"], log.read_text()[-3000:])
             return result
 
         yield answer
@@ -347,3 +349,25 @@ def test_entry_point() -> None:
             "assert get_quantization_config('qdsl').__module__ == 'qdsl.models.vllm.config'; "
             "assert not {'qdsl.models.transformers', 'diffusers'} & sys.modules.keys()")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["factors of x", "rotation of x", "bias of a norm"])
+def test_what_acts_and_is_not_served_is_refused(tmp_path: Path, engine: Engine, name: str) -> None:
+    """Before anything is loaded, with the reason: vLLM itself would answer with other numbers."""
+    kind = "compressed-tensors int4" if name == "rotation of x" else "awq"
+    write_folder(tmp_path / "in", kind, "qwen3")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    if name == "rotation of x":
+        apply = [{"targets": ["re:.*down_proj$"], "location": "input"},
+                 {"targets": ["re:.*down_proj$"], "location": "weight_input", "inverse": True}]
+        config["quantization_config"]["transform_config"] = {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    else:
+        more = {"factors of x": ("model.layers.0.mlp.act.scales", language_models.INNER),
+                "bias of a norm": ("model.layers.0.input_layernorm.bias", language_models.HIDDEN)}
+        full, size = more[name]
+        with Folder(tmp_path / "in") as source:
+            tensors = {own: source.tensor(own).clone() for own in source.names()}
+        write(tmp_path / "in" / "model.safetensors", {**tensors, full: torch.full((size,), 2.0)}, {"format": "pt"})
+    reason = "may compute other numbers" if name == "bias of a norm" else "the layer transforms x"
+    assert reason in engine(tmp_path / "in", may_fail=True, quantization="qdsl")["error"]
