@@ -8,7 +8,7 @@
 | gemv | 1 | groups of columns of w are the columns of the MMA |
 | gemv_records | 1 | the same for weights in records, as files store them |
 | skinny | up to 8, blocks of 8 or 16, or 8 of each expert | rows of x are the columns of the MMA |
-| tile_gemm | more | Hopper's warp groups, w from registers and x from shared memory |
+| tile_gemm | more | tiles of w decoded once for all rows of x, which come from shared memory |
 | w8a8 | any | 8-bit x and 8-bit codes as files store them |
 
 A format's functions are constants of a launch (runtime/weight/matrix_unit.py), so that every format has a kernel
