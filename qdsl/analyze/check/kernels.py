@@ -1,6 +1,6 @@
 """Triton's kernels of a format against its reference, in Triton's interpreter.
 
-`tile_gemm` is for GPUs that are named, and does not run here.  The interpreter is chosen before Triton is imported, so `check_kernels`
+`tile_gemm` is for GPUs alone, and does not run here.  The interpreter is chosen before Triton is imported, so `check_kernels`
 starts a process: `python -m qdsl.analyze.check.kernels`.
 """
 
