@@ -240,12 +240,31 @@ def test_files_are_known_by_their_first_bytes_and_folders_by_their_only_one(tmp_
     assert plugin.from_pretrained(tmp_path / "blobs").config.model_type == "llama"
 
 
+def test_folders_are_of_one_model(tmp_path: Path) -> None:
+    """Commands take the only GGUF file of a folder, whole or split, and refuse to choose among several."""
+    own, folder = gguf_cases.tiny("llama"), tmp_path / "models"
+    folder.mkdir()
+    path = gguf_cases.write_case(folder / "model-Q4_0.gguf", own, gguf_cases.Case())
+    assert CliRunner().invoke(app, ["inspect", str(folder)]).exit_code == 0
+    path.rename(folder / "model.Q4_0")                           # of a store of blobs, by its first bytes
+    assert plugin.from_pretrained(folder / "model.Q4_0").config.model_type == "llama"
+    for name in ("a-00001-of-00002", "a-00002-of-00002", "b-00001-of-00002", "b-00002-of-00002"):
+        (folder / f"{name}.gguf").write_bytes(b"GGUF")
+    result = CliRunner().invoke(app, ["inspect", str(folder)], env={"COLUMNS": "300"})
+    assert result.exit_code == 1 and "it has GGUF files, of which one is to be named: a-00001-of-00002.gguf" in result.output
+
+
 @pytest.mark.parametrize(("kind", "tensors", "sentence"), [
+    ("imatrix", {"blk.0.attn_q.weight.in_sum2": torch.ones(1, 4)}, "general.type is 'imatrix'"),
     ("adapter", {"blk.0.attn_q.weight.lora_a": torch.ones(2, 4)}, "general.type is 'adapter', which is no model by itself"),
     ("model", {}, "a vocabulary alone, without weights")])
 def test_other_files_are_refused_by_what_they_are(kind: str, tensors: dict[str, torch.Tensor], sentence: str,
                                                        tmp_path: Path) -> None:
     path = write_file(tmp_path / "model.gguf", "llama", tensors, dict.fromkeys(tensors, "F32"),
-                      {"general.type": Value.of("string", kind)})
+                      {"general.type": Value.of("string", kind), "tokenizer.ggml.model": Value.of("string", "gpt2")})
     with pytest.raises(LoadError, match=sentence):
         plugin.from_pretrained(path)
+    assert sentence in " ".join(CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "300"}).output.split())
+    out = tmp_path / "out.gguf"
+    refused = CliRunner().invoke(app, ["quantize", str(path), "--type", "Q4_0", "--out", str(out)], env={"COLUMNS": "300"})
+    assert refused.exit_code == 1 and "there is nothing to quantize" in refused.output and not out.exists()

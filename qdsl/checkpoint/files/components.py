@@ -4,6 +4,7 @@ subfolder.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,13 +38,21 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def gguf(path: Path) -> Path | None:
-    """The GGUF file of a checkpoint, the first of a split one: the path itself, by its name or, where that has no end, its first
-    bytes; or the file of a folder without safetensors.  None if there is none.
+    """The GGUF file of a checkpoint, the first of a split one: the path itself, by its name or its first bytes; or the file of a
+    folder without safetensors, of one model.  None if there is none.
     """
-    if not path.is_dir() and (path.suffix == ".gguf" or (not path.suffix and path.is_file() and _begins_as_gguf(path))):
-        return path
-    files = sorted(path.glob("*.gguf")) if path.is_dir() and names(path) == [""] and not any(path.glob("*.safetensors")) else []
-    return files[0] if len(files) == 1 or (files and "-00001-of-" in files[0].name) else None
+    if not path.is_dir():
+        is_file = path.suffix == ".gguf" or (path.suffix != ".safetensors" and path.is_file() and _begins_as_gguf(path))
+        return path if is_file else None
+    if names(path) != [""] or any(path.glob("*.safetensors")):
+        return None
+    firsts = gguf_files(path)
+    return firsts[0] if len(firsts) == 1 else None
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of a folder, of split ones the first."""
+    return sorted(path for path in folder.glob("*.gguf") if re.search(r"-0*1-of-\d+$", path.stem) or "-of-" not in path.stem)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from qdsl.checkpoint.detect.gguf_weights import packed_weight, type_storage
 from qdsl.checkpoint.detect.groups import SHARED_MEMORY
 from qdsl.checkpoint.detect.layer_weights import with_checked_scales
 from qdsl.checkpoint.detect.shaped import Shapes, detected_shaped_layers
-from qdsl.checkpoint.files.components import names
+from qdsl.checkpoint.files.components import gguf, names
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.gguf_metadata import Value
-from qdsl.checkpoint.files.safetensors import CheckpointError, Entry
+from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown
 from qdsl.checkpoint.report.survey import by_kind, problem_tables, survey, tables, weights
 from qdsl.core.table import table, wrapped
 from qdsl.core.text import counted
@@ -42,18 +42,26 @@ def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = Non
     check: also reads the scales of every layer; those that are NaN or infinite are contradictions, and in a GGUF file problems.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
+    path = gguf(path) or path
     if path.is_dir() or path.suffix == ".safetensors":
         models = names(path)
         if models != [""]:
             inside = [_of_safetensors(path / name, limit, shapes, check) for name in models]
             return {"file": str(path), "format": "safetensors", "models": inside}
         return _of_safetensors(path, limit, shapes, check)
-    with GgufFile(path) as gguf:
-        tensors = [_gguf_tensor(tensor, _scale_problem(gguf, tensor) if check else "") for tensor in gguf.tensors.values()]
-        metadata = {key: _gguf_value(value) for key, value in gguf.metadata.stored().items()}
-        return {"file": str(path), "format": "gguf", "version": gguf.version, "alignment": gguf.alignment,
-                "files": len(gguf.paths), **_totals(tensors), "notes": list(gguf.notes), "metadata": metadata,
-                **by_kind(key_findings(gguf)), "tensors": tensors}
+    with GgufFile(path) as file:
+        tensors = [_gguf_tensor(tensor, _scale_problem(file, tensor) if check else "") for tensor in file.tensors.values()]
+        metadata = {key: _gguf_value(value) for key, value in file.metadata.stored().items()}
+        return {"file": str(path), "format": "gguf", "version": file.version, "alignment": file.alignment,
+                "files": len(file.paths), **_totals(tensors), "notes": [*file.notes, *_what_it_is(file)], "metadata": metadata,
+                **by_kind(key_findings(file)), "tensors": tensors}
+
+
+def _what_it_is(file: GgufFile) -> list[str]:
+    """A note about a GGUF file that is no model."""
+    if (kind := str(file.metadata.get("general.type", "model"))) != "model":
+        return [f"general.type is {shown(kind)}, which is no model by itself"]
+    return [] if file.tensors or "tokenizer.ggml.model" not in file.metadata else ["a vocabulary alone, without weights"]
 
 
 def _of_safetensors(path: Path, limit: int, shapes: Shapes | None, check: bool) -> dict[str, Any]:

@@ -106,6 +106,9 @@ def model_of(metadata: dict[str, Value], path: Path) -> Model:
                  numbers.first(f"{name}.attention.head_count_kv", heads), numbers.first(f"{name}.expert_count", 0))
 
 
+NO_MODELS = ("adapter", "imatrix", "controlvector")              # types of files whose numbers stay as they are
+
+
 class Gguf:
     """A GGUF file whose rows are read on access."""
 
@@ -122,6 +125,10 @@ class Gguf:
 
     def choices(self, options: Options) -> dict[str, Choice]:
         """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
+        kind = str(self.metadata["general.type"].decoded()) if "general.type" in self.metadata else "model"
+        if kind in NO_MODELS or (not self.tensors and "tokenizer.ggml.model" in self.metadata):
+            what = f"general.type is {kind!r}" if self.tensors else "a vocabulary alone, without weights"
+            raise QuantizeError(f"{self.path}: {what}: there is nothing to quantize")
         architecture = architecture_of(self.metadata, self.path)
         if architecture in DIFFUSION:
             return diffusion.choose(architecture, self.tensors.values(), options, from_gguf=True)
