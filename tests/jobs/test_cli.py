@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_read_is_a_message(folder: Path) -> None:
     (("verify", "folder"), 1, "no .safetensors file"),
     (("plan", "folder", "--vram", "20"), 2, "without a unit"), (("serve-check", "folder"), 1, "no .safetensors file"),
     (("generate", "none", "x", "--steps", "3"), 2, "--steps is for"),
-    (("generate", "none", "x", "--format", "q40"), 2, "no spec"),
+    (("generate", "none", "x", "--format", "q40"), 2, "did you mean q4_0"),
     (("analyze", "q4_0", "--storage", "gguff"), 2, "no storage 'gguff'"),
     (("explain", "q4_0", "--storage", "gguff"), 2, "no storage 'gguff'"),
     (("explain", "q4_0", "--gpu", "voodoo2"), 2, "no GPU 'voodoo2'"),
