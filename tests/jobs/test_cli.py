@@ -67,8 +67,6 @@ def wrong_spec(folder: Path, name: str = "wrong.yaml") -> Path:
 LIGHT = f"""
 import sys
 from qdsl.cli import app
-from qdsl.runtime.gpu import costs
-from qdsl.runtime.gpu.devices import GPUS
 for arguments in (["--help"], ["--version"], ["check", *sys.argv[1:]], ["show", sys.argv[1]], ["list"]):
     try:
         app(arguments)

@@ -113,7 +113,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
-    (("q40",), 2, "did you mean q4_0?"),
+    (("q40",), 2, "did you mean q4_0"),
     (("q4_0", "--arch", "sm_70"), 2, "error: no architecture 'sm_70': expected one of sm_75, sm_80, sm_89, sm_90, sm_100, "
      "sm_120, gfx942, gfx950, gfx1201"),
     (("q4_0", "--gpu", "v100"), 2, "error: no GPU 'v100': expected one of t4, a100, rtx4090, h100, h200, b200, rtx5090, mi300x, "

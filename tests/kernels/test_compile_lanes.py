@@ -28,7 +28,7 @@ def test_every_format(arch: str) -> None:
         slow = SLOW & set(row["opcodes"])
         if "tile_gemm" in row["kernel"]:                            # on the way in weights and x pass through shared memory
             assert not slow & {"SHFL", "I2F"}, row
-            assert any(op.startswith("HGMMA") for op in row["tensor"]), row
+            assert any(op.startswith(("HGMMA", "UTCHMMA")) for op in row["tensor"]), row
         else:
             assert not slow and any("128" in load for load in row["loads"]), row
         assert row["spills"] <= SPILLS, row

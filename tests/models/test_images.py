@@ -98,7 +98,7 @@ def test_what_is_printed(files: Path, tmp_path: Path) -> None:
     ("{pipeline} x --out {pipeline}/own.png", 2, "own.png: the output lies in .*Z-Image, which is an input"),
     ("{pipeline} x --out a.png --size 32", 2, "--size is WIDTHxHEIGHT"),
     ("{pipeline} x --out a.png --size 33x32", 1, "divisible"),
-    ("{pipeline} x --out a.png --format q9", 2, "no spec 'q9'"),
+    ("{pipeline} x --out a.png --format q9", 2, "no format 'q9'"),
     ("{pipeline} x --out a.png --device cuda:77", 1, "device 'cuda:77' cannot be used here"),
     ("{pipeline} x --out a.png --text-encoder nowhere", 1, "text_encoder: no file or folder nowhere")])
 def test_errors_are_sentences(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, code: int,

@@ -108,7 +108,7 @@ def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     ("generate nowhere x", 1, "no such folder"), ("evaluate {plain} --text {text} -f q4_0", 2, "--against"),
-    ("evaluate {plain} --text {text} -c 5000", 1, "give more text"), ("generate {plain} x -f q9", 2, "no spec 'q9'"),
+    ("evaluate {plain} --text {text} -c 5000", 1, "give more text"), ("generate {plain} x -f q9", 2, "no format 'q9'"),
     ("generate {fp8} x -f q4_0", 1, "contradicts"), ("generate {fp8} x --device cuda:77", 1, "'cuda:77' cannot be used here")])
 def test_errors_are_sentences(plain: Path, fp8: Path, text: Path, arguments: str, code: int, message: str) -> None:
     result = run(*arguments.format(plain=plain, fp8=fp8, text=text).split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,7 @@ def killed(work: Callable[[], object], out: Path, after: int) -> bool:
         os._exit(0)
 
 
-def signalled(arguments: Sequence[str | Path], out: Path, after: int, signal: int, log: Path) -> tuple[int, str]:
+def signalled(arguments: Sequence[str | Path], out: Path, after: int, number: int, log: Path) -> tuple[int, str]:
     """The exit code and the messages of the program where a signal comes at the operation on the output after so many."""
     child = os.fork()
     if child:
@@ -89,7 +90,9 @@ def signalled(arguments: Sequence[str | Path], out: Path, after: int, signal: in
         sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115
         os.dup2(sys.stdout.fileno(), 2)
         sys.argv = ["qdsl", *map(str, arguments)]
-        _watched(out, after, signal)
+        if number == signal.SIGINT:                              # which jobs in a script's background ignore
+            signal.signal(number, signal.default_int_handler)
+        _watched(out, after, number)
         __main__.main()
         code = 0
     except SystemExit as ended:
@@ -135,7 +138,7 @@ def operations(work: Callable[[], object], out: Path) -> int:
         return int(answer.read())
 
 
-def _watched(out: Path, after: int | None, signal: int | None = None) -> list[int]:
+def _watched(out: Path, after: int | None, number: int | None = None) -> list[int]:
     """A count of the operations on an output from now on; the process ends at the one after so many, or gets a signal there."""
     count = [0]
 
@@ -143,7 +146,7 @@ def _watched(out: Path, after: int | None, signal: int | None = None) -> list[in
         if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
             count[0] += 1
             if after is not None and count[0] == after + 1:
-                os._exit(9) if signal is None else os.kill(os.getpid(), signal)
+                os._exit(9) if number is None else os.kill(os.getpid(), number)
 
     sys.addaudithook(watch)
     return count

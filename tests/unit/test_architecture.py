@@ -238,8 +238,8 @@ def files_of(module: str) -> list[Path]:
 # 700 more: DF11 as published, plain GGUF files in engines, lengths of blocks, match_dense, templates, compiled layers.
 # 1,500 more account for settings and tensors of producers, and compute what acts on x; 900 multiply interleaved rows on a CPU, by
 # functions that 1,350 lines of generated modules have; 700 calibrate; 2,000 are chats, servers, progress, tables and messages.
-# 480 more join products, 400 read configs of GGUF files, and the tracer's 1,200 are gone.  Each generated module has the literal of
-# its format, 1,950 lines in place of 3,540 of JSON.
+# 480 more join products, 400 read configs of GGUF files, and the tracer's 1,200 are gone.  Generated modules have literals of
+# their formats, 1,950 lines in place of 3,540 of JSON.
 BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 63_610, "generated": 20_430}
 
 

@@ -150,7 +150,7 @@ def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float], cal
     layers = calibration.layers.get(tensor.name) if calibration and step.type not in TORCH else None
     rows = tensor.rows // tensor.experts
     if layers and importance is None:                            # as an importance matrix says it of experts without a token
-        importance = torch.ones(tensor.experts, tensor.columns, device="cpu")
+        importance = torch.ones(tensor.experts, tensor.columns, dtype=torch.float32, device="cpu")
     for expert in range(tensor.experts):
         moments = (calibration.folder, layers[expert], calibration.method) if calibration and layers and layers[expert] else None
         size = rows if moments else max(1, CHUNK // tensor.columns)   # the moments are inverted once for all rows
