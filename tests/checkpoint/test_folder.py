@@ -128,6 +128,16 @@ def test_a_wrong_index_is_refused(sharded: Path, weight_map: object, reason: str
         Folder(sharded)
 
 
+def test_a_whole_model_beside_an_index_of_others_is_refused(sharded: Path) -> None:
+    """transformers reads the file, vLLM and MLX those of the index: which one is meant nobody can tell."""
+    write(sharded / "model.safetensors", {"norm": torch.zeros(4)})
+    with pytest.raises(CheckpointError, match=r"names other files than model\.safetensors, which is there, too"):
+        Folder(sharded)
+    indexed(sharded, {"norm": "model.safetensors"})
+    with Folder(sharded) as folder:
+        assert folder.names() == ["norm"]
+
+
 @pytest.mark.parametrize(("text", "reason"), [
     (b"", "not JSON at character 0"),
     (b"[]", "not a JSON object"),

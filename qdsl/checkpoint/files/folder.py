@@ -149,6 +149,10 @@ class Folder:
             if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
                 raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shown(str(shard))} is not the name of a "
                                       "safetensors file in this folder")
+        single = self.index_name.removesuffix(".index.json")
+        if single not in placed.values() and (self.root / single).exists():
+            raise CheckpointError(f"{path}: names other files than {single}, which is there, too: transformers reads that one, "
+                                  "others read those of the index; remove the index or the file")
         exists = {shard: (self.root / shard).exists() for shard in set(placed.values())}
         self.missing = {name: shard for name, shard in placed.items() if not exists[shard]}
         if self.missing and not (self.partial and any(exists.values())):
