@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name != "kernels" and item.path.name != "test_wheel.py")
 
 
+@pytest.fixture(scope="module")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for compiled libraries that the tests of a file share."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
 def bless(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--bless"))

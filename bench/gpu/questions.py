@@ -168,7 +168,7 @@ def _chain(x: Tensor, copies: list[PackedWeight]) -> Tensor:
 
 
 def moe(where: Where) -> Iterator[Row]:
-    """A layer of routed experts, beside the bytes of live experts and, where vLLM is installed, its fused experts."""
+    """A layer of routed experts, against the formula of vLLM's tests, with the bytes of live experts."""
     sizes = {name: min(size, 128) if where.is_stand_in else size for name, size in EXPERTS.items()} | (
         {"experts": 4, "top": 2} if where.is_stand_in else {})
     experts, top, hidden, middle = sizes["experts"], sizes["top"], sizes["hidden"], sizes["intermediate"]

@@ -39,6 +39,11 @@ class Conversions:
         self.tensors: dict[str, Tensor] = model.state_dict()
         self.modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
 
+    @classmethod
+    def of(cls, model: Any) -> Conversions:
+        """The names of a model by the rules that transformers has for its class."""
+        return cls(model, get_model_conversion_mapping(model))
+
     def rename(self, name: str) -> str | None:
         """The model's name of a tensor or module of the checkpoint; None where there is none, or it is joined with others."""
         for suffix in ("", ".weight"):
@@ -118,7 +123,7 @@ def stored_names(model: nn.Module, path: Path) -> dict[str, str]:
 
     An expert of a stacked parameter 'up_proj' is 'up_proj.3'; in files with stacks layer and expert are joined so, too.
     """
-    names = Conversions(model, get_model_conversion_mapping(model))
+    names = Conversions.of(model)
     with open_checkpoint(path) as checkpoint:
         source = checkpoint.source
         stacks = {**usual_stacks(dict(model.named_parameters()), source, names.place, ""),

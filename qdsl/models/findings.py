@@ -89,9 +89,7 @@ def _target(model: Any) -> Callable[[str], str]:
     """The model's name of a tensor of a checkpoint: a function, by the rules of the model's library."""
     if not hasattr(model, "base_model_prefix"):                  # of diffusers
         return lambda name: name
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     from qdsl.models.conversions import Conversions
 
-    names = Conversions(model, get_model_conversion_mapping(model))
+    names = Conversions.of(model)
     return lambda name: names.target(name)[0]

@@ -138,14 +138,13 @@ class LanguageFolder:
     def _assemblies(self, config: Any, own: GgufMap) -> dict[str, Assembly]:
         """The rows of every tensor of the GGUF file.  Raises QuantizeError for tensors without a place in it."""
         from transformers import AutoModelForCausalLM
-        from transformers.conversion_mapping import get_model_conversion_mapping
 
         from qdsl.models.conversions import Conversions
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
-        parts, unknown = self._parts(Conversions(model, get_model_conversion_mapping(model)), own)
+        parts, unknown = self._parts(Conversions.of(model), own)
         state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         filled = {name for own_name in parts for name in (own_name, *Names(model).tied(own_name))}
         problems = [f"no tensor for {listed(missing)}"] if (missing := [name for name in state if name not in filled]) else []

@@ -133,6 +133,9 @@ def test_a_whole_model_beside_an_index_of_others_is_refused(sharded: Path) -> No
     write(sharded / "model.safetensors", {"norm": torch.zeros(4)})
     with pytest.raises(CheckpointError, match=r"names other files than model\.safetensors, which is there, too"):
         Folder(sharded)
+    for files in (["model.safetensors"], ["model-1.safetensors", "model-2.safetensors"]):          # which a loader has chosen
+        with Folder(sharded, files=files) as folder:
+            assert [shard.name for shard in folder.shards] == files
     indexed(sharded, {"norm": "model.safetensors"})
     with Folder(sharded) as folder:
         assert folder.names() == ["norm"]

@@ -58,6 +58,25 @@ def test_the_loss_is_less_than_that_of_rounding(path: Path) -> None:
     assert after <= before * (1 if path.stem in WITHOUT_COLUMNS else 0.75)
 
 
+def test_a_last_block_may_be_shorter() -> None:
+    """Where a format allows it, along both axes: the last one has 1, 7 or 40 columns, fewer than there are codes."""
+    weight, hessian = layer()
+    ragged = set()
+    for path in with_quantizer():
+        format = module(path).FORMAT
+        for k in (897, 903, 936):
+            cut, moments = weight[:100, :k].contiguous(), Hessian(hessian.matrix[:k, :k].contiguous(), hessian.rows)
+            try:
+                rounded = format.quantize(cut)
+            except FormatError:
+                continue
+            solved = quantize(format, cut, moments)
+            bound = 1 if path.stem in WITHOUT_COLUMNS else 0.75
+            assert loss(format, solved, cut, moments) <= bound * loss(format, rounded, cut, moments), (format.name, k)
+            ragged.add(format.name)
+    assert ragged >= {"fp8_block", "int8_block", "coreml_lut", "nf4"}
+
+
 @pytest.mark.parametrize("path", with_quantizer(), ids=lambda path: path.stem)
 def test_independent_inputs_take_the_nearest_codes(path: Path) -> None:
     """No other code of a weight is nearer, with the scales that were chosen."""

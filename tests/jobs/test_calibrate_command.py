@@ -12,6 +12,8 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import qdsl.models.transformers as plugin
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
 from qdsl.encode.calibrated import store
 from qdsl.jobs.gguf.imatrix import read
@@ -86,6 +88,21 @@ def test_experts_are_quantized_by_their_own_tokens(source: str, target: tuple[st
                         if ".experts." in key and key in moments}
     assert len(losses["rounded"]) > 4
     assert all(losses["calibrated"][key] < 0.9 * loss for key, loss in losses["rounded"].items()), losses
+
+
+def test_layers_are_found_by_the_names_of_the_folder() -> None:
+    """As in folders of a model without a head, whose names lack its first part."""
+    shutil.rmtree("model")
+    language_models.add_byte_tokenizer(language_models.write_plain(Path("model"), "tied"), [TEXT])
+    with Folder(Path("model")) as folder:
+        tensors = {name.removeprefix("model."): folder.tensor(name).clone() for name in folder.names()}
+    write(Path("model/model.safetensors"), tensors, {"format": "pt"})
+    errors = {}
+    for name, options in {"rounded": (), "calibrated": CALIBRATED}.items():
+        result = run("quantize", "model", *FOLDER, *options, "--out", name)
+        assert result.exit_code == 0, result.output
+        errors[name] = float((logits(name) - logits("model")).square().mean())
+    assert errors["calibrated"] < 0.8 * errors["rounded"]
 
 
 def test_types_that_need_importances_take_those_of_the_text() -> None:

@@ -56,16 +56,10 @@ def by_loop(x: Tensor, packed: PackedWeight) -> Tensor:
     return cpu.run(Candidate(cpu.PLAIN, {"ROWS": together}), x.float(), packed)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the tests of this file share."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+def compiled(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """Products are compiled in these tests, of small weights too, and read them as they are stored."""
-    monkeypatch.setenv("QDSL_CACHE", str(folder))
+    monkeypatch.setenv("QDSL_CACHE", str(cache_folder))
     monkeypatch.setattr(loops, "_loops", {})
     product_functions()
     cpu.compile_products()

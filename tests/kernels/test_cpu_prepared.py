@@ -33,16 +33,10 @@ from tests.support.cpu_products import sample
 from tests.support.formats import same_bits
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the tests of this file share."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+def compiled(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """Products of small weights are compiled, too."""
-    monkeypatch.setenv("QDSL_CACHE", str(folder))
+    monkeypatch.setenv("QDSL_CACHE", str(cache_folder))
     cpu.compile_products()
     yield
     cpu.compile_products(False)
@@ -341,7 +335,7 @@ def run_python(program: str, **settings: str) -> str:
     return result.stdout
 
 
-def test_a_forked_child_does_not_wait_for_threads_of_its_parent(folder: Path) -> None:
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent(cache_folder: Path) -> None:
     program = """
         import os, torch
         from qdsl.generated import q4_0
@@ -356,10 +350,10 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent(folder: Path) ->
                 os._exit(0 if layer(x).tolist() == wanted.tolist() else 3)
             print(os.waitpid(child, 0)[1])
     """
-    assert run_python(program, QDSL_CACHE=str(folder)) == "0\n"
+    assert run_python(program, QDSL_CACHE=str(cache_folder)) == "0\n"
 
 
-def test_loops_start_no_threads_beside_those_of_torch(folder: Path) -> None:
+def test_loops_start_no_threads_beside_those_of_torch(cache_folder: Path) -> None:
     """Their threads are those of torch's OpenMP."""
     if threads.functions().parallel is None or isinstance(threads.functions().parallel, threads.Parallel):
         pytest.skip("torch has no OpenMP here")
@@ -377,7 +371,7 @@ def test_loops_start_no_threads_beside_those_of_torch(folder: Path) -> None:
                 layer(x)
         print(count() - started)
     """
-    assert run_python(program, QDSL_CACHE=str(folder)) == "0\n"
+    assert run_python(program, QDSL_CACHE=str(cache_folder)) == "0\n"
 
 
 def test_subnormal_numbers_stay(tmp_path: Path) -> None:

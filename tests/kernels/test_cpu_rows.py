@@ -48,16 +48,10 @@ def bound(x: Tensor) -> dict[str, Any]:
     return {"terms": 2, "rounds_weight": x.dtype == torch.bfloat16 and len(x) > rows.FEW}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the tests of this file share."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+def compiled(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """Products are compiled in these tests, of small weights too, with few optimizations."""
-    monkeypatch.setenv("QDSL_CACHE", str(folder))
+    monkeypatch.setenv("QDSL_CACHE", str(cache_folder))
     monkeypatch.setenv(rows.SETTING, "always")
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-O1"))
     monkeypatch.setattr(rows, "_libraries", {})

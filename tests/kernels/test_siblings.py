@@ -25,16 +25,10 @@ FORMATS = {"q4_1": (q4_1, {}), "q6_k": (q6_k, {}), "fp8_channel": (fp8_channel, 
            "int4": (int_group, {"bits": 4, "group": 64})}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the tests of this file share."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+def compiled(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """Products of small weights are compiled, with few optimizations."""
-    monkeypatch.setenv("QDSL_CACHE", str(folder))
+    monkeypatch.setenv("QDSL_CACHE", str(cache_folder))
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-O1"))
     monkeypatch.setattr(rows, "_libraries", {})
     monkeypatch.setattr(rows, "_entries", {})
@@ -344,3 +338,13 @@ def test_loaded_models_are_joined_and_copied_before_the_first_product(tmp_path: 
     qdsl.save_model(loaded, tmp_path / "second")
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
     assert first == second
+
+
+def test_layers_with_groups_of_other_lengths_stay_alone() -> None:
+    """Their loops are the same, and take the length as an argument."""
+    for lengths, names in (((64, 64), ["q_proj", "k_proj"]), ((32, 64), [])):
+        own = nn.Module()
+        for name, group in zip(("q_proj", "k_proj"), lengths, strict=True):
+            own.add_module(name, nn.Linear(K, 64))
+            model.quantize_model(own, int_group.FORMAT, bits=4, group=group)
+        assert siblings.join_siblings(own, lambda name: True) == names

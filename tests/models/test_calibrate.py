@@ -114,7 +114,7 @@ def test_experts_count_their_own_tokens(model_type: str) -> None:
     for expert in range(4):
         rows = x[(experts == expert).any(-1)]
         up, down = (moments[f"model.layers.1.mlp.experts.{name}.{expert}"] for name in ("gate_up_proj", "down_proj"))
-        torch.testing.assert_close(up.matrix, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(up.matrix, rows.T @ rows / len(rows), rtol=1e-5, atol=1e-5)
         assert up.rows == down.rows == len(rows) > 0 and len(down.matrix) == 32
 
 

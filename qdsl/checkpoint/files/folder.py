@@ -51,6 +51,10 @@ class Folder:
         placed = self._index()
         if files and set(files) != set(placed.values()):         # an index of others, or none
             self.index, self.missing, placed = {}, {}, {}
+        whole = self.index_name.removesuffix(".index.json")
+        if placed and not files and whole not in placed.values() and (self.root / whole).exists():
+            raise CheckpointError(f"{self.root / self.index_name}: names other files than {whole}, which is there, too: "
+                                  "transformers reads that one, others read those of the index; remove the index or the file")
         self.shards = [self.root / name for name in sorted(set(files or placed.values()))] or self._shards_without_index()
         self._files: dict[str, TensorFile] = {}
         with ExitStack() as stack:
@@ -149,10 +153,6 @@ class Folder:
             if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
                 raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shown(str(shard))} is not the name of a "
                                       "safetensors file in this folder")
-        single = self.index_name.removesuffix(".index.json")
-        if single not in placed.values() and (self.root / single).exists():
-            raise CheckpointError(f"{path}: names other files than {single}, which is there, too: transformers reads that one, "
-                                  "others read those of the index; remove the index or the file")
         exists = {shard: (self.root / shard).exists() for shard in set(placed.values())}
         self.missing = {name: shard for name, shard in placed.items() if not exists[shard]}
         if self.missing and not (self.partial and any(exists.values())):

@@ -13,6 +13,7 @@ from qdsl.core.numbers import number
 from qdsl.runtime.weight.layout import Variant
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.tiles import decode_fields
 
 LEAST_BLOCK = 8                                                  # columns per value of a field; shorter runs are vectors
 
@@ -31,11 +32,10 @@ def code_field(variant: Variant) -> str:
 
 def block_columns(packed: PackedWeight, code: str) -> int:
     """The number of adjacent columns in which the same code is the same number."""
-    steps = [packed.shape[1]]
-    for name, field in packed.variant.fields.items():
-        if name != code and field.groups is None:
-            steps += [axis.by(packed.sizes) for axis in field.axes if axis.dim in ("K", "N*K")]
-    return gcd(*steps)
+    k = packed.shape[1]
+    steps = [(axis.dim, axis.by(packed.sizes)) for name, field in packed.variant.fields.items()
+             if name != code and field.groups is None for axis in field.axes]
+    return gcd(*(step for dim, step in steps if dim == "K"), *(gcd(step, k) for dim, step in steps if dim == "N*K")) or k
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,13 @@ def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, choice
     n, k = packed.shape
     width = min(step, (k - 1) % step + 1)                        # of the narrowest block, whose columns take a code each
     integers = torch.empty_like(fields[code])
+    decoded = torch.empty(n, k, dtype=torch.float32, device=integers.device)
     values = torch.empty(-(-k // step), n, len(choices), dtype=torch.float32, device=integers.device)
     for start in range(0, len(choices), width):
         part = choices[start:start + width]
         column = torch.arange(k, device="cpu") % step
         integers.view(choices.dtype).view(n, k)[:] = part[column.clamp(max=len(part) - 1)].to(integers.device)
-        decoded = packed.variant.decode(**{**fields, code: integers}).view(n, k)
+        decode_fields(packed.variant, {**fields, code: integers}, packed.sizes, decoded)
         for place in range(len(part)):
             values[..., start + place] = decoded[:, place::step].T
     rising, order = values.nan_to_num_(nan=torch.inf, neginf=torch.inf).sort(dim=-1, stable=True)

@@ -184,5 +184,5 @@ def described(packed: PackedWeight, bound: BoundLoop, together: int = 1) -> thre
     loop, (n, k) = bound.loop, packed.shape
     run, arrange = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop.run, loop.arrange))
     return threads.Product(run=run, arrange=arrange, n=n, k=k, tiles=n // packed.layout.kernels.sums, units=bound.units,
-                           step=loop.source.step, parts=loop.source.parts, share=SHARE, together=together,
+                           step=loop.source.step, parts=threads.PARTS, share=SHARE, together=together,
                            arranged=k * (loop.source.arranged or 1), tensors=len(packed.layout.coded))

@@ -21,6 +21,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -126,7 +127,7 @@ class Printed:
     multiples: int
     is_slow: bool
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The columns of a step in the order of use; () if they are not those of a box."""
         per_row = len(self.uses) // (1 + max(use.row for use in self.uses))
@@ -420,7 +421,6 @@ class _Printer:
         else:
             self.lines.append(f"USE_ONE({own}, {column.text}, {value.text}, {condition});")
         self.uses.append(Use(own, column, value.text))
-
 
     def place(self, row: int) -> Position:
         """The place of the next weight of a row in the order of use."""

@@ -39,7 +39,6 @@ ROWS, BLOCK, MOST_FIELDS, TABLE = 16, 32, 8, 64                  # as in row_gro
 FEW = 8                                                          # rows of x that `dot` takes; more have tiles
 TILE = 1 << 20                                                   # weights placed at a time
 SHARE = 1 << 17                                                  # products of weights and x that are worth a thread of their own
-PARTS = 8                                                        # of the rows that a thread takes, on average
 KINDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.uint8: "uint8", torch.int8: "int8"}
 
 _libraries: dict[tuple[Any, ...], ctypes.CDLL | None] = {}
@@ -110,7 +109,7 @@ class Way:
         """The way for m rows of a dtype, and a bias of one.  rounds_x: few rows are rounded to 8 bits."""
         n, k = placed.shape
         is_known = dtype in TYPES and bias in TYPES
-        few = threads.Product(n=n, k=k, step=1, parts=PARTS, share=SHARE, together=m, units=m, tensors=1)
+        few = threads.Product(n=n, k=k, step=1, parts=threads.PARTS, share=SHARE, together=m, units=m, tensors=1)
         if m <= FEW:
             is_arranged = bool(placed.sums) or k != placed.columns
             kind = dtype if is_known and placed.factor is None else torch.float32

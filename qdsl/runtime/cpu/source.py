@@ -24,16 +24,14 @@ class Source:
     """C source, and what it asks of a weight: K is a multiple of `divisor`, and the first row of tiles of `step`.
 
     arranged: numbers that a column of x has after the source's function `arrange`; 0 where there is none.
-    has_vectors: whether weights are decoded many at a time; one by one is no faster than torch.  parts: of the rows, that a
-    thread takes on average.
+    has_vectors: whether weights are decoded many at a time; one by one is no faster than torch.
     """
 
     text: str
     divisor: int
     step: int
     arranged: int
-    has_vectors: bool = True
-    parts: int = 8
+    has_vectors: bool
 
 
 def source_of(reads: Reads, rows: int, width: int) -> Source:

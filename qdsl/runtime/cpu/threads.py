@@ -23,6 +23,7 @@ from qdsl.runtime.torch.private_apis import openmp_parallel
 
 SOURCE = Path(__file__).with_name("product.c")
 MOST_TENSORS, MOST_TABLES = 8, 4                                 # of a weight; of a format
+PARTS = 8                                                        # of the rows that a thread takes, on average
 MOST_JOINED = 4                                                  # weights that `products` multiplies as one
 PROCESS = os.getpid()                                            # in which torch may have started OpenMP's threads
 

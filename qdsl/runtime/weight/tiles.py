@@ -44,25 +44,28 @@ def balanced_tiles(packed: PackedWeight, weights: int) -> list[tuple[int, int]]:
 
 
 def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> None:
-    """Decode rows [start, stop) into out [stop - start, K], in rectangles in which all blocks are whole or alone.
+    """Decode rows [start, stop) into out [stop - start, K]."""
+    part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
+    decode_fields(packed.variant, unpack(part), packed.sizes, out)
+
+
+def decode_fields(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], out: Tensor) -> None:
+    """Decode the fields of a weight into out [N, K], in rectangles in which all blocks are whole or alone.
 
     A rectangle has about as many weights as a tile, even if the storage has no such borders.
     """
-    part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
-    variant = packed.variant
-    fields = unpack(part)
     if axis(variant.cuts[1]).dim in ("N*K", "1"):
-        _decode_flat(variant, fields, packed.sizes, out)
+        _decode_flat(variant, fields, sizes, out)
         return
-    row_cut, column_cut = (axis(text).by(packed.sizes) for text in variant.cuts)
-    rows = list(_pieces(part.shape[0], row_cut, TILE // max(1, part.shape[1])))
-    columns = list(_pieces(part.shape[1], column_cut, part.shape[1]))
+    row_cut, column_cut = (axis(text).by(sizes) for text in variant.cuts)
+    rows = list(_pieces(out.shape[0], row_cut, TILE // max(1, out.shape[1])))
+    columns = list(_pieces(out.shape[1], column_cut, out.shape[1]))
     if len(rows) == len(columns) == 1 or any(variant.fields[name].type == "index" for name in fields):
         variant.decode(**fields, out=out)
         return
     for r0, r1 in rows:
         for c0, c1 in columns:
-            shown = {name: _rectangle(variant, packed.sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
+            shown = {name: _rectangle(variant, sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
             variant.decode(**shown, out=out[r0:r1, c0:c1])
 
 
