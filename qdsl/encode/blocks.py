@@ -11,18 +11,23 @@ from qdsl.core.numbers import number
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.numbers import to_minifloat
-from qdsl.runtime.weight.packed import UnrepresentableValue
+from qdsl.runtime.weight.packed import FormatError, UnrepresentableValue
+
+LONGEST_PADDING = 1 << 24                                        # weights
 
 
 def cut_blocks(weight: Tensor, rows: int, columns: int, filled: str = "zeros") -> Tensor:
     """[N, K] as [N / rows, rows, K / columns, columns].
 
-    Partial last blocks are padded with zeros, or with the last row and column ('edge').
+    Partial last blocks are padded with zeros, or with the last row and column ('edge').  Raises FormatError for blocks that are
+    far longer than the weight: padding them would take all memory.
     """
     n, k = weight.shape
     padded = weight
     if n % rows or k % columns:
         amounts = (0, -k % columns, 0, -n % rows)
+        if (n + amounts[3]) * (k + amounts[1]) > LONGEST_PADDING + 16 * weight.numel():
+            raise FormatError(f"blocks of {rows} x {columns} are too long for a weight of {n} x {k}")
         padded = torch.nn.functional.pad(weight, amounts) if filled == "zeros" else \
             torch.nn.functional.pad(weight[None, None], amounts, mode="replicate")[0, 0]
     return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)

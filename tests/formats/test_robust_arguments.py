@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import py_compile
@@ -15,11 +16,15 @@ from typer.testing import CliRunner
 
 import qdsl
 from qdsl.cli import app
+from qdsl.core import places
 from qdsl.generated import df11, hlane, q4_0
 from qdsl.runtime import FormatError
 from tests.support.ggufs import framed, info
 from tests.support.paths import ROOT
 
+FORMATS = {path.stem: importlib.import_module(f"qdsl.generated.{path.stem}").FORMAT for path in places.shipped()}
+LENGTHS = {name: sizes for name, form in FORMATS.items() if any(variant.encode for variant in form.variants.values())
+           and (sizes := [param for param, values in form.params.items() if set(map(type, values)) == {int} and param != "bits"])}
 WEIGHT = q4_0.quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
 
 
@@ -36,6 +41,21 @@ def test_the_product_of_two_negative_lengths_is_no_shape() -> None:
     packed = df11.quantize(torch.ones(64, 256, dtype=torch.bfloat16))
     with pytest.raises(FormatError, match=r"not \(-64, -256\)"):
         df11.wrap(dict(packed.tensors), shape=(-64, -256))
+
+
+@pytest.mark.parametrize("length", [(1 << 31) - 1, 1 << 31, (1 << 40) + 128, 1 << 62])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_blocks_that_are_far_longer_than_the_weight(name: str, length: int) -> None:
+    """Every parameter that is a length, in every format: a sentence, or a weight that is read back."""
+    form = FORMATS[name]
+    weight = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    first = next(key for key, variant in form.variants.items() if variant.encode)
+    for param in LENGTHS[name]:
+        try:
+            packed = form.quantize(weight, **{**dict(zip(form.by, first, strict=True)), param: length})
+        except FormatError:
+            continue
+        assert (form.dequantize(packed, torch.float32) - weight).abs().max() < 1
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])

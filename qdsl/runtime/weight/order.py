@@ -35,7 +35,7 @@ def uneven(index: Tensor, size: int) -> str:
 
 def in_order(index: Tensor, size: int) -> Tensor:
     """The index of the same number of columns, in order, in groups of `size`."""
-    return torch.arange(index.numel(), dtype=index.dtype, device=index.device) // size
+    return torch.arange(index.numel(), dtype=index.dtype, device=index.device) // min(size, max(1, index.numel()))
 
 
 def by_groups(index: Tensor) -> Tensor:
