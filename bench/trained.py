@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 LENGTH = 256
-BATCH = 16
-RATE = 1.5e-3
+BATCH = 4
+RATE = 1e-3
 
 
 def tokenizer(texts: Sequence[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
@@ -55,7 +55,7 @@ def train(tokens: Tensor, minutes: float) -> LlamaForCausalLM:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps += 1
-        if steps % 50 == 0:
+        if steps % 200 == 0:
             print(f"{steps * BATCH * LENGTH / 1e6:.2f} M tokens, {share:.0%}, loss {loss.item():.3f}", flush=True)
     return model.eval()
 
