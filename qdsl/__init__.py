@@ -65,10 +65,14 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, skip: Skip = No
     of layers are chosen.  options: those of the format's `quantize`.  Returns what was replaced, and what was left and why.
     Raises FormatError for options that the format does not have, before anything changes.
     """
+    from functools import partial
+
+    from qdsl.encode.calibrated.solve import quantize
     from qdsl.runtime.torch.model import quantize_model
 
     module, options = _module(format, options)
-    return quantize_model(model, module.FORMAT, skip, hessians or {}, **options)
+    calibrated = {name: partial(quantize, module.FORMAT, hessian=hessian) for name, hessian in (hessians or {}).items()}
+    return quantize_model(model, module.FORMAT, skip, calibrated, **options)
 
 
 def calibrate(model: nn.Module, data: Sequence[torch.Tensor], format: ModuleType | Path | str | None = None,

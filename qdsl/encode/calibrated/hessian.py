@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.errors import FormatError
 
 DAMPING = 0.01                                                   # of the mean diagonal, added to it before it is inverted
 STRIP = 384                                                      # columns of moments that are computed at a time
@@ -65,12 +61,6 @@ class Hessian:
     def loss(self, error: Tensor) -> float:
         """The mean squared error of the outputs, summed over them, that an error of the weight [N, K] makes."""
         return float(((error @ self.matrix) * error).sum(dtype=torch.float64))
-
-    def quantize(self, format: Format, weight: Tensor, **options: Any) -> PackedWeight:
-        """Quantizes a weight [N, K] by these moments, as `solve.quantize` does."""
-        from qdsl.encode.calibrated.solve import quantize
-
-        return quantize(format, weight, self, **options)
 
 
 def inverting(columns: int) -> int:

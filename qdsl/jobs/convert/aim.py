@@ -189,3 +189,8 @@ def shares_scale(layer: Layer, aim: Aim) -> bool:
         return False
     variant = next(iter(target(layer, aim).variants.values()))
     return "amax" in variant.options and "amax" not in variant.storages[aim.storage].options
+
+
+def is_plain_target(layer: Layer, aim: Aim) -> bool:
+    """Whether a layer becomes plain numbers."""
+    return not aim.exact(layer) and "safetensors" in description(target(layer, aim).name).detect

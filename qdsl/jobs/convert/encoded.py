@@ -11,19 +11,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from qdsl.checkpoint.files.crc import Range, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, laid_out, parse_header, read_header, write_chunks
 from qdsl.host import progress
 from qdsl.host.files import digest, read_chunks
+from qdsl.jobs.convert.change import Change
 from qdsl.jobs.engine import stage
 from qdsl.jobs.engine.intact import piece_notes
 from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order
 from qdsl.jobs.engine.work import batches
-
-if TYPE_CHECKING:
-    from qdsl.jobs.convert.plan import Change
 
 FOLDER = "encoded"                                               # of the stage
 COSTS = {"*": {"*": (int, float)}}
@@ -60,8 +58,6 @@ def pieces(shards: Iterable[Shard], place: Path) -> list[Piece]:
 
 def coded(steps: Sequence[Step]) -> list[Change]:
     """The changes that write entropy codes."""
-    from qdsl.jobs.convert.plan import Change
-
     return [step for step in steps if isinstance(step, Change) and step.has_streams]
 
 
@@ -109,8 +105,6 @@ def resized(shard: Shard, headers: Mapping[str, tuple[Path, Header]]) -> Shard:
 
 
 def _moved(step: Step, head: Header, headers: Mapping[str, tuple[Path, Header]]) -> Step:
-    from qdsl.jobs.convert.plan import Change
-
     if isinstance(step, Copy):
         return replace(step, to=head.tensors[step.name].start)
     assert isinstance(step, Change)

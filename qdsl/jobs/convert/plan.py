@@ -18,20 +18,20 @@ from qdsl.checkpoint.detect.ignored import is_skipped
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import module_of, unread
 from qdsl.checkpoint.detect.producers import producers
-from qdsl.checkpoint.detect.rules import EXPERTS, choices, numbers, saying, says_extents, says_numbers
+from qdsl.checkpoint.detect.rules import choices, numbers, says_extents, says_numbers
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.checkpoint.detect.transforms import why_not_contained
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
+from qdsl.checkpoint.files.safetensors import TensorFile, laid_out, shown, torch_dtypes
 from qdsl.core.shapes import granule, shared_blocks
 from qdsl.core.stored import OF_QUANTIZED_X, Description
 from qdsl.core.text import listed
 from qdsl.host.files import digest, identity
-from qdsl.host.progress import COPY
 from qdsl.jobs.convert import encoded, header
-from qdsl.jobs.convert.aim import Aim, become, description, params_in, shares_scale, target
+from qdsl.jobs.convert.aim import Aim, become, description, is_plain_target, params_in, shares_scale, target
+from qdsl.jobs.convert.change import Change, small_tensors
 from qdsl.jobs.convert.fused import fused_layers
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.engine.shards import Copy, Shard, Step, copy, in_order
@@ -45,56 +45,11 @@ if TYPE_CHECKING:
 
 _Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in storage and files, dtype and shape
 MOST_PROBLEMS = 8                                                         # problems to list in a message
-LONGEST = -1.1754943508222875e-38                                # a float32 with the longest text
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A layer to convert, and the places of its new tensors in the new file.
-
-    names: of its tensors in the new file.  settings: values for small tensors next to it, as in the config.  source: the folder
-    of the layer.  model: of a pipeline, or ''.  sharing: layers that share a super-scale with it, itself included; empty if it
-    has its own.  has_streams: whether some tensors are entropy codes.  Their extents are 0 until `encoded`, a file of
-    qdsl/jobs/convert/encoded.py, holds them.
-    reads: the ranges of input files that hold the layer and those that share with it.
-    """
-
-    layer: Layer
-    aim: Aim
-    to: Mapping[str, Entry]
-    names: Mapping[str, str]
-    settings: Mapping[str, Any]
-    source: Path
-    model: str = ""
-    sharing: tuple[Layer, ...] = ()
-    has_streams: bool = False
-    encoded: Path | None = None
-    reads: tuple[Range, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The layer's name relative to the folder of all models."""
-        return within(self.model, self.layer.name)
-
-    @property
-    def kind(self) -> str:
-        """Layers that are converted, but those whose entropy codes are complete and copied."""
-        return "convert" if self.encoded is None else COPY
-
-    @property
-    def is_folded(self) -> bool:
-        """Whether the new weight contains the layer's transforms, which plain numbers cannot state."""
-        return bool(self.layer.transforms) and is_plain_target(self.layer, self.aim)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the layer takes in the new file."""
-        return sum(entry.nbytes for entry in self.to.values())
-
-    @property
-    def extents(self) -> Sequence[tuple[int, int]]:
-        """Offset and size of each tensor in the new file."""
-        return [(entry.start, entry.nbytes) for entry in self.to.values()]
+class ConvertStep(Change):
+    """A step that converts a layer and writes it."""
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
         """Write the converted layer; returns the error of requantizing, None if exact.  Raises RewriteError."""
@@ -206,11 +161,6 @@ def _folded_tensors(layers: Layers, changed: Sequence[Layer], aim: Aim) -> set[s
     inputs = {full for layer in changed if layer.name in names for leaf, full in layer.others.items() if leaf in OF_QUANTIZED_X}
     folded = {full for layer in changed if layer.name in names for full in layer.transform_tensors}
     return repeats | inputs | folded.difference(*others)
-
-
-def is_plain_target(layer: Layer, aim: Aim) -> bool:
-    """Whether a layer becomes plain numbers."""
-    return not aim.exact(layer) and "safetensors" in description(target(layer, aim).name).detect
 
 
 def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]], folded_tensors: set[str]) -> dict[Path, _File]:
@@ -369,20 +319,6 @@ def _settings(folder: Folder, format: Format) -> dict[str, Any]:
     return {name: folder.config[name] for name in choices(description(format.name)) if name in folder.config}
 
 
-def small_tensors(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
-                  single_numbers: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """The small tensors that a producer puts next to a weight, or next to stacked experts: dtype, shape, bytes.
-
-    single_numbers: the one-number tensors that JSON states; without them the text gets its maximal length.
-    """
-    spec = description(format.name)
-    values = {"N": layer.shape[0], "K": layer.shape[1], **params, **({} if layer.experts is None else {EXPERTS: layer.experts})}
-    longest = saying(spec, {**values, **dict.fromkeys(numbers(spec), LONGEST)}, settings)
-    small = longest if single_numbers is None else saying(spec, {**values, **single_numbers}, settings)
-    dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
-    return {name: (dtypes[dtype], shape, small[name][2].ljust(len(data))) for name, (dtype, shape, data) in longest.items()}
-
-
 def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
     """A weight's first rows after the conversion.  Raises FormatError if some rows cannot be converted."""
     import torch
@@ -458,7 +394,7 @@ def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, i
     start, head = laid_out(path, file.tensors, metadata)
     places = head.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
-    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, names,
+    steps += [ConvertStep(layer, aim, {name: places[full] for name, full in names.items()}, names,
                      _settings(folder, target(layer, aim)), folder.path, model, sharing.get(layer.name, ()),
                      has_streams(layer, aim), reads=_reads(folder, (layer, *sharing.get(layer.name, ()))))
               for layer, names in file.layers]

@@ -28,10 +28,11 @@ from qdsl.host.processes import affordable, needed, results
 from qdsl.host.progress import ENCODE
 from qdsl.jobs.convert import encoded
 from qdsl.jobs.convert.aim import Aim, aimed, target
+from qdsl.jobs.convert.change import Change
 from qdsl.jobs.convert.config import check_producer, readers, rewritten, stale
 from qdsl.jobs.convert.encoded import Piece
 from qdsl.jobs.convert.plain import plain_layers
-from qdsl.jobs.convert.plan import Change, Plan, plan
+from qdsl.jobs.convert.plan import Plan, plan
 from qdsl.jobs.convert.report import relative_rms
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete

@@ -16,7 +16,7 @@ from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
 from qdsl.checkpoint.report import worker
 from qdsl.host import progress
 from qdsl.jobs.convert.aim import become, description, target, values
-from qdsl.jobs.convert.plan import Change, small_tensors
+from qdsl.jobs.convert.change import Change, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.runtime.weight.packed import FormatError, PackedWeight

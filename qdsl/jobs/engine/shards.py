@@ -26,16 +26,20 @@ class Sized(Protocol):
 SizedT = TypeVar("SizedT", bound=Sized)
 
 
-class Step(Protocol):
+class Output(Protocol):
+    """Anything that becomes bytes of a file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it writes."""
+
+
+class Step(Output, Protocol):
     """A unit of work of one process, as plain data that can be sent to it."""
 
     @property
     def kind(self) -> str:
         """The kind of its work, as of qdsl/host/progress.py."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it writes."""
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:

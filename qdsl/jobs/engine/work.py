@@ -13,9 +13,9 @@ from qdsl.host import progress, system
 from qdsl.host.files import naming, replacing
 from qdsl.host.processes import results
 from qdsl.jobs.engine import stage
-from qdsl.jobs.engine.shards import Shard, Step
+from qdsl.jobs.engine.shards import Output, Shard, Step
 
-Some = TypeVar("Some", bound=Step)
+Some = TypeVar("Some", bound=Output)
 Tell = Callable[[int, str], None]
 Telling = Callable[[Mapping[str, int]], AbstractContextManager[Tell]]   # called with the bytes to write, by kind of work
 

@@ -17,7 +17,7 @@ from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.torch.weight_reads import weight_reads
-from qdsl.runtime.weight.packed import FormatError
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -85,13 +85,13 @@ def unmatched(skip: Skip, names: Iterable[str]) -> dict[str, str]:
 
 
 def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
-                   hessians: Mapping[str, Any] | None = None, **options: Any) -> Report:
+                   calibrated: Mapping[str, Callable[..., PackedWeight]] | None = None, **options: Any) -> Report:
     """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
 
-    skip: the layers to leave, see `skipping`.  hessians: moments of inputs, by the names of layers that are quantized by them
-    (encode/calibrated).  options: of the format's `quantize`.  Only one weight at a time exists in both forms.  If an error stops
-    this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps
-    its bias, device and mode.  Layers that cannot be replaced are skipped, and the report says why.  Raises FormatError, before
+    skip: the layers to leave, see `skipping`.  calibrated: by the names of layers, what quantizes them in place of the
+    format's `quantize`, with the same arguments.  options: of the format's `quantize`.  Only one weight at a time exists in both
+    forms.  If an error stops this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps its
+    bias, device and mode.  Layers that cannot be replaced are skipped, and the report says why.  Raises FormatError, before
     anything changes, for options that the format does not have.
     """
     check_model(model)
@@ -104,7 +104,7 @@ def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
     for names in places:
         if not is_skipped(model.get_submodule(names[0]), names[0]):
             why = _reason(model.get_submodule(names[0])) or next((reads[name] for name in names if name in reads), "")
-            why = why or _replace(model, names, format, hessians or {}, options, report)
+            why = why or _replace(model, names, format, calibrated or {}, options, report)
             report.skipped.update(dict.fromkeys(names, why) if why else {})
     return report                                                # no local variable kept a layer alive during the next one
 
@@ -131,14 +131,14 @@ def _reason(layer: nn.Module) -> str:
     return ""
 
 
-def _replace(model: nn.Module, names: list[str], format: Format, hessians: Mapping[str, Any], options: Mapping[str, Any],
-             report: Report) -> str:
+def _replace(model: nn.Module, names: list[str], format: Format, calibrated: Mapping[str, Callable[..., PackedWeight]],
+             options: Mapping[str, Any], report: Report) -> str:
     """Quantize a layer and put the new one in all its places; returns why not, or ''."""
     old = model.get_submodule(names[0])
     assert isinstance(old, nn.Linear)
     try:
-        packed = hessians[names[0]].quantize(format, old.weight, **options) if names[0] in hessians else \
-            format.quantize(old.weight, **options)
+        quantize: Callable[..., PackedWeight] = calibrated.get(names[0], format.quantize)
+        packed = quantize(old.weight, **options)
         packed = fastest_storage(packed) if "storage" not in options and may_change(old) else packed
     except FormatError as error:
         return str(error)
