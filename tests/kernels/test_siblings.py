@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -348,3 +349,14 @@ def test_layers_with_groups_of_other_lengths_stay_alone() -> None:
             own.add_module(name, nn.Linear(K, 64))
             model.quantize_model(own, int_group.FORMAT, bits=4, group=group)
         assert siblings.join_siblings(own, lambda name: True) == names
+
+
+def test_copies_whose_groups_differ_in_length_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one number of several, too, for which loops take the length as an argument."""
+    monkeypatch.setenv(rows.SETTING, "always")
+    first, second = (rows.placed(q4_k.quantize(sample(64, K, seed=seed))) for seed in range(2))
+    assert first is not None and second is not None and joined._are_alike([first, second])
+    weight = rows.described_weight(second.codes, second.levels, second.fields, list(second.weight.shift)[:len(second.fields)], 64,
+                                   second.columns)
+    weight.shift[1] += 1
+    assert not joined._are_alike([first, replace(second, weight=weight)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qdsl.runtime.cpu import rows, threads
+from qdsl.runtime.cpu import memory, rows, threads
 from qdsl.runtime.cpu.prepared import TYPES
 from qdsl.runtime.torch.private_apis import allocator
 from qdsl.runtime.weight.packed import PackedWeight
@@ -54,22 +54,26 @@ class Joined:
 
 
 def join(weights: Sequence[PackedWeight]) -> Joined | None:
-    """The copies of weights as one, in place of those that they have; None where one has none, or they differ in kind.
+    """New copies of weights as one, in place of those that they have; None where one has none, or they differ in kind.
 
     All but the last have whole groups of 16 rows.
     """
-    copies = [copy for weight in weights if (copy := rows.placed(weight)) is not None]
-    if not 1 < len(copies) <= threads.MOST_JOINED or len(copies) < len(weights) or not _are_alike(copies):
+    sizes = [rows.code_bytes(weight) for weight in weights]
+    if not 1 < len(weights) <= threads.MOST_JOINED or not all(sizes):
         return None
-    first, sizes = copies[0], tuple(copy.shape[0] for copy in copies)
-    codes = torch.cat([copy.codes for copy in copies])
-    fields = tuple(torch.cat([copy.fields[place] for copy in copies]) for place in range(len(first.fields)))
+    codes = memory.new(sum(sizes))
+    copies = [copy for weight, own in zip(weights, torch.split(codes, sizes), strict=True)
+              if (copy := rows.placed(weight, own)) is not None]
+    if len(copies) < len(weights) or not _are_alike(copies):
+        return None
+    first, counts = copies[0], tuple(copy.shape[0] for copy in copies)
+    fields = tuple(memory.concatenated([copy.fields[place] for copy in copies]) for place in range(len(first.fields)))
     groups, parts = 0, []
-    for n in sizes:
+    for n in counts:
         parts.append(_part(first, codes, fields, groups, n))
         groups += -(-n // rows.ROWS)
     rows.exchange(copies, parts)
-    return Joined(_part(first, codes, fields, 0, sum(sizes)), sizes)
+    return Joined(_part(first, codes, fields, 0, sum(counts)), counts)
 
 
 def _are_alike(copies: Sequence[rows.Placed]) -> bool:

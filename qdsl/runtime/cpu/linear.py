@@ -58,10 +58,10 @@ def candidates(packed: PackedWeight, rows: int, dtype: torch.dtype) -> list[Cand
     return list(_ways(packed, rows, dtype))
 
 
-def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype) -> None:
+def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype, tasks: Iterable[Callable[[], object]] = ()) -> None:
     """Compile the loops of products with x of a dtype, those of several formats at once, and make copies of weights.
 
-    Without it the first product with each weight does.
+    Without it the first product with each weight does.  tasks: what makes copies of some weights together, first.
     """
     by_kind: dict[tuple[object, ...], PackedWeight] = {}
     by_place: dict[tuple[object, ...], PackedWeight] = {}
@@ -72,8 +72,9 @@ def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype) -> None:
             by_place.setdefault((packed.shape, *[tensor.data_ptr() for tensor in packed.tensors.values()]), packed)
     count = torch.get_num_threads()
     with one_thread(), ThreadPoolExecutor(count, "qdsl-copy", partial(torch.set_num_threads, 1)) as pool:
-        for _ in (*pool.map(partial(_compile_ways, dtype=dtype), by_kind.values()),
-                  *pool.map(row_copies.placed, by_place.values())):
+        for _ in pool.map(partial(_compile_ways, dtype=dtype), by_kind.values()):
+            pass
+        for _ in pool.map(lambda task: task(), [*tasks, *(partial(row_copies.placed, packed) for packed in by_place.values())]):
             pass
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qdsl.host import library
 from qdsl.host.system import page_out, processor_flags
-from qdsl.runtime.cpu import threads
+from qdsl.runtime.cpu import memory, threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
 from qdsl.runtime.torch.private_apis import allocator
@@ -243,11 +243,18 @@ def setting() -> str:
     return choice
 
 
-def placed(packed: PackedWeight) -> Placed | None:
+def code_bytes(packed: PackedWeight) -> int:
+    """The bytes of the codes of a weight's copy; 0 for one that has none."""
+    (n, k), loops = packed.shape, packed.variant.row_loops
+    return 0 if loops is None else -(-n // ROWS) * -(-k // BLOCK) * 4 * ROWS * loops.bits
+
+
+def placed(packed: PackedWeight, into: Tensor | None = None) -> Placed | None:
     """The interleaved copy of a weight, made at the first call; None for a weight that has none.
 
-    A changed or replaced tensor gets a new copy; tensors of inference mode, which do not tell that they change, have none.
-    Memory that is written through `tensor.data` is not noticed: see `forget`.
+    into: memory for the codes [code_bytes] of a new copy, which takes the place of one that was made before.  A changed or
+    replaced tensor gets a new copy; tensors of inference mode, which do not tell that they change, have none.  Memory that is
+    written through `tensor.data` is not noticed: see `forget`.
     """
     choice = setting()
     if choice == "never" or (choice == "auto" and not packed.keeps_copy) or packed.variant.row_loops is None:
@@ -260,9 +267,9 @@ def placed(packed: PackedWeight) -> Placed | None:
         return None
     key = (*[tensor.data_ptr() for tensor in tensors], _description(packed))
     entry = _entries.get(key)
-    if key in _entries and (entry is None or _is_current(entry, tensors)):
+    if into is None and key in _entries and (entry is None or _is_current(entry, tensors)):
         return None if entry is None else entry.placed
-    copy = _place(packed)
+    copy = _place(packed, into)
     _entries[key] = entry = None if copy is None else _Entry(copy, ctypes.addressof(copy.weight), {})
     if entry is not None:
         _is_current(entry, tensors)                              # notes their versions
@@ -310,13 +317,15 @@ def forget(tensors: Mapping[str, Tensor]) -> None:
 # -- placing -----------------------------------------------------------------------------------------------------------
 
 
-def _place(packed: PackedWeight) -> Placed | None:
-    """A new interleaved copy; None where groups of columns are too short or uneven, or without a compiler."""
+def _place(packed: PackedWeight, into: Tensor | None) -> Placed | None:
+    """A new interleaved copy; None where groups of columns are too short or uneven, or without a compiler.
+
+    into: memory for its codes, where those of others are.
+    """
     loops = packed.variant.row_loops
     assert loops is not None
     n, k = packed.shape
-    count, blocks = -(-n // ROWS), -(-k // BLOCK)
-    codes = torch.empty(count * blocks * 4 * ROWS * loops.bits, dtype=torch.uint8, device="cpu")
+    codes, group = memory.new(code_bytes(packed)) if into is None else into, code_bytes(packed) // -(-n // ROWS)
     parts: list[dict[str, _Group]] = []
     functions: ctypes.CDLL | None = None
     levels = factor = None
@@ -333,13 +342,13 @@ def _place(packed: PackedWeight) -> Placed | None:
         own = loops.row_codes.codes(**{name: fields[name] for name in loops.row_codes.rows}) if loops.row_codes \
             else fields[loops.code]
         own = own.contiguous().view(torch.uint8)
-        functions.interleave(own.data_ptr(), codes.data_ptr() + start // ROWS * blocks * 4 * ROWS * loops.bits, stop - start, k,
+        functions.interleave(own.data_ptr(), codes.data_ptr() + start // ROWS * group, stop - start, k,
                              -(-(stop - start) // ROWS))
         levels = torch.nn.functional.pad(fields[loops.levels].float(), (0, TABLE - (1 << loops.bits))) if loops.levels else None
         factor = _factor(loops, fields)
     if functions is None:
         return None
-    return _assembled(packed, loops, functions, codes, parts, levels, factor)
+    return _assembled(packed, loops, functions, codes, parts, levels, factor, into is None)
 
 
 def _tiles(packed: PackedWeight) -> list[tuple[int, int]]:
@@ -414,8 +423,8 @@ def _group(packed: PackedWeight, name: str, values: Tensor, rows: tuple[int, int
 
 
 def _assembled(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, codes: Tensor, parts: list[dict[str, _Group]],
-               levels: Tensor | None, factor: Tensor | None) -> Placed:
-    """The copy, with numbers of groups interleaved like rows."""
+               levels: Tensor | None, factor: Tensor | None, is_alone: bool) -> Placed:
+    """The copy, with numbers of groups interleaved like rows; if it is alone, these are in huge pages."""
     n, k = packed.shape
     columns, shifts, fields = -(-k // BLOCK) * BLOCK, [], []
     shortest = min((group.columns for group in parts[0].values() if group.columns), default=columns)
@@ -424,7 +433,8 @@ def _assembled(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, co
         groups = -(-columns // own) if own else 1
         values = torch.cat([part[name].values[:, :groups] for part in parts])
         padded = torch.nn.functional.pad(values, (0, groups - values.shape[1], 0, -n % ROWS))
-        fields.append(padded.view(-1, ROWS, groups).transpose(1, 2).contiguous())
+        interleaved = padded.view(-1, ROWS, groups).transpose(1, 2)
+        fields.append(memory.concatenated([interleaved]) if is_alone else interleaved.contiguous())
         shifts.append(own.bit_length() - 1 if own else 62)
     sums = -(-columns // shortest) if "#define HAS_OFFSET" in loops.source else 0
     return Placed(functions, described_weight(codes, levels, fields, shifts, n, columns), packed.shape, sums, factor, codes,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qdsl.core.siblings import SIBLINGS
 from qdsl.runtime.cpu import linear as cpu
-from qdsl.runtime.cpu import loops, rows, threads
+from qdsl.runtime.cpu import loops, rows
 from qdsl.runtime.cpu.joined import Joined, Run, join
 from qdsl.runtime.gpu.placement import may_change
 from qdsl.runtime.torch.layers import QuantizedLinear
@@ -182,12 +182,15 @@ def make_ready(model: nn.Module, filter: Callable[[str], bool]) -> None:
     keep_copies(model, filter)
     if torch.accelerator.is_available() or rows.setting() == "never":
         return
+    groups = _siblings_of(model, filter)
+    together = {id(layer) for group in groups for layer in group.layers}
     layers = [layer for name, layer in model.named_modules()
               if isinstance(layer, QuantizedLinear) and filter(name) and layer.keeps_copy and not layer.match_dense]
+    layers.sort(key=lambda layer: id(layer) in together)         # loops are compiled for the first of a kind, which gets a copy
+    tasks = [group.place for group in groups]
     for dtype in dict.fromkeys(layer.compute_dtype for layer in layers):
-        cpu.make_ready((layer.packed for layer in layers if layer.compute_dtype == dtype and _is_filled(layer)), dtype)
-    with threads.one_thread():
-        join_siblings(model, filter)
+        cpu.make_ready((layer.packed for layer in layers if layer.compute_dtype == dtype and _is_filled(layer)), dtype, tasks)
+        tasks = []
 
 
 def _is_filled(layer: QuantizedLinear) -> bool:
@@ -200,20 +203,26 @@ def join_siblings(model: nn.Module, filter: Callable[[str], bool]) -> list[str]:
 
     filter(name): of which layers.  They have copies on a CPU (runtime/cpu/rows.py).
     """
-    joined: list[str] = []
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(layer)] for group in _siblings_of(model, filter) if group.place() for layer in group.layers]
+
+
+def _siblings_of(model: nn.Module, filter: Callable[[str], bool]) -> list[Siblings]:
+    """Layers of a model that may have the same x, by their names; they refer to one another from now on."""
+    groups: list[Siblings] = []
     for parent, module in list(model.named_modules()):
         for names in SIBLINGS:
             layers = {f"{parent}.{name}".lstrip("."): module._modules.get(name) for name in names}
-            own = {name: layer for name, layer in layers.items() if _may_join(layer) and filter(name)}
-            if len(own) > 1 and len({id(layer) for layer in own.values()}) == len(own):
-                siblings = Siblings([layer for layer in own.values() if isinstance(layer, QuantizedLinear)])
-                for layer in siblings.layers:
-                    layer.__dict__["siblings"] = siblings
-                joined += own if siblings.place() else []
-    return joined
+            own = [layer for name, layer in layers.items()
+                   if isinstance(layer, QuantizedLinear) and _may_join(layer) and filter(name)]
+            if len(own) > 1 and len({id(layer) for layer in own}) == len(own):
+                groups.append(Siblings(own))
+                for layer in own:
+                    layer.__dict__["siblings"] = groups[-1]
+    return groups
 
 
-def _may_join(layer: Any) -> bool:
+def _may_join(layer: QuantizedLinear) -> bool:
     """Whether a layer keeps a copy of its weight, and has no columns in another order."""
-    return isinstance(layer, QuantizedLinear) and layer.keeps_copy and may_change(layer) and _is_filled(layer) and \
+    return layer.keeps_copy and may_change(layer) and _is_filled(layer) and \
         loops.are_compiled(layer.packed) and layer.packed.order is None
