@@ -69,7 +69,7 @@ PROGRAM = {
     "variants": {(): {
         "fields": {"v": ("bf16", "N", "K")},
         "cuts": ("N", "K"),
-        "storages": {"plain": {"tensors": {"weight": ("bf16", "N", "K", {"slices": (("v", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)})}}},
+        "storages": {"plain": {"tensors": {"weight": ("bf16", "N", "K", {"field": "v"})}}},
         "copies": "v",
     }},
 }

@@ -156,15 +156,13 @@ PROGRAM = {
         "fields": {"s": ("f32", "N"), "q": ("i8", "N", "K")},
         "cuts": ("N", "K"),
         "storages": {
-            "bitsandbytes": {"tensors": {
-                "weight": ("i8", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                "SCB": ("f32", "N", {"aliases": ("weight.SCB",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
-            }},
+            "bitsandbytes": {"tensors": {"weight": ("i8", "N", "K", {"field": "q"}),
+                "SCB": ("f32", "N", {"aliases": ("weight.SCB",), "field": "s"})}},
             "planar": {
                 "tensors": {
                     "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("f32", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("f32", "N", {"field": "s"}),
                 },
                 "reads": ("K",),
             },

@@ -209,37 +209,36 @@ PROGRAM = {
         "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
-                "weight": ("e4m3", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight": ("e4m3", "N", "K", {"field": "q"}),
                 "weight_scale": ("scale_type", "N", "1",
-                    {"aliases": ("weight_scale_inv", "scale", "qscale_weight"), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                    {"aliases": ("weight_scale_inv", "scale", "qscale_weight"), "slices": (("s", 0, [0]),)}),
             }},
             "torchao": {"tensors": {
-                "qdata": ("e4m3", "N", "K", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                "scale": ("scale_type", "N", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                "qdata": ("e4m3", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
+                "scale": ("scale_type", "N", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, [0]),)}),
             }},
             "quanto": {"tensors": {
-                "data": ("e4m3", "N", "K", {"aliases": ("weight._data",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                "scale": ("scale_type", "N", "1", {"aliases": ("weight._scale",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                "data": ("e4m3", "N", "K", {"aliases": ("weight._data",), "field": "q"}),
+                "scale": ("scale_type", "N", "1", {"aliases": ("weight._scale",), "slices": (("s", 0, [0]),)}),
             }},
             "fp8_lane": {
                 "tensors": {
                     "words": ("i32", "?"), "starts": ("i32", "?", "?"), "table": ("i16", "256"),
                     "sign_mantissa": ("u8", "N", "ceil(K/2)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]], 0, 3),
-                        ("q", 3, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]], 7, 1))}),
-                    "weight_scale": ("scale_type", "N", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                        {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]], 0, 3), ("q", 3, [0, [(2, 4), (0, 1, 1)]], 7, 1))}),
+                    "weight_scale": ("scale_type", "N", "1", {"slices": (("s", 0, [0]),)}),
                     "weight_shape": ("shape", "2"),
                 },
                 "reads": ("K",),
-                "streams": {"exponents": ("huffman_lanes", ("u8", "N", "K"),
+                "streams": {"exponents": ("huffman_lanes", ("u8", "N", "K", {"slices": (("q", 0, [0, 1], 3, 4),)}),
                     {"words": "words", "starts": "starts", "table": "table"})},
                 "shape": "weight_shape",
             },
             "planar": {
                 "tensors": {
                     "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", "N", {"field": "s"}),
                 },
                 "reads": ("K",),
             },

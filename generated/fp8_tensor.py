@@ -177,15 +177,14 @@ PROGRAM = {
         "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
-                "weight": ("e4m3", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight": ("e4m3", "N", "K", {"field": "q"}),
                 "weight_scale": ("scale_type", "1",
                     {"aliases": ("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), "optional": "s",
                     "slices": (("s", 0, []),)}),
             }},
             "torchao": {
                 "tensors": {
-                    "qdata": ("e4m3", "N", "K",
-                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "qdata": ("e4m3", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                     "scale": ("scale_type", "1", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, []),)}),
                 },
                 "always": ("s",),
@@ -193,8 +192,8 @@ PROGRAM = {
             "planar": {
                 "tensors": {
                     "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", {"optional": "s", "slices": (("s", 0, []),)}),
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", {"optional": "s", "field": "s"}),
                 },
                 "reads": ("K",),
             },

@@ -244,28 +244,30 @@ PROGRAM = {
         "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
-                "weight": ("i8", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                "weight_scale": ("scale_type", "N", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                "weight_zero_point": ("i8", "N", "1", {"optional": "z", "slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                "weight": ("i8", "N", "K", {"field": "q"}),
+                "weight_scale": ("scale_type", "N", "1", {"slices": (("s", 0, [0]),)}),
+                "weight_zero_point": ("i8", "N", "1", {"optional": "z", "slices": (("z", 0, [0]),)}),
             }},
             "torchao": {"tensors": {
-                "qdata": ("i8", "N", "K", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                "scale": ("scale_type", "N", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                "zero_point": ("i8", "N", "1",
-                    {"aliases": ("_weight_zero_point",), "optional": "z", "slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                "qdata": ("i8", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
+                "scale": ("scale_type", "N", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, [0]),)}),
+                "zero_point": ("i8", "N", "1", {"aliases": ("_weight_zero_point",), "optional": "z", "slices": (("z", 0, [0]),)}),
             }},
             "quanto": {
                 "tensors": {
-                    "data": ("i8", "N", "K", {"aliases": ("weight._data",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "scale": ("scale_type", "N", "1", {"aliases": ("weight._scale",), "slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                    "data": ("i8", "N", "K", {"aliases": ("weight._data",), "field": "q"}),
+                    "scale": ("scale_type", "N", "1", {"aliases": ("weight._scale",), "slices": (("s", 0, [0]),)}),
                 },
                 "where": ("z",),
                 "options": {"divisor": 127},
             },
             "eetq": {
                 "tensors": {
-                    "weight": ("i8", "N/2", "128*K/64", {"aliases": ("qweight",), "seen": ("K", "N")}),
-                    "weight_scales": ("scale_type", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
+                    "weight": ("i8", "N/2", "128*K/64",
+                        {"aliases": ("qweight",), "seen": ("K", "N"),
+                        "slices": (("q", 0, [[(2, 64, 1), (0, 1, 0)], [(8, 2, 1), (2, 1, 1), (4, 16, 1), (0, 128, 1)]],
+                        {"adds": -128}),)}),
+                    "weight_scales": ("scale_type", "N", {"field": "s"}),
                 },
                 "where": ("z",),
                 "options": {"divisor": 128, "ties": "away", "by": "exact"},
@@ -273,9 +275,9 @@ PROGRAM = {
             "planar": {
                 "tensors": {
                     "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", "N", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                    "z": ("i8", "N", {"optional": "z", "slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", "N", {"field": "s"}),
+                    "z": ("i8", "N", {"optional": "z", "field": "z"}),
                 },
                 "reads": ("K",),
             },

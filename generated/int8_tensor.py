@@ -185,21 +185,21 @@ PROGRAM = {
         "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
-                "weight": ("i8", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight": ("i8", "N", "K", {"field": "q"}),
                 "weight_scale": ("scale_type", "1", {"slices": (("s", 0, []),)}),
                 "weight_zero_point": ("i8", "1", {"optional": "z", "slices": (("z", 0, []),)}),
             }},
             "torchao": {"tensors": {
-                "qdata": ("i8", "N", "K", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "qdata": ("i8", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                 "scale": ("scale_type", "1", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, []),)}),
                 "zero_point": ("i8", "1", "1", {"aliases": ("_weight_zero_point",), "optional": "z", "slices": (("z", 0, []),)}),
             }},
             "planar": {
                 "tensors": {
                     "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", {"slices": (("s", 0, []),)}),
-                    "z": ("i8", {"optional": "z", "slices": (("z", 0, []),)}),
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "s": ("scale_type", {"field": "s"}),
+                    "z": ("i8", {"optional": "z", "field": "z"}),
                 },
                 "reads": ("K",),
             },

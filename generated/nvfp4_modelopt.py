@@ -277,36 +277,32 @@ PROGRAM = {
         "storages": {
             "modelopt": {
                 "tensors": {
-                    "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                    "weight_scale": ("e4m3", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "weight_scale_2": ("f32", {"slices": (("g", 0, []),)}),
+                    "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                    "weight_scale": ("e4m3", "N", "K/16", {"field": "s"}),
+                    "weight_scale_2": ("f32", {"field": "g"}),
                 },
                 "always": ("g",),
             },
             "torchao": {"tensors": {
-                "qdata": ("u8", "N", "K/2",
-                    {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                "scale": ("e4m3", "N", "K/16",
-                    {"aliases": ("_weight_scale",), "slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                "per_tensor_scale": ("f32",
-                    {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "slices": (("g", 0, []),)}),
+                "qdata": ("u8", "N", "K/2", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "scale": ("e4m3", "N", "K/16", {"aliases": ("_weight_scale",), "field": "s"}),
+                "per_tensor_scale": ("f32", {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "field": "g"}),
             }},
             "torchao_swizzled": {
                 "tensors": {
                     "qdata": ("u8", "N", "8*K/16",
-                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (8, 1, 1), (0, 8, 1)]]),)}),
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (8, 1, 1), (0, 8, 1)]]),)}),
                     "scale": ("e4m3", "ceil(N/128)", "ceil(K/64)", "512",
                         {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/64)"),
                         "slices": (("s", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
-                    "per_tensor_scale": ("f32",
-                        {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "slices": (("g", 0, []),)}),
+                    "per_tensor_scale": ("f32", {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "field": "g"}),
                 },
                 "reads": ("N", "K"),
             },
             "mlx": {
                 "tensors": {
-                    "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [[(0, 1, 0)], [(8, 4), (0, 1, 1)]]),)}),
-                    "scales": ("u8", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
+                    "scales": ("u8", "N", "K/16", {"field": "s"}),
                 },
                 "where": ("g",),
                 "options": {"amax": 2688},
@@ -314,10 +310,10 @@ PROGRAM = {
             "planar": {
                 "tensors": {
                     "q": ("i32", "N", "16*ceil(K/128)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
-                        ("q", 4, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
-                    "g": ("f32", {"optional": "g", "slices": (("g", 0, []),)}),
-                    "s": ("e4m3", "N", "K/16", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                        ("q", 4, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                    "g": ("f32", {"optional": "g", "field": "g"}),
+                    "s": ("e4m3", "N", "K/16", {"field": "s"}),
                 },
                 "reads": ("K",),
             },

@@ -308,36 +308,31 @@ PROGRAM = {
         "cuts": ("N", "K"),
         "storages": {
             "compressed_tensors": {"tensors": {
-                "weight_packed": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight_packed": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale": ("u8", "N", "K/32", {"field": "e"}),
             }},
             "modelopt": {"tensors": {
-                "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale": ("u8", "N", "K/32", {"field": "e"}),
             }},
             "gpt_oss": {"tensors": {
                 "blocks": ("u8", "N", "K/32", "16",
                     {"aliases": ("_blocks", "gate_up_proj_blocks", "down_proj_blocks"),
-                    "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (16, 1, 2), (0, 1, 1)]]),)}),
-                "scales": ("u8", "N", "K/32",
-                    {"aliases": ("_scales", "gate_up_proj_scales", "down_proj_scales"),
-                    "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "slices": (("q", 0, [0, [(2, 4), (16, 1, 2), (0, 1, 1)]]),)}),
+                "scales": ("u8", "N", "K/32", {"aliases": ("_scales", "gate_up_proj_scales", "down_proj_scales"), "field": "e"}),
             }},
             "deepseek": {"tensors": {
-                "weight": ("i8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                "weight_scale_inv": ("e8m0", "N", "K/32",
-                    {"aliases": ("scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight": ("i8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale_inv": ("e8m0", "N", "K/32", {"aliases": ("scale",), "field": "e"}),
             }},
             "torchao": {"tensors": {
-                "qdata": ("u8", "N", "K/2",
-                    {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                "scale": ("e8m0", "N", "K/32",
-                    {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "qdata": ("u8", "N", "K/2", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
             }},
             "torchao_swizzled": {
                 "tensors": {
                     "qdata": ("u8", "N", "16*K/32",
-                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (16, 1, 1), (0, 16, 1)]]),)}),
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (16, 1, 1), (0, 16, 1)]]),)}),
                     "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
                         {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
                         "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
@@ -345,15 +340,15 @@ PROGRAM = {
                 "reads": ("N", "K"),
             },
             "mlx": {"tensors": {
-                "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [[(0, 1, 0)], [(8, 4), (0, 1, 1)]]),)}),
-                "scales": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
+                "scales": ("u8", "N", "K/32", {"field": "e"}),
             }},
             "planar": {
                 "tensors": {
                     "q": ("i32", "N", "16*ceil(K/128)",
-                        {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
-                        ("q", 4, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
-                    "e": ("e8m0", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                        ("q", 4, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                    "e": ("e8m0", "N", "K/32", {"field": "e"}),
                 },
                 "reads": ("K",),
             },

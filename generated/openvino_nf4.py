@@ -174,13 +174,14 @@ PROGRAM = {
         "cuts": ("N", "ceil(K/group)"),
         "storages": {
             "openvino": {"tensors": {
-                "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                "scale": ("f16", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "scale": ("f16", "N", "K/group", {"field": "s"}),
             }},
             "planar": {
                 "tensors": {
-                    "code": ("i32", "N", "16*ceil(K/128)"),
-                    "s": ("f16", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "code": ("i32", "N", "16*ceil(K/128)",
+                        {"row_codes": (("code", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("f16", "N", "ceil(K/group)", {"field": "s"}),
                 },
                 "reads": ("K",),
             },

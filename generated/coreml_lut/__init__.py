@@ -31,17 +31,16 @@ PROGRAM = {
             "storages": {
                 "coreml": {
                     "tensors": {
-                        "indices": ("u8", "ceil(N*K/2)"),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "16", "1",
-                            {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 2)]]),)}),
+                        "indices": ("u8", "ceil(N*K/2)", {"slices": (("q", 0, [[(2, 4), (0, 1, 0)]]),)}),
+                        "lut": ("level_type", "ceil(N/rows)", "1", "16", "1", {"slices": (("lut", 0, [0, 2]),)}),
                     },
                     "reads": ("N", "K"),
                 },
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "16", {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                        "lut": ("level_type", "ceil(N/rows)", "16", {"field": "lut"}),
                     },
                     "reads": ("K",),
                 },
@@ -53,18 +52,16 @@ PROGRAM = {
             "storages": {
                 "coreml": {
                     "tensors": {
-                        "indices": ("u8", "ceil(N*K/4)"),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "4", "1",
-                            {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 2)]]),)}),
+                        "indices": ("u8", "ceil(N*K/4)", {"slices": (("q", 0, [[(4, 2), (0, 1, 0)]]),)}),
+                        "lut": ("level_type", "ceil(N/rows)", "1", "4", "1", {"slices": (("lut", 0, [0, 2]),)}),
                     },
                     "reads": ("N", "K"),
                 },
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "4", {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]]),)}),
+                        "lut": ("level_type", "ceil(N/rows)", "4", {"field": "lut"}),
                     },
                     "reads": ("K",),
                 },
@@ -76,20 +73,18 @@ PROGRAM = {
             "storages": {
                 "coreml": {
                     "tensors": {
-                        "indices": ("u8", "3*ceil(N*K/4)"),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "64", "1",
-                            {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 2)]]),)}),
+                        "indices": ("u8", "3*ceil(N*K/4)", {"slices": (("q", 0, [[(4, 6), (0, 3, 0)]]),)}),
+                        "lut": ("level_type", "ceil(N/rows)", "1", "64", "1", {"slices": (("lut", 0, [0, 2]),)}),
                     },
                     "reads": ("N", "K"),
                 },
                 "planar": {
                     "tensors": {
                         "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
                         "q_1": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4,
-                            2),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "64", {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                        "lut": ("level_type", "ceil(N/rows)", "64", {"field": "lut"}),
                     },
                     "reads": ("K",),
                 },
@@ -101,17 +96,16 @@ PROGRAM = {
             "storages": {
                 "coreml": {
                     "tensors": {
-                        "indices": ("u8", "N*K"),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "256", "1",
-                            {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 2)]]),)}),
+                        "indices": ("u8", "N*K", {"field": "q"}),
+                        "lut": ("level_type", "ceil(N/rows)", "1", "256", "1", {"slices": (("lut", 0, [0, 2]),)}),
                     },
                     "reads": ("N", "K"),
                 },
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "256", {"slices": (("lut", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                        "lut": ("level_type", "ceil(N/rows)", "256", {"field": "lut"}),
                     },
                     "reads": ("K",),
                 },

@@ -27,16 +27,16 @@ PROGRAM = {
             "fields": {"lut": ("level_type", "16", "4"), "q": ("u4", "N/4", "K")},
             "cuts": ("ceil(N/4)", "K"),
             "storages": {"coreml": {"tensors": {
-                "indices": ("u8", "N/4", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                "lut": ("level_type", "1", "1", "16", "4", {"slices": (("lut", 0, [[(0, 1, 2)], [(0, 1, 3)]]),)}),
+                "indices": ("u8", "N/4", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "lut": ("level_type", "1", "1", "16", "4", {"slices": (("lut", 0, [2, 3]),)}),
             }}},
         },
         (8,): {
             "fields": {"lut": ("level_type", "256", "4"), "q": ("u8", "N/4", "K")},
             "cuts": ("ceil(N/4)", "K"),
             "storages": {"coreml": {"tensors": {
-                "indices": ("u8", "N/4", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                "lut": ("level_type", "1", "1", "256", "4", {"slices": (("lut", 0, [[(0, 1, 2)], [(0, 1, 3)]]),)}),
+                "indices": ("u8", "N/4", "K", {"field": "q"}),
+                "lut": ("level_type", "1", "1", "256", "4", {"slices": (("lut", 0, [2, 3]),)}),
             }}},
         },
     },

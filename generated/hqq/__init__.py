@@ -34,17 +34,18 @@ PROGRAM = {
             "storages": {
                 "hqq": {
                     "tensors": {
-                        "W_q": ("u8", "N*K/2*group", "group"),
-                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                        "W_q": ("u8", "N*K/2*group", "group", {"slices": (("q", 4, [[("group", 1, 1), (0, 1, 0), (2, -4)]]),)}),
+                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [0]),)}),
+                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [0]),)}),
                     },
                     "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
                 },
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "N", "K/group"), "z": ("scale_type", "N", "K/group"),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                        "s": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
+                        "z": ("scale_type", "N", "K/group", {"slices": (("z", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
                     },
                     "reads": ("K",), "extents": ("N", "K", "group"),
                 },
@@ -56,17 +57,18 @@ PROGRAM = {
             "storages": {
                 "hqq": {
                     "tensors": {
-                        "W_q": ("u8", "N*K/group", "group"),
-                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                        "W_q": ("u8", "N*K/group", "group", {"slices": (("q", 0, [[("group", 1, 1), (0, 1, 0)]]),)}),
+                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [0]),)}),
+                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [0]),)}),
                     },
                     "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
                 },
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "s": ("scale_type", "N", "K/group"), "z": ("scale_type", "N", "K/group"),
+                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                        "s": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
+                        "z": ("scale_type", "N", "K/group", {"slices": (("z", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
                     },
                     "reads": ("K",), "extents": ("N", "K", "group"),
                 },
@@ -78,18 +80,18 @@ PROGRAM = {
             "storages": {
                 "hqq": {
                     "tensors": {
-                        "W_q": ("u8", "N*K/4*group", "group"),
-                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                        "W_q": ("u8", "N*K/4*group", "group", {"slices": (("q", 6, [[("group", 1, 1), (0, 1, 0), (4, -2)]]),)}),
+                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [0]),)}),
+                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [0]),)}),
                     },
                     "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
                 },
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "N", "K/group"), "z": ("scale_type", "N", "K/group"),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                        "s": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
+                        "z": ("scale_type", "N", "K/group", {"slices": (("z", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
                     },
                     "reads": ("K",), "extents": ("N", "K", "group"),
                 },
@@ -101,18 +103,18 @@ PROGRAM = {
             "storages": {
                 "hqq": {
                     "tensors": {
-                        "W_q": ("u8", "N*K/8*group", "group"),
-                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                        "W_q": ("u8", "N*K/8*group", "group", {"slices": (("q", 7, [[("group", 1, 1), (0, 1, 0), (8, -1)]]),)}),
+                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [0]),)}),
+                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [0]),)}),
                     },
                     "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
                 },
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/512)",
-                            {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 1), (2, 8), (4, 1, 1), (4, 2), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "N", "K/group"), "z": ("scale_type", "N", "K/group"),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 1), (2, 8), (4, 1, 1), (4, 2), (0, 16, 1)]]),)}),
+                        "s": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
+                        "z": ("scale_type", "N", "K/group", {"slices": (("z", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
                     },
                     "reads": ("K",), "extents": ("N", "K", "group"),
                 },
@@ -124,21 +126,23 @@ PROGRAM = {
             "storages": {
                 "hqq_3bit": {
                     "tensors": {
-                        "W_q": ("i32", "ceil(N*K/10*group)", "group", {"padding": 3221225472}),
-                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [[(0, 1, 0)]]),)}),
-                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [[(0, 1, 0)]]),)}),
+                        "W_q": ("i32", "ceil(N*K/10*group)", "group",
+                            {"padding": 3221225472, "slices": (("q", 27, [[("group", 1, 1), (0, 1, 0), (10, -3)]]),)}),
+                        "scale": ("scale_type", "N*K/group", "1", {"slices": (("s", 0, [0]),)}),
+                        "zero": ("scale_type", "N*K/group", "1", {"slices": (("z", 0, [0]),)}),
                     },
                     "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
                 },
                 "planar": {
                     "tensors": {
                         "q_0": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]], 0, 2),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]], 0,
+                            2),)}),
                         "q_1": ("i32", "N", "16*ceil(K/512)",
                             {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (2, 1), (0, 16, 1)]], 2, 1),)}),
-                        "s": ("scale_type", "N", "K/group"), "z": ("scale_type", "N", "K/group"),
+                            [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (2, 1), (0, 16, 1)]], 2, 1),)}),
+                        "s": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
+                        "z": ("scale_type", "N", "K/group", {"slices": (("z", 0, [[("K/group", 1, 1), (0, 1, 0)]]),)}),
                     },
                     "reads": ("K",), "extents": ("N", "K", "group"),
                 },

@@ -33,9 +33,9 @@ PROGRAM = {
             "cuts": ("1", "1"),
             "storages": {"hqq": {
                 "tensors": {
-                    "W_q": ("u8", "group/2", "N*K/group"),
-                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [[(0, 1, 1)]]),)}),
-                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [[(0, 1, 1)]]),)}),
+                    "W_q": ("u8", "group/2", "N*K/group", {"slices": (("q", 4, [[("N*K/group", 1, 1), (0, 1, 0), (2, -4)]]),)}),
+                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
+                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
                 "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
             }},
@@ -45,9 +45,9 @@ PROGRAM = {
             "cuts": ("1", "1"),
             "storages": {"hqq": {
                 "tensors": {
-                    "W_q": ("u8", "group", "N*K/group"),
-                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [[(0, 1, 1)]]),)}),
-                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [[(0, 1, 1)]]),)}),
+                    "W_q": ("u8", "group", "N*K/group", {"slices": (("q", 0, [[("N*K/group", 1, 1), (0, 1, 0)]]),)}),
+                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
+                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
                 "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
             }},
@@ -57,9 +57,9 @@ PROGRAM = {
             "cuts": ("1", "1"),
             "storages": {"hqq": {
                 "tensors": {
-                    "W_q": ("u8", "group/4", "N*K/group"),
-                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [[(0, 1, 1)]]),)}),
-                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [[(0, 1, 1)]]),)}),
+                    "W_q": ("u8", "group/4", "N*K/group", {"slices": (("q", 6, [[("N*K/group", 1, 1), (0, 1, 0), (4, -2)]]),)}),
+                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
+                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
                 "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
             }},
@@ -69,9 +69,9 @@ PROGRAM = {
             "cuts": ("1", "1"),
             "storages": {"hqq": {
                 "tensors": {
-                    "W_q": ("u8", "group/8", "N*K/group"),
-                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [[(0, 1, 1)]]),)}),
-                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [[(0, 1, 1)]]),)}),
+                    "W_q": ("u8", "group/8", "N*K/group", {"slices": (("q", 7, [[("N*K/group", 1, 1), (0, 1, 0), (8, -1)]]),)}),
+                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
+                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
                 "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
             }},
@@ -81,9 +81,10 @@ PROGRAM = {
             "cuts": ("1", "1"),
             "storages": {"hqq_3bit": {
                 "tensors": {
-                    "W_q": ("i32", "ceil(group/10)", "N*K/group", {"padding": 3221225472}),
-                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [[(0, 1, 1)]]),)}),
-                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [[(0, 1, 1)]]),)}),
+                    "W_q": ("i32", "ceil(group/10)", "N*K/group",
+                        {"padding": 3221225472, "slices": (("q", 27, [[("N*K/group", 1, 1), (0, 1, 0), (10, -3)]]),)}),
+                    "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
+                    "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
                 "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
             }},

@@ -35,17 +35,16 @@ PROGRAM = {
             "cuts": ("ceil(N/gn)", "ceil(K/gk)"),
             "storages": {
                 "rows": {"tensors": {
-                    "codes": ("u8", "N", "K/4", {"slices": (("q", 0, [[(0, 1, 0)], [(4, 2), (0, 1, 1)]]),)}),
-                    "scale": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "minimum": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("m", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "codes": ("u8", "N", "K/4", {"slices": (("q", 0, [0, [(4, 2), (0, 1, 1)]]),)}),
+                    "scale": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
+                    "minimum": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("m", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                        "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
+                        "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
                     },
                     "reads": ("K",),
                 },
@@ -60,16 +59,16 @@ PROGRAM = {
             "cuts": ("ceil(N/gn)", "ceil(K/gk)"),
             "storages": {
                 "rows": {"tensors": {
-                    "codes": ("u8", "N", "K/2", {"slices": (("q", 0, [[(0, 1, 0)], [(2, 4), (0, 1, 1)]]),)}),
-                    "scale": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "minimum": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("m", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "codes": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                    "scale": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
+                    "minimum": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"slices": (("m", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                        "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
+                        "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
                     },
                     "reads": ("K",),
                 },

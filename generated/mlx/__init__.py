@@ -33,16 +33,16 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
                 "mlx": {"tensors": {
-                    "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [[(0, 1, 0)], [(8, 4), (0, 1, 1)]]),)}),
-                    "scales": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "biases": ("scale_type", "N", "K/group", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "biases": ("scale_type", "N", "K/group", {"field": "b"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "b": ("scale_type", "N", "ceil(K/group)", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                        "b": ("scale_type", "N", "ceil(K/group)", {"field": "b"}),
                     },
                     "reads": ("K",),
                 },
@@ -56,16 +56,16 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
                 "mlx": {"tensors": {
-                    "weight": ("u32", "N", "K/4", {"slices": (("q", 0, [[(0, 1, 0)], [(4, 8), (0, 1, 1)]]),)}),
-                    "scales": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "biases": ("scale_type", "N", "K/group", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "K/4", {"slices": (("q", 0, [0, [(4, 8), (0, 1, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "biases": ("scale_type", "N", "K/group", {"field": "b"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "b": ("scale_type", "N", "ceil(K/group)", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                        "b": ("scale_type", "N", "ceil(K/group)", {"field": "b"}),
                     },
                     "reads": ("K",),
                 },
@@ -79,17 +79,16 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
                 "mlx": {"tensors": {
-                    "weight": ("u32", "N", "K/16", {"slices": (("q", 0, [[(0, 1, 0)], [(16, 2), (0, 1, 1)]]),)}),
-                    "scales": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "biases": ("scale_type", "N", "K/group", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "K/16", {"slices": (("q", 0, [0, [(16, 2), (0, 1, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "biases": ("scale_type", "N", "K/group", {"field": "b"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "b": ("scale_type", "N", "ceil(K/group)", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                        "b": ("scale_type", "N", "ceil(K/group)", {"field": "b"}),
                     },
                     "reads": ("K",),
                 },
@@ -103,20 +102,20 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
                 "mlx": {"tensors": {
-                    "weight": ("u32", "N", "3*K/32"),
-                    "scales": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "biases": ("scale_type", "N", "K/group", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "3*K/32", {"slices": (("q", 0, [0, [(32, 3), (0, 3, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "biases": ("scale_type", "N", "K/group", {"field": "b"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q_0": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]], 0, 2),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]], 0,
+                            2),)}),
                         "q_1": ("i32", "N", "16*ceil(K/512)",
                             {"slices": (("q", 0,
-                            [[(0, 1, 0)], [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (2, 1), (0, 16, 1)]], 2, 1),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "b": ("scale_type", "N", "ceil(K/group)", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (2, 1), (0, 16, 1)]], 2, 1),)}),
+                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                        "b": ("scale_type", "N", "ceil(K/group)", {"field": "b"}),
                     },
                     "reads": ("K",),
                 },
@@ -130,19 +129,18 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
                 "mlx": {"tensors": {
-                    "weight": ("u32", "N", "5*K/32"),
-                    "scales": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "biases": ("scale_type", "N", "K/group", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "5*K/32", {"slices": (("q", 0, [0, [(32, 5), (0, 5, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "biases": ("scale_type", "N", "K/group", {"field": "b"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
                         "q_1": ("i32", "N", "16*ceil(K/512)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (4, 1), (0, 16, 1)]], 4,
-                            1),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "b": ("scale_type", "N", "ceil(K/group)", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (4, 1), (0, 16, 1)]], 4, 1),)}),
+                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                        "b": ("scale_type", "N", "ceil(K/group)", {"field": "b"}),
                     },
                     "reads": ("K",),
                 },
@@ -156,19 +154,18 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
                 "mlx": {"tensors": {
-                    "weight": ("u32", "N", "3*K/16"),
-                    "scales": ("scale_type", "N", "K/group", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "biases": ("scale_type", "N", "K/group", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "3*K/16", {"slices": (("q", 0, [0, [(16, 6), (0, 3, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "biases": ("scale_type", "N", "K/group", {"field": "b"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
                         "q_1": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4,
-                            2),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"slices": (("s", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                        "b": ("scale_type", "N", "ceil(K/group)", {"slices": (("b", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                        "b": ("scale_type", "N", "ceil(K/group)", {"field": "b"}),
                     },
                     "reads": ("K",),
                 },

@@ -31,19 +31,17 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/32)"),
             "storages": {
                 "compressed_tensors": {"tensors": {
-                    "weight_packed": ("u8", "N", "24*K/32", {"aliases": ("weight",)}),
-                    "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight_packed": ("u8", "N", "24*K/32",
+                        {"aliases": ("weight",), "slices": (("q", 0, [0, [(32, 6), (0, 24, 1)]]),)}),
+                    "weight_scale": ("u8", "N", "K/32", {"field": "e"}),
                 }},
                 "torchao": {"tensors": {
-                    "qdata": ("u8", "N", "K",
-                        {"aliases": ("_weight_qdata",), "padding": 192, "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "scale": ("e8m0", "N", "K/32",
-                        {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
+                    "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
                 "torchao_swizzled": {
                     "tensors": {
-                        "qdata": ("u8", "N", "K",
-                            {"aliases": ("_weight_qdata",), "padding": 192, "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
                         "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
                             {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
                             "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
@@ -53,11 +51,10 @@ PROGRAM = {
                 "planar": {
                     "tensors": {
                         "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
                         "q_1": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4,
-                            2),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                     },
                     "reads": ("K",),
                 },
@@ -68,19 +65,17 @@ PROGRAM = {
             "cuts": ("N", "ceil(K/32)"),
             "storages": {
                 "compressed_tensors": {"tensors": {
-                    "weight_packed": ("u8", "N", "24*K/32", {"aliases": ("weight",)}),
-                    "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight_packed": ("u8", "N", "24*K/32",
+                        {"aliases": ("weight",), "slices": (("q", 0, [0, [(32, 6), (0, 24, 1)]]),)}),
+                    "weight_scale": ("u8", "N", "K/32", {"field": "e"}),
                 }},
                 "torchao": {"tensors": {
-                    "qdata": ("u8", "N", "K",
-                        {"aliases": ("_weight_qdata",), "padding": 192, "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "scale": ("e8m0", "N", "K/32",
-                        {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
+                    "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
                 "torchao_swizzled": {
                     "tensors": {
-                        "qdata": ("u8", "N", "K",
-                            {"aliases": ("_weight_qdata",), "padding": 192, "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
                         "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
                             {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
                             "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
@@ -90,11 +85,10 @@ PROGRAM = {
                 "planar": {
                     "tensors": {
                         "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
                         "q_1": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4,
-                            2),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                     },
                     "reads": ("K",),
                 },

@@ -31,20 +31,15 @@ PROGRAM = {
             "fields": {"e": ("e8m0", "N", "ceil(K/32)"), "q": ("code", "N", "K")},
             "cuts": ("N", "ceil(K/32)"),
             "storages": {
-                "compressed_tensors": {"tensors": {
-                    "weight": ("code", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                }},
+                "compressed_tensors": {"tensors": {"weight": ("code", "N", "K", {"field": "q"}),
+                    "weight_scale": ("u8", "N", "K/32", {"field": "e"})}},
                 "torchao": {"tensors": {
-                    "qdata": ("code", "N", "K",
-                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "scale": ("e8m0", "N", "K/32",
-                        {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
+                    "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
                 "torchao_swizzled": {
                     "tensors": {
-                        "qdata": ("code", "N", "K",
-                            {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                         "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
                             {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
                             "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
@@ -52,14 +47,14 @@ PROGRAM = {
                     "reads": ("N", "K"),
                 },
                 "mlx": {"tensors": {
-                    "weight": ("u32", "N", "K/4", {"slices": (("q", 0, [[(0, 1, 0)], [(4, 8), (0, 1, 1)]]),)}),
-                    "scales": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "weight": ("u32", "N", "K/4", {"slices": (("q", 0, [0, [(4, 8), (0, 1, 1)]]),)}),
+                    "scales": ("u8", "N", "K/32", {"field": "e"}),
                 }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                     },
                     "reads": ("K",),
                 },
@@ -69,20 +64,15 @@ PROGRAM = {
             "fields": {"e": ("e8m0", "N", "ceil(K/32)"), "q": ("code", "N", "K")},
             "cuts": ("N", "ceil(K/32)"),
             "storages": {
-                "compressed_tensors": {"tensors": {
-                    "weight": ("code", "N", "K", {"slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "weight_scale": ("u8", "N", "K/32", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                }},
+                "compressed_tensors": {"tensors": {"weight": ("code", "N", "K", {"field": "q"}),
+                    "weight_scale": ("u8", "N", "K/32", {"field": "e"})}},
                 "torchao": {"tensors": {
-                    "qdata": ("code", "N", "K",
-                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
-                    "scale": ("e8m0", "N", "K/32",
-                        {"aliases": ("_weight_scale",), "slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                    "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
+                    "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
                 "torchao_swizzled": {
                     "tensors": {
-                        "qdata": ("code", "N", "K",
-                            {"aliases": ("_weight_qdata",), "slices": (("q", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                        "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                         "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
                             {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
                             "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
@@ -92,8 +82,8 @@ PROGRAM = {
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [[(0, 1, 0)], [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"slices": (("e", 0, [[(0, 1, 0)], [(0, 1, 1)]]),)}),
+                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                     },
                     "reads": ("K",),
                 },

@@ -15,7 +15,7 @@ from typing import Any
 
 from qdsl.core.numbers import TORCH_FLOATS, number
 from qdsl.core.shapes import Axis, axis, extents, own_value, seen_shape
-from qdsl.core.slices import Piece
+from qdsl.core.slices import Piece, Placed, called, place
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
@@ -50,9 +50,11 @@ class Stored:
     """A stored tensor: element type and axes.
 
     The type is 'u8', 'i32', 'e4m3', a parameter, 'index' for a field of that type, or 'shape' for N and K.  optional: the field
-    that has its default if the tensor is missing; '' for a required tensor.  slices: the positions of all its fields'
-    bits, as core/slices.py takes them; empty if they are not at digits.  adds: the difference between a file's element and the
-    element with these bits.  padding: unused bits of an element, for readers of checkpoints.  seen: the axes in files, if
+    that has its default if the tensor is missing; '' for a required tensor.  slices: the positions of all its fields' bits, as
+    core/slices.py takes them, or `field`, the one that the tensor is.  row_codes: the same for a code per weight that stands for
+    other fields.  words: (axis, count), if records hold so many elements along an axis that are no neighbours; positions are then
+    those in a tensor whose last axis has a record's words.  adds, flips: what is added to an element with these bits in files,
+    and the bits that are flipped.  padding: unused bits of an element, for readers of checkpoints.  seen: the axes in files, if
     different.  within: the integer type in files that holds several elements, low ones first.
     """
 
@@ -61,19 +63,27 @@ class Stored:
     aliases: tuple[str, ...]
     optional: str
     slices: tuple[Piece, ...]
+    row_codes: tuple[Piece, ...]
+    words: tuple[int, ...]
     adds: int
+    flips: int
     padding: int
     seen: tuple[Axis, ...]
     within: str
 
-    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", slices: Sequence[Any] = (),
-                 adds: int = 0, padding: int = 0, seen: Sequence[str] = (), within: str = "") -> None:
+    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", field: str = "",
+                 slices: Sequence[Any] = (), row_codes: Sequence[Any] = (), words: Sequence[int] = (), adds: int = 0,
+                 flips: int = 0, padding: int = 0, seen: Sequence[str] = (), within: str = "") -> None:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "aliases", tuple(aliases))
         object.__setattr__(self, "optional", optional)
-        object.__setattr__(self, "slices", tuple(Piece(*piece) for piece in slices))
+        pieces = ((field, 0, range(len(axes))),) if field else slices
+        object.__setattr__(self, "slices", tuple(called(Piece, piece) for piece in pieces))
+        object.__setattr__(self, "row_codes", tuple(called(Piece, piece) for piece in row_codes))
+        object.__setattr__(self, "words", tuple(words))
         object.__setattr__(self, "adds", adds)
+        object.__setattr__(self, "flips", flips)
         object.__setattr__(self, "padding", padding)
         object.__setattr__(self, "seen", tuple(map(axis, seen)))
         object.__setattr__(self, "within", within)
@@ -100,6 +110,10 @@ class Stored:
     def fields(self) -> set[str]:
         """The fields whose bits `slices` places."""
         return {piece.field for piece in self.slices}
+
+    def placed(self, piece: Piece, shape: Sequence[int], bits: int, extents: Sequence[int]) -> Placed | None:
+        """A piece in a tensor of this shape and bits per element, as strides of bits; None if it is not at such strides."""
+        return None if self.words or self.flips else place(piece, shape, bits, extents)
 
     @property
     def text(self) -> str:

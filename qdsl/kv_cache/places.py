@@ -7,7 +7,7 @@ from math import prod
 
 from qdsl.core.numbers import number
 from qdsl.core.schemes import SCHEMES
-from qdsl.core.slices import Piece, place
+from qdsl.core.slices import Piece
 from qdsl.kv_cache.cache import CachedRows
 from qdsl.runtime.weight.layout import FLOATS
 
@@ -129,7 +129,7 @@ def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, 
     at, piece = _tensor_of(cached, name)
     tensor = packed.tensors[packed.layout.coded[at]]
     extents = [axis.extent(*packed.shape, packed.sizes) or 0 for axis in packed.variant.fields[name].axes]
-    placed = place(piece, tensor.shape, 8 * tensor.element_size(), extents)
+    placed = packed.layout.tensors[packed.layout.coded[at]].placed(piece, tensor.shape, 8 * tensor.element_size(), extents)
     if placed is None or len(placed.coordinates[0]) != 1 or placed.start % 8 or placed.coordinates[0][0][1] % 8:
         raise ValueError(f"rows of '{name}' do not lie one by one")
     digits, weight = [], 1

@@ -26,7 +26,7 @@ def descriptions() -> tuple[Description, ...]:
 @cache
 def _shipped() -> tuple[Description, ...]:
     """The formats without producers' rules."""
-    return tuple(description(read(path), in_files=True) for path in modules(qdsl.generated.__path__).values())
+    return tuple(description(read(path, in_files=True), in_files=True) for path in modules(qdsl.generated.__path__).values())
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.core.shapes import granule
-from qdsl.core.slices import Piece, Placed, place
+from qdsl.core.slices import Piece, Placed
 from qdsl.host import progress
 from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
@@ -217,8 +217,8 @@ class _Change:
         sizes = self.packed.sizes
         extents = [axis.rounded(*self.packed.shape, sizes) for axis in field.axes]
         tensor, (dtype, shape) = self.packed.tensors[by], self.wanted[name]
-        source = place(before, tensor.shape, 8 * tensor.element_size(), extents)
-        result = place(piece, shape, 8 * dtype.itemsize, extents)
+        source = self.packed.layout.tensors[by].placed(before, tensor.shape, 8 * tensor.element_size(), extents)
+        result = self.other.layout.tensors[name].placed(piece, shape, 8 * dtype.itemsize, extents)
         if source is None or result is None or transpose.plan(source, result, width) is None:
             return None
         moves = self.columns is not None and any(axis.text == "K" for axis in field.axes)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qdsl.core.numbers import TORCH_FLOATS
-from qdsl.core.program import called
 from qdsl.core.shapes import Axis, axis
+from qdsl.core.slices import called
 from qdsl.core.stored import PLANAR as PLANAR
 from qdsl.core.stored import Stored
 from qdsl.runtime.weight.branches import Branch as Branch
@@ -178,7 +178,8 @@ class Storage:
     def described(self, data: Mapping[str, Any]) -> Storage:
         """The storage with what its format's program says of it."""
         tensors = {name: called(Stored, tensor) for name, tensor in data["tensors"].items()}
-        streams = {name: Stream(code, Stored(*plain), **names) for name, (code, plain, names) in data.get("streams", {}).items()}
+        streams = {name: Stream(code, called(Stored, plain), **names)
+                   for name, (code, plain, names) in data.get("streams", {}).items()}
         further = {key: value for key, value in data.items() if key not in ("tensors", "streams", "transient")}
         return replace(self, tensors=tensors, streams=streams, **further)
 

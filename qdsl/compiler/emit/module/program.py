@@ -131,7 +131,7 @@ def _tensor(program: Program, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     adds = change.amount if change is not None and change.field is None and change.op == "+" else 0
     return (*_typed(program, tensors), *options(
         aliases=tensor.aliases, optional=tensor.placements[0].field if tensor.optional else "", padding=_padding(tensor),
-        seen=tuple(axis.value for axis in tensor.seen), within=tensor.within, adds=adds, slices=slices_of(program, tensors)))
+        seen=tuple(axis.value for axis in tensor.seen), within=tensor.within, adds=adds, **slices_of(program, tensors)))
 
 
 def _typed(program: Program, tensors: Sequence[Tensor]) -> tuple[str, ...]:
@@ -187,4 +187,4 @@ def _by_rows(tensor: Tensor, placement: Placement) -> bool:
 
 def _stream(program: Program, tensor: Tensor, stream: Stream) -> tuple[Any, ...]:
     """The entropy code of a tensor, the decoded tensor, and the code's tensors by role."""
-    return stream.coding, _typed(program, [tensor]), dict(stream.tensors)
+    return stream.coding, (*_typed(program, [tensor]), *options(**slices_of(program, [tensor]))), dict(stream.tensors)

@@ -2,76 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
+from qdsl.compiler.emit.axes import axis_text
+from qdsl.compiler.ir.index import Index, product_of
 from qdsl.compiler.ir.program import Placement, Program, Tensor
-from qdsl.core.layout import Slice
+from qdsl.core.layout import Layout, Slice
 
-Step = tuple[int, ...]                                           # bits; or elements, and their axis; () if there is none
-
-
-def slices_of(program: Program, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The pieces of a tensor, or of its sections, if all their bits are at digits of subscripts; else none."""
-    pieces = [_slices(program, tensor) for tensor in tensors]
-    return tuple(piece for inside in pieces for piece in inside) if all(pieces) else ()
+Step = tuple[int | str, ...]                                     # bits; or elements, and their axis
 
 
-def _slices(program: Program, tensor: Tensor) -> list[tuple[Any, ...]]:
-    """The pieces of one tensor, or of a section of a row with a constant number of elements."""
-    if tensor.stored is not None and (tensor.stored.field is not None or tensor.stored.op == "^"):
-        return []
-    section = tensor.section
-    if section is not None and not (section.by_rows and section.first.is_const and section.length.is_const
-                                    and len(tensor.axes) == 2 and not section.is_plane):
-        return []
-    if program.row_codes and any(placement.field == program.row_codes.code for placement in tensor.placements):
-        return []                                                # no other storage has it
-    if any(placement.flat or placement.ranges > 1 or placement.copies for placement in tensor.placements):
-        return []
-    apart = tensor.words > 1 and tensor.axes[-1].digits[-1:] != ("",)
-    if apart and any(len(placement.slices) > 1 for placement in tensor.placements):
-        return []                                                # planes of one field in words that are apart
-    pieces = [_piece(program, tensor, placement, part) for placement in tensor.placements for part in placement.slices]
-    return [piece for piece in pieces if piece] if all(pieces) else []
+def slices_of(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """The arguments of `Stored` for the bits of a tensor, or of its sections: `field` if it is one, in order, else `slices`."""
+    pieces = tuple(piece for number, tensor in enumerate(tensors) for piece in _pieces(program, tensor, number))
+    plain = [*range(len(tensors[0].axes))]
+    change = tensors[0].stored
+    is_code = program.row_codes is not None and any(piece[0] == program.row_codes.code for piece in pieces)
+    if len(pieces) == 1 and pieces[0][1:] == (0, plain) and not is_code:
+        return {"field": pieces[0][0]}
+    flips = change.amount if change is not None and change.field is None and change.op == "^" else 0
+    return {"words": _words_apart(tensors[0]), "flips": flips, "row_codes" if is_code else "slices": pieces}
 
 
-def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) -> tuple[Any, ...]:
-    """A slice as digits of its coordinates, fastest first; () if it crosses words that are apart."""
-    size = tensor.element.bits
-    in_one = part.offset % size + part.width <= size
-    if part.places or (not in_one and tensor.axes[-1].digits[-1:] != ("",)):
+def _words_apart(tensor: Tensor) -> tuple[int, int] | tuple[()]:
+    """The axis of words that are no neighbours, where a record begins later than in the first word or elements cross words.
+
+    With the number of words per record; () if there is no such axis.
+    """
+    places, size = [place for place, axis in enumerate(tensor.axes) if "" in axis.digits], tensor.element.bits
+    if tensor.words == 1 or tensor.axes[-1].digits[-1:] == ("",):
         return ()
-    coordinates: list[list[tuple[int, ...]]] = []
+    parts = [part for placement in tensor.placements for part in placement.slices]
+    crosses = any(part.offset >= size or part.bit(index) % size + part.width > size
+                  for part in parts for index in product(*map(range, part.extents)))
+    return (places[0], tensor.words) if crosses else ()
+
+
+def _pieces(program: Program, tensor: Tensor, number: int) -> Iterator[tuple[Any, ...]]:
+    """The pieces of one tensor, or of a section, which has this number."""
+    section, start = tensor.section, 0
+    shared: dict[str, Any] = {}
+    if section is not None and section.by_rows and section.first.is_const and section.length.is_const \
+            and len(tensor.axes) == 2 and not section.is_plane:
+        start = section.first.const * tensor.element.bits
+    elif section is not None:
+        shared = {"plane": (int(section.by_rows), number)} if section.is_plane else {"section": number}
+    for placement in tensor.placements:
+        change, further = tensor.stored, dict(shared)
+        if change is not None and change.field == placement.field:
+            further["adds" if change.op == "+" else "flips"] = change.amount
+        for part in (*placement.slices, *placement.copies):
+            whole = part.lo == 0 and part.width == program.field(placement.field).bits
+            yield (placement.field, start + part.offset, _coordinates(tensor, placement, part),
+                   *(() if whole else (part.lo, part.width)),
+                   *_options(placement, part, {**further, **({"copy": True} if part in placement.copies else {})}))
+
+
+def _options(placement: Placement, part: Slice, further: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """What a piece has beside its digits: a range of elements, places of base-3 digits, and `further`."""
+    options = dict(further)
+    if placement.ranges > 1:
+        options["part"] = (part.start, placement.extents[-1])
+    if part.places:
+        options["places"] = (sum(layout.offset for layout in part.places), [list(layout.modes) for layout in part.places])
+    return (options,) if options else ()
+
+
+def _coordinates(tensor: Tensor, placement: Placement, part: Slice) -> list[int | list[tuple[Any, ...]]]:
+    """The digits of every coordinate, fastest first, or the axis whose index it is."""
+    coordinates: list[int | list[tuple[Any, ...]]] = []
     for names, layout in zip(placement.digits, part.dims, strict=True):
-        inside = [cut for extent, stride in layout.modes for cut in _mode(tensor, extent, stride)]
-        digits = [digit for name in reversed(names) for digit in ([(0, _step(tensor, name))] if name else inside)]
-        if len([name for name in names if name]) > 1 or any(not step for _, step in digits):
-            return ()
-        coordinates.append([(extent, *step) for extent, step in digits])
-    start = part.offset + (tensor.section.first.const * size if tensor.section is not None else 0)
-    whole = part.lo == 0 and part.width == program.field(placement.field).bits
-    return placement.field, start, coordinates, *(() if whole else (part.lo, part.width))
+        digits: list[tuple[Any, ...]] = []
+        slowest = next((name for name in names if name), "")     # its extent follows from those of the others
+        for name in reversed(names):
+            if not name:
+                digits += _inside(tensor, layout)
+            else:
+                digits.append((0 if name == slowest else _extent(tensor.var(name).extent), *_step(tensor, name)))
+        coordinates.append(digits[0][2] if [digit[:2] for digit in digits] == [(0, 1)] else digits)
+    return coordinates
 
 
-def _mode(tensor: Tensor, extent: int, stride: int) -> list[tuple[int, Step]]:
-    """A digit within an element, across elements of the record, or both in turn; without a step if neither."""
-    size = tensor.element.bits
-    if stride <= 0:
-        return [(extent, ())]
-    if stride % size == 0:
-        return [(extent, _step(tensor, "", stride // size))]
-    inside = min(extent, size // stride)
-    if inside * stride > size or (size % stride and inside < extent) or extent % inside:
-        return [(extent, ())]
-    return [(inside, (stride,)), *([(extent // inside, _step(tensor, ""))] if inside < extent else [])]
+def _extent(extent: Index) -> int | str:
+    return extent.const if extent.is_const else axis_text(extent)
+
+
+def _inside(tensor: Tensor, layout: Layout) -> list[tuple[Any, ...]]:
+    """The digits within a record: those across elements have steps along the axis of words, if they are whole elements."""
+    size, in_record = tensor.element.bits, tensor.axes[-1].digits[-1:] == ("",)
+    digits: list[tuple[Any, ...]] = []
+    for extent, stride in layout.modes:
+        is_whole = stride > 0 and stride % size == 0
+        inside = 1 if is_whole else min(extent, size // stride) if stride > 0 else extent
+        if _words_apart(tensor) or stride <= 0 or (in_record and not is_whole and (
+                inside * stride > size or (size % stride and inside < extent) or extent % inside)):
+            digits.append((extent, stride))                      # positions that cross elements, or fall
+            continue
+        digits += [(inside, stride)] if inside > 1 else []
+        digits += [(extent // inside, *_step(tensor, "", max(1, stride // size)))] if inside < extent else []
+    return digits
 
 
 def _step(tensor: Tensor, digit: str, times: int = 1) -> Step:
-    """The step of a variable, or of the word '', along its axis; () if an axis has words that are apart."""
-    for place, axis in enumerate(tensor.axes):
-        if digit in axis.digits:
-            if axis.digits[-1] == digit:
-                return times, place
-            return (tensor.words * times, place) if axis.digits == (digit, "") else ()
-    return ()
+    """The step of a variable, or of the word '', along its axis."""
+    place, axis = next((place, axis) for place, axis in enumerate(tensor.axes) if digit in axis.digits)
+    apart = _words_apart(tensor)
+    faster = [Index(tensor.words) if not name else tensor.var(name).extent for name in axis.digits[axis.digits.index(digit) + 1:]
+              if name or place not in apart[:1]]
+    step = product_of([Index(times), *faster])
+    return (step.const if step.is_const else axis_text(step)), place
