@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode import search
+from qdsl.encode import native, search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, powers, quotients, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
 from qdsl.encode.scheme import scheme
@@ -33,6 +33,10 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
     of `powers`; for E8M0 by default one that prevents overflow.  ties, zeros: as in `codes`.  sums: the type of a third result,
     sums of code - offset over `sums_columns` columns; float sums are times the scale of `by`.
     """
+    if by == "exact" and rows == 1 and not (least or power) and divisor is not None:
+        compiled = _compiled(weight, code, scale, columns, axes, divisor, offset, ties, -offset if lost == "least" else 0, False)
+        if compiled is not None:
+            return _with_sums(*compiled, axes, offset, sums, sums_columns)
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     divisor = _largest(code) if divisor is None else divisor
@@ -41,7 +45,7 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
     else:
         scaled, used, stored = _scaled(blocks, largest, scale, divisor, offset, by, lost, least)
     chosen = join_blocks(codes(scaled, code, ties, offset, zeros), *weight.shape)
-    return chosen, shaped(stored, axes).contiguous(), *([_sums(chosen, used, offset, sums, sums_columns)] if sums else [])
+    return _with_sums(chosen, used, stored, axes, offset, sums, sums_columns)
 
 
 @scheme
@@ -61,8 +65,11 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
             return search.signed_or_least(x, inverse, least, most) + np.float32(offset), best
 
         chosen, exact = searched(weight, importance, rows, columns, code, fit)
-        more = [_sums(chosen, exact, offset, sums, sums_columns)] if sums else []
-        return chosen, shaped(stored_scale(exact, scale), axes).contiguous(), *more
+        return _with_sums(chosen, exact, stored_scale(exact, scale), axes, offset, sums, sums_columns)
+    if by == "exact" and rows == 1:
+        compiled = _compiled(weight, code, scale, columns, axes, divisor, offset, ties, -offset, True)
+        if compiled is not None:
+            return _with_sums(*compiled, axes, offset, sums, sums_columns)
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     largest = torch.where(-low > high, low, high) + 0.0
@@ -72,7 +79,26 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
         largest[tied] = flat.gather(1, flat.abs().argmax(1, keepdim=True))[:, 0]
     scaled, used, stored = _scaled(blocks, largest, scale, divisor, offset, by)
     chosen = join_blocks(codes(scaled, code, ties, offset), *weight.shape)
-    more = [_sums(chosen, used, offset, sums, sums_columns)] if sums else []
+    return _with_sums(chosen, used, stored, axes, offset, sums, sums_columns)
+
+
+def _compiled(weight: Tensor, code: str, scale: str, columns: int, axes: int, divisor: float, offset: int, ties: str, lost: int,
+              with_sign: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(codes, exact scales, stored scales) of whole blocks in a row, by 'exact' scales, in C; None where torch finds them."""
+    kind, (n, k) = number(code), weight.shape
+    if kind is None or kind.is_float or kind.high > 255 or k % columns or axes != 2:
+        return None
+    found = native.scaled_codes(weight.float(), columns, divisor, with_sign, offset, (kind.low, kind.high), ties, lost)
+    if found is None:
+        return None
+    exact = found[1].view(n, 1, k // columns, 1)
+    return found[0].view(torch_dtype(code)), exact, stored_scale(exact, scale)
+
+
+def _with_sums(chosen: Tensor, exact: Tensor, stored: Tensor, axes: int, offset: int, sums: str, columns: int,
+               ) -> tuple[Tensor, ...]:
+    """Codes and scales, the latter as the field has them; and sums of `columns` codes each, if there are such."""
+    more = [_sums(chosen, exact, offset, sums, columns)] if sums else []
     return chosen, shaped(stored, axes).contiguous(), *more
 
 

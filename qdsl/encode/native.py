@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from qdsl.host import library
 from qdsl.host.c_functions import CFunctions
@@ -46,6 +47,23 @@ def fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[n
     ends: where the extreme value of a block is tried, in steps.
     """
     return _fits("fit_signed", x, weights, (float(low), float(high)), ends, (), 2)
+
+
+def scaled_codes(values: Tensor, columns: int, divisor: float, with_sign: bool, offset: int, ends: tuple[int, int], ties: str,
+                 lost: int) -> tuple[Tensor, Tensor] | None:
+    """(codes uint8, scales float32 [values / columns]) of blocks of neighbours, as absmax and signmax by 'exact' find them.
+
+    values: float32.  ends: the least and the largest code.  lost: value where 1 / scale overflows.  None where torch is to do it:
+    without a compiler, for other numbers of columns, and on other devices.
+    """
+    functions = None if values.device.type != "cpu" or type(values) is not Tensor or columns % LANES else _functions()
+    if functions is None or ties == "even":
+        return None
+    values, blocks = values.detach().contiguous(), values.numel() // columns
+    scales = torch.empty(blocks, dtype=torch.float32, device="cpu")
+    codes = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
+    functions.scaled_codes(values, blocks, columns, divisor, with_sign, offset, *ends, ties == "up", lost, scales, codes)
+    return codes, scales
 
 
 def _fits(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried: Sequence[np.float32], flags: tuple[int, ...],

@@ -146,3 +146,54 @@ int best_rows(const float *linear /* groups * columns */, const float *square /*
     for (int i = 0; i < LANES; i++) if (wrong[i]) return 0;
     return 1;
 }
+
+static inline vi larger(vi a, vi b) { const vi more = a > b; return a & more | b & ~more; }
+static inline int32_t largest(vi a) {                            /* the largest lane */
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    a = larger(a, __builtin_shuffle(a, lane ^ 8));
+    a = larger(a, __builtin_shuffle(a, lane ^ 4));
+    a = larger(a, __builtin_shuffle(a, lane ^ 2));
+    return larger(a, __builtin_shuffle(a, lane ^ 1))[0];
+}
+
+/* The number of largest magnitude of a block, of which NaN is one, and of equals the first; without its sign, or with it. */
+static inline float extreme(const float *values, int64_t columns, int with_sign) {
+    vi above = {0}, below = {0};                                 /* bits without a sign, of which larger ones are larger numbers */
+    for (int64_t k = 0; k < columns; k += LANES) {
+        const vi bits = (vi)neighbours(values + k);
+        above = larger(bits, above), below = larger(bits ^ INT32_MIN, below);
+    }
+    const int32_t high = largest(above), low = largest(below), top = high > low ? high : low;
+    int32_t bits = with_sign && low > high ? top | INT32_MIN : top;
+    for (int64_t k = 0; with_sign && low == high && k < columns; k++) {
+        memcpy(&bits, values + k, sizeof bits);
+        if ((bits & INT32_MAX) == top) break;
+    }
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number + 0.0f;
+}
+
+/* The scale of each block of neighbours, its largest magnitude / divisor, and the codes of values in units of it.  up: codes are
+   floor(value + (offset + 0.5)); else ties go away from zero.  lost: the value where 1 / scale overflows. */
+void scaled_codes(const float *values /* blocks * columns */, int64_t blocks, int64_t columns, float divisor, int with_sign,
+                  int offset, int low, int high, int up, int lost, float *scales /* blocks */, uint8_t *codes /* blocks * columns */) {
+    typedef uint8_t vb __attribute__((vector_size(LANES)));
+    const vf least = all((float)(low - offset)), most = all((float)(high - offset)), half = all(0.5f - 0x1p-25f);
+    for (int64_t block = 0; block < blocks; block++, values += columns, codes += columns) {
+        const float scale = extreme(values, columns, with_sign) / divisor, inverse = scale == 0 ? 0 : 1 / scale;
+        const int is_lost = __builtin_isinf(inverse);
+        scales[block] = scale;
+        for (int64_t k = 0; k < columns; k += LANES) {
+            vf x = is_lost ? all(lost) : neighbours(values + k) * inverse;
+            x = pick(x < least, least, x);
+            x = pick(x > most, most, x);
+            if (up) x += offset + 0.5f;
+            else x += pick(x > half, half, pick(x < -half, -half, x));
+            vi whole = __builtin_convertvector(x, vi);
+            whole += up ? __builtin_convertvector(whole, vf) > x : offset - (vi){0};
+            const vb bytes = __builtin_convertvector(whole, vb);
+            memcpy(codes + k, &bytes, sizeof bytes);
+        }
+    }
+}

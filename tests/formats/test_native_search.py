@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from qdsl.encode import native, search
-from qdsl.generated import iq1_s, iq2_xxs, q4_k
+from qdsl.generated import iq1_s, iq2_xxs, q2_0, q4_0, q4_k, q5_0, q8_0, q8_1, tq1_0
 from qdsl.host import library
+from qdsl.runtime.weight.packed import FormatError
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,31 @@ def test_quantize_makes_the_same_bytes(module: object, monkeypatch: pytest.Monke
     packed = module.quantize(weight)                             # type: ignore[attr-defined]
     library.choose("never")
     assert torch.equal(packed.tensors["blocks"], module.quantize(weight).tensors["blocks"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("module", [q2_0, q4_0, q5_0, q8_0, q8_1, tq1_0])
+def test_blocks_with_one_scale_have_the_same_bytes(module: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties of magnitudes and of codes, zeros of both signs, numbers below the smallest scale, and scales without a reciprocal."""
+    weight = torch.randn(12, 1024, generator=torch.Generator().manual_seed(0))
+    ties = torch.randint(-127, 128, (2, 1024), generator=torch.Generator().manual_seed(1)) / 2
+    weight[0], weight[1], weight[2], weight[3] = 0, -0.0, ties[0], ties[1].round() / 8
+    weight[4, ::2], weight[4, 1::2] = 3, -3
+    weight[5, ::2], weight[5, 1::2] = -3, 3
+    weight[6:10] *= torch.tensor([1e-38, 2e-39, 1e-42, 1e4])[:, None]
+    calls, scaled_codes = [], native.scaled_codes
+    monkeypatch.setattr(native, "scaled_codes", lambda *given: calls.append(scaled_codes(*given)) or calls[-1])
+    packed = module.quantize(weight.to(dtype))
+    library.choose("never")
+    plain = module.quantize(weight.to(dtype))
+    assert calls[0] is not None and calls[-1] is None
+    assert all(torch.equal(packed.tensors[name], tensor) for name, tensor in plain.tensors.items())
+    library.choose("always")
+    weight[3, 70] = 1e38
+    for setting in ("always", "never"):
+        library.choose(setting)
+        with pytest.raises(FormatError, match=r"block \[3, \d+\] does not fit f16"):
+            module.quantize(weight)
 
 
 def blocks(kind: str, elements: int, count: int) -> np.ndarray:
