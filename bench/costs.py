@@ -31,7 +31,7 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.gpu.triton import triton
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 
 SHAPE = (4096, 8192)                                             # several iterations of every loop
 # Other shapes, for variants: tiles of `matvec` have other rows, and tiles are partial for some storages with 7 * 2048 columns.
@@ -52,7 +52,7 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
                 shape = layout.fixed.get("N", SHAPE[0]), layout.fixed.get("K", SHAPE[1])
                 params = form.complete(dict(zip(form.by, key, strict=True)))
                 try:
-                    yield streams.usual(form.empty(shape, storage, **params))
+                    yield stream_kernels.usual(form.empty(shape, storage, **params))
                 except FormatError as error:
                     print(f"{form.name}.{storage}: {error}", file=sys.stderr)
 
@@ -68,7 +68,7 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
             yield costs.config_key("dequantize"), decode[0]
         for rows in (1, 8, 16):
             if configure.has_skinny_streams(_x(rows, k), packed):
-                for call in streams.skinny_calls(_x(rows, k), packed, None, _x(rows, n)):
+                for call in stream_kernels.skinny_calls(_x(rows, k), packed, None, _x(rows, n)):
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
         yield from _matrix_calls(packed)
         for shape in OTHERS:

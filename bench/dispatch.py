@@ -31,7 +31,7 @@ from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, plan
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (152064, 4096))
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 65, 96, 127, 128, 129, 160, 255, 256, 257, 300, 384, 385, 511, 512,
@@ -63,7 +63,7 @@ class Product(NamedTuple):
 
     def weight(self) -> PackedWeight:
         form = importlib.import_module(f"qdsl.generated.{self.form}").FORMAT
-        return streams.usual(form.empty(self.shape, self.storage, **form.complete(self.params)))
+        return stream_kernels.usual(form.empty(self.shape, self.storage, **form.complete(self.params)))
 
 
 # A sample with every GPU and shape and each kind of storage and number of rows, in different pairs.
@@ -89,7 +89,7 @@ def storages(shape: tuple[int, int], only: str = "") -> Iterator[PackedWeight]:
         for key, variant in form.variants.items():
             for storage in variant.storages:
                 try:
-                    yield streams.usual(form.empty(shape, storage, **dict(zip(form.by, key, strict=True))))
+                    yield stream_kernels.usual(form.empty(shape, storage, **dict(zip(form.by, key, strict=True))))
                 except FormatError:
                     continue                                     # the storage has no weight of this shape
 

@@ -62,8 +62,8 @@ def train(tokens: Tensor, minutes: float) -> LlamaForCausalLM:
 
 def main(folder: Path, files: Sequence[Path]) -> None:
     texts = [path.read_text(errors="ignore") for path in files]
-    made = tokenizer(texts)
-    tokens = torch.tensor(made("\n".join(texts), add_special_tokens=False).input_ids)
+    encode = tokenizer(texts)
+    tokens = torch.tensor(encode("\n".join(texts), add_special_tokens=False).input_ids)
     print(f"{len(tokens) / 1e6:.2f} M tokens of text", flush=True)
     model = train(tokens, float(os.environ.get("MINUTES", "20")))
     model.save_pretrained(folder)

@@ -7,7 +7,7 @@ import torch
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 
 FEWER = 16                                                       # rows of x that kernels are checked with, without 'tile_gemm'
 
@@ -30,6 +30,6 @@ def candidate(x: torch.Tensor, packed: PackedWeight, is_tiled: bool = False) -> 
 def is_decoded(x: torch.Tensor, packed: PackedWeight) -> bool:
     """Whether a product of so many rows is checked as that of the dequantized weight."""
     if packed.layout.streams:
-        return x.shape[0] > streams.SKINNY_ROWS or not configure.has_skinny_streams(x, packed)
+        return x.shape[0] > stream_kernels.SKINNY_ROWS or not configure.has_skinny_streams(x, packed)
     many = configure.has_tile_gemm(packed, x.dtype, x.device)
     return x.shape[0] > (configure.most_columns(packed) if many else FEWER)

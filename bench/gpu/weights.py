@@ -13,7 +13,7 @@ from bench.weights import DIGITS, choices, format_of
 from qdsl.core.numbers import number
 from qdsl.core.shapes import extents
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.match import torch_dtype
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -44,7 +44,7 @@ class Weight:
         """Without data, streams as they usually are."""
         layout = format_of(self.name).storage(self.storage, self.chosen)[1]
         optional = [key for key in layout.coded if layout.tensors[key].optional] if self.optional else []
-        return streams.usual(format_of(self.name).empty(self.shape, self.storage, "meta", optional, **self.chosen))
+        return stream_kernels.usual(format_of(self.name).empty(self.shape, self.storage, "meta", optional, **self.chosen))
 
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:

@@ -12,7 +12,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 
 KERNELS = ("linear", "dequantize")
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -23,7 +23,7 @@ def weight(module: ModuleType, shape: tuple[int, int], storage: str | None, para
 
     Raises FormatError.
     """
-    return streams.usual(module.FORMAT.empty(shape, storage, **module.FORMAT.complete(params)))
+    return stream_kernels.usual(module.FORMAT.empty(shape, storage, **module.FORMAT.complete(params)))
 
 
 def calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> list[Call]:

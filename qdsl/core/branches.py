@@ -1,6 +1,6 @@
 """The kinds of side branches, terms added to a weight's decoded numbers; each is registered here once.
 
-The compiler reads this table.  `runtime/weight/branches.py` decodes, multiplies, slices and joins the kinds.
+The compiler reads this table.  `runtime/weight/branch_kinds.py` decodes, slices and joins the kinds.
 """
 
 from __future__ import annotations

@@ -385,15 +385,18 @@ class _Loader:
             self.report.packed[place] = f"{weight.format.name}.{weight.storage}"
 
     def _packed_module(self, name: str, old: nn.Module, weight: PackedWeight, dtype: torch.dtype) -> PackedModule:
+        new: PackedModule
         if isinstance(old, nn.Embedding):
-            return weight.format.Embedding(weight, old.padding_idx, dtype, old.max_norm, old.norm_type, old.scale_grad_by_freq,
-                                           old.sparse)
+            new = weight.format.Embedding(weight, old.padding_idx, dtype, old.max_norm, old.norm_type, old.scale_grad_by_freq,
+                                          old.sparse)
+            return new
         full = self.plan.scales.get(name)
         scale = None if full is None else self.source.tensor(full)
         if full is not None and scale is not None:
             scale = self._moved(scale, weight.device, scale.dtype)
             self.origin.plain[f"{name}.input_scale".lstrip(".")] = full
-        return weight.format.Linear(weight, None, dtype, input_scale=scale)
+        new = weight.format.Linear(weight, None, dtype, input_scale=scale)
+        return new
 
     def _place_experts(self, step: PackedStep) -> None:
         old = self.names.parameters[step.name]

@@ -195,9 +195,11 @@ def _has_zeros_of(packed: PackedWeight, symmetric: PackedWeight) -> bool:
 
 def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
     """A packed layer of a weight, with the settings of another layer."""
+    layer: PackedModule
     if isinstance(base, QuantizedEmbedding):
-        return packed.format.Embedding(packed, base.padding_idx, base.compute_dtype, base.max_norm, base.norm_type,
-                                       base.scale_grad_by_freq, base.sparse)
+        layer = packed.format.Embedding(packed, base.padding_idx, base.compute_dtype, base.max_norm, base.norm_type,
+                                        base.scale_grad_by_freq, base.sparse)
+        return layer
     layer = packed.format.Linear(packed, None, base.compute_dtype, base.quantize_x, base.input_scale)
     layer.take_mode(base)
     return layer

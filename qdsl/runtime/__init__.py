@@ -1,6 +1,6 @@
 """The runtime of generated modules: packed weights, the functions of a format, kernel launches.  Needs no compiler."""
 
-from qdsl.runtime.format import Format, Spec
+from qdsl.runtime.format import Format
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, rounded, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
@@ -21,6 +21,7 @@ from qdsl.runtime.weight.matrix_unit import (
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
 from qdsl.runtime.weight.row_codes import RowCodes
+from qdsl.runtime.weight.spec import Spec
 from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = ["W8A8", "Codes", "Format", "FormatError", "Gemv", "GroupField", "Kernels", "Levels", "MatrixUnitKernels",

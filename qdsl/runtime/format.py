@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,41 +11,18 @@ from torch import Tensor
 
 from qdsl.core.program import description
 from qdsl.core.shapes import own_value, values_text
-from qdsl.core.text import Displayed, did_you_mean
+from qdsl.core.text import did_you_mean
 from qdsl.runtime.cpu import int4
+from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.torch import dequantize, experts, ops
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
 from qdsl.runtime.torch.linear import mode_of
-from qdsl.runtime.weight import assemble, convert_format, planar, quantize, wrap
+from qdsl.runtime.weight import algebra, assemble, convert_format, planar, quantize, stream_kernels, wrap
 from qdsl.runtime.weight import fields as weight_fields
 from qdsl.runtime.weight.layout import PLANAR, Storage, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
 from qdsl.runtime.weight.requantize import Report, compare
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Spec(Displayed):
-    """A format's name, number types and storages, known without reading a tensor."""
-
-    name: str
-    title: str
-    source: str
-    formula: str
-    params: Mapping[str, tuple[int | str, ...]]
-    storages: tuple[str, ...]
-    variants: Mapping[tuple[int | str, ...], Variant]
-    detect: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        params = [f"  {name}: one of {values_text(values)}" for name, values in self.params.items()]
-        return "\n".join([f"{self.name}: {self.title}", f"  w = {self.formula}", *params,
-                          f"  storages: {', '.join(self.storages)}", *([f"  from {self.source}"] if self.source else [])])
-
-    def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
-        """The formula, parameters and storages."""
-        rows = [("w", self.formula), *((name, values_text(values)) for name, values in self.params.items()),
-                ("storages", ", ".join(self.storages)), ("source", self.source)]
-        return f"{self.name}: {self.title}", ("", ""), [*rows]
+from qdsl.runtime.weight.spec import Spec
 
 
 class Format:
@@ -159,6 +135,28 @@ class Format:
         dtype, shape or range, and for values that the storage cannot hold.
         """
         return weight_fields.pack(self, fields, storage, params)
+
+    # -- parts, for the methods of PackedWeight with these names -----------------------------------------------------------
+
+    def rows(self, packed: PackedWeight, index: Tensor | Sequence[int]) -> PackedWeight:
+        """See `PackedWeight.rows`."""
+        return algebra.rows(packed, index)
+
+    def cut(self, packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
+        """See `PackedWeight.cut`."""
+        return algebra.cut(packed, dim, start, stop)
+
+    def shard(self, packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
+        """See `PackedWeight.shard`."""
+        return algebra.shard(packed, dim, start, stop)
+
+    def join(self, parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
+        """See `PackedWeight.join`."""
+        return algebra.join(parts, dim)
+
+    def decode_streams(self, packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
+        """The weight with decoded tensors, and the launches that fill them on a GPU."""
+        return stream_kernels.decoded(packed)
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 

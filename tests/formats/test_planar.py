@@ -20,7 +20,7 @@ from qdsl.compiler.spec.schema import load
 from qdsl.core import places
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.weight import streams, tiles
+from qdsl.runtime.weight import stream_kernels, tiles
 from tests.support.covering import ALL, by_turns
 from tests.support.formats import (
     Case,
@@ -84,7 +84,7 @@ KEPT = ("tq1_0.gguf", "fp8_channel.fp8_lane",
                          ids=str)
 def test_no_larger_than_promised(case: Case) -> None:
     for chosen in params(case):
-        packed, planar = (streams.usual(case.module.FORMAT.empty((4096, 4096), storage, "meta", (), **chosen))
+        packed, planar = (stream_kernels.usual(case.module.FORMAT.empty((4096, 4096), storage, "meta", (), **chosen))
                           for storage in (case.storage, PLANAR))
         bits = 8 * packed.nbytes / 4096 ** 2
         larger = planar.nbytes > packed.nbytes * (1.04 if bits >= 4 else 1.12)

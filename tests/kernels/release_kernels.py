@@ -35,7 +35,7 @@ from qdsl.runtime.gpu.branches import csr_call
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch import experts
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from tests.kernels import kv_caches
 from tests.support.covering import kernels
 from tests.support.formats import Case, cases, shapes, smallest
@@ -188,7 +188,7 @@ def others() -> Iterator[tuple[str, Call]]:
     for name, storage in (("fp8_block", "safetensors"), ("int8_channel", "safetensors"), ("q4_0", "planar"), ("fix4", "fix4"),
                           ("hlane", "hlane"), ("df11", "df11")):
         case = next(case for case in cases() if case.path.stem == name and case.storage == storage)
-        packed = streams.usual(case.module.FORMAT.empty((2048, 4096), storage, "meta", (), **case.choice))
+        packed = stream_kernels.usual(case.module.FORMAT.empty((2048, 4096), storage, "meta", (), **case.choice))
         if packed.layout.streams:
             yield from _titled(name, of_streams(packed))
         else:
@@ -215,10 +215,10 @@ def of_rows(packed: PackedWeight) -> Iterator[Call]:
 def of_streams(packed: PackedWeight) -> Iterator[Call]:
     n, k = packed.shape
     yield from launch.dequantize_calls(packed, _empty(n, k, dtype=torch.bfloat16))
-    yield from streams.decode_calls(packed)[1]
+    yield from stream_kernels.decode_calls(packed)[1]
     for m in (1, 16):
         if configure.has_skinny_streams(x := _empty(m, k, dtype=torch.bfloat16), packed):
-            yield from streams.skinny_calls(x, packed, None, _empty(m, n, dtype=torch.bfloat16))
+            yield from stream_kernels.skinny_calls(x, packed, None, _empty(m, n, dtype=torch.bfloat16))
 
 
 def of_experts() -> Iterator[Call]:

@@ -24,7 +24,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.launches import weight
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 
 SHAPE = (4096, 4096)
 # Windows of 64 bits: codes of normal weights have 2.591 bits, and the shortest 2, so that a window is looked up 32 times.
@@ -39,7 +39,7 @@ def launches(form: str) -> Iterator[tuple[str, Call]]:
         if "LEVELS" in call.constants:
             yield "decode, three levels", replace(call, constants={**call.constants, "LEVELS": 3})
     if form != "df11":                                           # the symbols of chosen experts
-        for call in streams.decode_calls(packed, torch.empty(512, dtype=torch.int64, device="meta"))[1]:
+        for call in stream_kernels.decode_calls(packed, torch.empty(512, dtype=torch.int64, device="meta"))[1]:
             yield "symbols", call
     for rows in (1, 16) if form != "df11" else ():
         x, out = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for size in (k, n))

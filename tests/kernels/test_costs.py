@@ -21,7 +21,7 @@ from qdsl.runtime.gpu import configure, costs, devices, launch, plan
 from qdsl.runtime.gpu.costs import Candidate, Cost, Work, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from tests.support import compiling
 from tests.support.paths import ROOT
 
@@ -284,11 +284,11 @@ def test_variants_have_counts_of_their_own() -> None:
 @pytest.mark.parametrize("k", [1024, 4096, 8192])
 def test_a_program_that_decodes_streams_takes_the_weights_of_its_launch(k: int) -> None:
     """At every K: a program takes a chunk of its rows."""
-    packed, gpu = streams.usual(weight("hlane", "hlane", (4096, k))), GPUS["h200"]
+    packed, gpu = stream_kernels.usual(weight("hlane", "hlane", (4096, k))), GPUS["h200"]
     out = torch.empty(packed.shape, dtype=X, device="meta")
     [call] = launch.dequantize_calls(packed, out)
     times = {seconds(packed, Candidate("decode"), 1, X, gpu, replace(COST, rows=rows)) for rows in (1, call.weights / k, 64)}
-    assert len(times) == 1 and streams.program_weights(packed) == call.weights
+    assert len(times) == 1 and stream_kernels.program_weights(packed) == call.weights
 
 
 def test_the_table_is_what_the_compiler_makes() -> None:

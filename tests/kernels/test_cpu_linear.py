@@ -22,7 +22,8 @@ from qdsl.runtime.cpu.source import DECODE, FUNCTIONS, VECTORS
 from qdsl.runtime.cpu.threads import functions as product_functions
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.plan import Candidate, forget
+from qdsl.runtime.weight.products import forget
+from qdsl.runtime.weight.target import Candidate
 from tests.support.covering import ALL, covering
 from tests.support.cpu_products import check, in_order, plain, sample
 from tests.support.formats import Case, cases, fixed_shape, same_bits, shapes, smallest

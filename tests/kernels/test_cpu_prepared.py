@@ -28,7 +28,7 @@ from qdsl.runtime.cpu import loops, threads
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.plan import Target, plan_of
+from qdsl.runtime.weight.target import Target, plan_of
 from tests.support.cpu_products import sample
 from tests.support.formats import same_bits
 

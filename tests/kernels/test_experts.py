@@ -15,7 +15,7 @@ from qdsl.models.experts import Experts, routed_sum
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.torch import experts, ops
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from tests.support.formats import SHIPPED, Case, cases, random_packed, shuffled_fields, smallest
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -186,7 +186,7 @@ def test_experts_are_taken_as_they_are_stored(case: Case) -> None:
         with pytest.raises(FormatError, match="experts of 128 rows cannot be told apart"):
             experts.linear(torch.zeros(5, packed.shape[1], device=DEVICE), packed, [0, 1, 2, 3, 4, 5])
         return
-    if packed.layout.streams and not streams.has_rows(packed, 128):
+    if packed.layout.streams and not stream_kernels.has_rows(packed, 128):
         packed = packed.decode_streams()
     part = experts.taken(packed, 128, torch.tensor([3, 0, 3], device=DEVICE))
     whole = packed.format.dequantize(packed.to("cpu"), torch.float32).unflatten(0, (5, 128))

@@ -22,7 +22,7 @@ from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.product import product as gpu_product
 from qdsl.runtime.torch import linear
 from qdsl.runtime.torch.ops import operands, weight_key
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from tests.support.covering import ALL
 from tests.support.interpreter import INTERPRETED, guarded
 from tests.support.paths import ROOT
@@ -59,7 +59,7 @@ def ready(weight: PackedWeight) -> PackedWeight:
 
 def exponents(weight: PackedWeight) -> torch.Tensor:
     """The exponents that kernels find."""
-    streamed, calls = streams.decoded(weight)
+    streamed, calls = stream_kernels.decoded(weight)
     with guarded(*weight.tensors.values(), *streamed.tensors.values()):
         for call in calls:
             call.run()
@@ -68,7 +68,7 @@ def exponents(weight: PackedWeight) -> torch.Tensor:
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     out = torch.zeros(weight.shape, dtype=dtype, device=DEVICE)
-    if streams.has_dequantize(weight, out):
+    if stream_kernels.has_dequantize(weight, out):
         with guarded(*weight.tensors.values(), out):
             launch.dequantize(weight, out)
     else:                                                        # by way of memory of its own
@@ -112,7 +112,7 @@ def test_every_pattern(form: str, shape: tuple[int, int]) -> None:
     """One lane for a row, four, eight, and two chunks; NaNs keep their bits."""
     patterns = PATTERNS.reshape(shape)
     weight = packed(form, patterns)
-    assert streams.has_dequantize(weight, torch.empty(shape, dtype=torch.bfloat16, device=DEVICE))
+    assert stream_kernels.has_dequantize(weight, torch.empty(shape, dtype=torch.bfloat16, device=DEVICE))
     assert same_bits(dequantized(weight), patterns)
     finite = numbers(np.where(patterns >> 7 & 255 == 255, 0, patterns).astype(np.uint16))
     assert torch.equal(dequantized(packed(form, finite.view(torch.int16).numpy().view(np.uint16)), torch.float32), finite.float())
@@ -138,7 +138,7 @@ def test_ragged_weights_and_uneven_chunks(form: str) -> None:
 
 def product(weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.zeros(x.shape[0], weight.shape[0], dtype=x.dtype, device=DEVICE)
-    assert streams.has_skinny(x, weight)
+    assert stream_kernels.has_skinny(x, weight)
     with guarded(*weight.tensors.values(), x, bias, out):
         launch.linear(x, weight, bias, out)
     return out
@@ -197,7 +197,7 @@ def test_infinite_x_at_patches() -> None:
     assert torch.equal(result[result.isinf()].sign(), wanted[wanted.isinf()].sign()) and result.isinf().sum() > 40
     low = np.full((16, 256), 0x0010, np.uint16)
     low[3, 5] = 0x3F80
-    assert not streams.has_skinny(x, packed("fix4", low))           # what its code says could be 0
+    assert not stream_kernels.has_skinny(x, packed("fix4", low))           # what its code says could be 0
 
 
 def test_rows_of_patches_are_decoded_first() -> None:
@@ -206,7 +206,7 @@ def test_rows_of_patches_are_decoded_first() -> None:
     patterns[7] = 0
     weight = packed("fix4", patterns)
     x = tokens(2, 256)
-    assert "patches=256" in weight.stream_info and not streams.has_skinny(x, weight)
+    assert "patches=256" in weight.stream_info and not stream_kernels.has_skinny(x, weight)
     assert not gpu_product(x, weight, None, "", False)[:, 7].any()
 
 
@@ -252,7 +252,7 @@ def test_another_spec_with_the_code(code: str, tmp_path: Path) -> None:
     w = (torch.randn(16, 2048, generator=torch.Generator().manual_seed(0)).abs() * 0.02).half()
     w[3, 5], w[9, 2047] = 6e-8, torch.inf
     weight = ready(qdsl.load(tmp_path / f"upper_{code}.yaml").pack({"v": w}).to(DEVICE))
-    assert streams.has_dequantize(weight, w) and torch.equal(dequantized(weight, torch.float16), w)
+    assert stream_kernels.has_dequantize(weight, w) and torch.equal(dequantized(weight, torch.float16), w)
     assert torch.equal(dequantized(weight, torch.float32), w.float())
     w[9, 2047] = 0
     weight = ready(weight.format.pack({"v": w}).to(DEVICE))
@@ -294,7 +294,7 @@ def test_damage_leads_no_kernel_out_of_its_tensors(form: str, name: str) -> None
             exponents(changed)
             if form != "df11":
                 dequantized(changed)
-                if streams.has_skinny(x := tokens(1, 2048), changed):
+                if stream_kernels.has_skinny(x := tokens(1, 2048), changed):
                     product(changed, x)
     assert refused < TIMES or name not in ("words", "data", "codes", "encoded_exponent", "gaps", "sign_mantissa")
 

@@ -18,7 +18,7 @@ from qdsl.jobs.convert.aim import Aim, description, is_plain_target
 if TYPE_CHECKING:
     import torch
 
-    from qdsl.runtime.format import Format
+    from qdsl.runtime.weight.packed import WeightFormat
 
 LONGEST = -1.1754943508222875e-38                                # a float32 with the longest text
 
@@ -72,7 +72,7 @@ class Change:
         return [(entry.start, entry.nbytes) for entry in self.to.values()]
 
 
-def small_tensors(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
+def small_tensors(layer: Layer, format: WeightFormat, params: Mapping[str, int | str], settings: Mapping[str, Any],
                   single_numbers: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
     """The small tensors that a producer puts next to a weight, or next to stacked experts: dtype, shape, bytes.
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,7 @@ from qdsl.runtime.weight import order
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.assemble import assemble
 from qdsl.runtime.weight.layout import FLOATS
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,9 @@ def operation_for(device: torch.device) -> Int4Operation:
 
 
 @cache
-def format_of(operation: Int4Operation) -> Format:
+def format_of(operation: Int4Operation) -> WeightFormat:
     """The format whose storages an operation reads."""
-    format: Format = import_module(f"qdsl.generated.{operation.format}").FORMAT
+    format: WeightFormat = import_module(f"qdsl.generated.{operation.format}").FORMAT
     return format
 
 
@@ -171,7 +167,7 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     return assemble(format, wide.storage, tensors, wide.shape, {**wide.params, "scale_type": kind}, notes)
 
 
-def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:
+def _regrouped(packed: PackedWeight, format: WeightFormat) -> PackedWeight:
     """The weight with groups divided to a size of another format, with the scale repeated; unchanged if it already fits."""
     own, k = packed.sizes.get("group", 0), packed.shape[1]
     if own in format.params["group"]:
@@ -199,7 +195,7 @@ class _FusedCall:
 
     operation: Int4Operation
     function: Callable[..., Tensor]
-    format: Format
+    format: WeightFormat
     codes: str
     scales: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""x @ w.T and decoded weights on a CPU: the target of plans (runtime/weight/plan.py) that lists ways, chooses one and runs it.
+"""x @ w.T and decoded weights on a CPU: the target of plans (runtime/weight/target.py) that lists ways, chooses one and runs it.
 
 | way      | for                              | what computes it                                                                |
 | stored   | stored numbers that are weights  | torch's matmul                                                                  |
@@ -33,7 +33,8 @@ from qdsl.runtime.cpu.source import DECODE
 from qdsl.runtime.cpu.threads import one_thread
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.plan import Candidate, forget, keep, plan_of
+from qdsl.runtime.weight.products import forget, keep
+from qdsl.runtime.weight.target import Candidate, plan_of
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 ROUNDING = "QDSL_CPU_INT8"

@@ -27,7 +27,7 @@ class _Changed(Exception):
 
 
 class PreparedProduct:
-    """A `Prepared` of runtime/weight/plan.py."""
+    """A `Prepared` of runtime/weight/products.py."""
 
     __slots__ = ("bind", "run")
 

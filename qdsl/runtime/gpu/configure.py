@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,14 +22,11 @@ from qdsl.core.shapes import axis
 from qdsl.host.files import cache_folder
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu, of_arch, of_device
 from qdsl.runtime.gpu.triton import release, runs_kernels
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
-from qdsl.runtime.weight.packed import FormatError
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.layout import Kernels
-    from qdsl.runtime.weight.matrix_unit import W8A8
-    from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.layout import Kernels
+from qdsl.runtime.weight.matrix_unit import W8A8
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 MULTIPROCESSORS = 132                                            # assumed without a GPU: an H100's
 TRIP = 256                                                       # columns of w per warp and iteration of `skinny`
@@ -119,7 +116,7 @@ def has_gemm(dtype: torch.dtype, device: torch.device) -> bool:
 
 def has_skinny_streams(x: torch.Tensor, packed: PackedWeight) -> bool:
     """Whether kernels decode the weight's streams in registers and multiply x [M, K], on the device of x."""
-    return has_mma(x.device) and streams.has_skinny(x, packed)
+    return has_mma(x.device) and stream_kernels.has_skinny(x, packed)
 
 
 def gpu(device: torch.device) -> Gpu:

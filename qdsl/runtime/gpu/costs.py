@@ -20,18 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
-from qdsl.runtime.weight.plan import Candidate as Candidate
+from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.target import Candidate as Candidate
 from qdsl.runtime.weight.tiles import balanced_tiles
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
 
 LAUNCH = 2.5e-6                                                  # seconds from one kernel of a CUDA graph to the next
 LATENCY = 300e-9                                                 # seconds from a load to its data
@@ -367,7 +365,7 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     """Seconds to dequantize and multiply by the vendor's matmul, tile by tile.  size: bytes of a float."""
     n, k = packed.shape
     cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
-    per_program = (streams.program_weights(packed) or int(cost.rows * k)) if cost.rows else cost.step
+    per_program = (stream_kernels.program_weights(packed) or int(cost.rows * k)) if cost.rows else cost.step
     total = 0.0
     for rows, tiles in Counter(stop - start for start, stop in decoded_tiles(packed, size)).items():
         moved = nbytes * rows // n + size * rows * k

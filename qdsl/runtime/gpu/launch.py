@@ -18,7 +18,7 @@ from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import is_installed, tl, triton
-from qdsl.runtime.weight import eight, streams
+from qdsl.runtime.weight import eight, stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.matrix_unit import W8A8
 from qdsl.runtime.weight.packed import PackedWeight
@@ -46,10 +46,10 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, in
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     """The launches of `dequantize`, for tensors on any device, meta too."""
-    if streams.has_dequantize(packed, out):
-        yield from streams.dequantize_calls(packed, out)
+    if stream_kernels.has_dequantize(packed, out):
+        yield from stream_kernels.dequantize_calls(packed, out)
         return
-    packed, calls = streams.decoded(strides.readable(packed))
+    packed, calls = stream_kernels.decoded(strides.readable(packed))
     yield from calls
     kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
     if not rows or not units:
@@ -72,9 +72,9 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
             yield from linear_calls(part, packed, bias, result, invariant, candidate)
         return
     if configure.has_skinny_streams(x, packed):
-        yield from streams.skinny_calls(x, packed, bias, out)
+        yield from stream_kernels.skinny_calls(x, packed, bias, out)
         return
-    packed, calls = streams.decoded(strides.readable(packed))
+    packed, calls = stream_kernels.decoded(strides.readable(packed))
     yield from calls
     rows, units = configure.grid_axes(packed)
     if not rows or not x.shape[0]:

@@ -4,26 +4,24 @@ All dispatch on GPUs happens here.  A Candidate is a fused kernel in a launch co
 calls the vendor's matmul.  runtime/gpu/costs.py models their seconds.  A candidate that `qdsl.tune` timed as the fastest on this
 device takes precedence.
 
-runtime/weight/plan.py keeps choices and prepared launches for all weights of one description.
+runtime/weight/products.py keeps choices and prepared launches for all weights of one description.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.devices import Gpu
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.match import torch_dtype
-from qdsl.runtime.weight.plan import Candidate, plan_of
-from qdsl.runtime.weight.plan import forget as forget_plans
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.products import forget as forget_plans
+from qdsl.runtime.weight.target import Candidate, plan_of
 
 HALVES = (torch.float16, torch.bfloat16)                         # dtypes of x that these kernels multiply on matrix units
 ROWS = 4096                                                      # rows of x: up to here every number of rows has its own choice
@@ -190,13 +188,13 @@ def _has_registers(candidate: Candidate, packed: PackedWeight, arch: str) -> boo
 
 
 def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
-    """Candidates of the kernel that decodes an entropy code as it multiplies, for up to streams.SKINNY_ROWS rows."""
-    if m > streams.SKINNY_ROWS:
+    """Candidates of the kernel that decodes an entropy code as it multiplies, for up to stream_kernels.SKINNY_ROWS rows."""
+    if m > stream_kernels.SKINNY_ROWS:
         return []
     x, out = (torch.empty(m, columns, dtype=dtype, device=device) for columns in packed.shape[::-1])
     if not configure.has_skinny_streams(x, packed):
         return []
-    calls = list(streams.skinny_calls(x, packed, None, out))
+    calls = list(stream_kernels.skinny_calls(x, packed, None, out))
     return [Candidate("skinny", {key: value for key, value in call.constants.items() if isinstance(value, int)}, call.grid)
             for call in calls]
 

@@ -1,6 +1,6 @@
 """x @ w.T + bias on a GPU by the kernels that the weight's plan chose, without gradients.
 
-`product` chooses, launches through Triton and prepares the launches for the next call, `quick` of runtime/weight/plan.py.  An
+`product` chooses, launches through Triton and prepares the launches for the next call, `quick` of runtime/weight/products.py.  An
 act-order weight shares its plan with the same weight in stored order; `product` prepares the launches of the latter.
 """
 
@@ -20,7 +20,8 @@ from qdsl.runtime.gpu.plan import best, invariant
 from qdsl.runtime.gpu.prepared import multiply_rows, prepare
 from qdsl.runtime.gpu.strides import readable
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.plan import Candidate, keep, plan_of
+from qdsl.runtime.weight.products import keep
+from qdsl.runtime.weight.target import Candidate, plan_of
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_invariant: bool) -> Tensor:

@@ -10,23 +10,10 @@ of weights shares, or planes whose strides do not follow from one K.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from qdsl.runtime.weight.matrix_unit import CHUNK
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A copy of the weight without gaps, and the versions of the tensors that it was copied from."""
-
-    packed: PackedWeight
-    states: list[tuple[int, int]]
+from qdsl.runtime.weight.packed import Dense, PackedWeight
 
 
 def readable(packed: PackedWeight) -> PackedWeight:

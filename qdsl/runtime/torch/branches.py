@@ -18,6 +18,7 @@ from torch import Tensor
 from qdsl.runtime.gpu.branches import has_csr, run_csr
 from qdsl.runtime.torch.linear import INVARIANT, tile_weights
 from qdsl.runtime.weight.branch_kinds import Fields, row_numbers
+from qdsl.runtime.weight.branch_pieces import branch_fields
 from qdsl.runtime.weight.packed import PackedWeight
 
 MOST = 1 << 22                                                   # products of entries and rows of x that are in memory at a time
@@ -28,7 +29,8 @@ def add_branches(out: Tensor, x: Tensor, packed: PackedWeight, transposed: bool,
 
     mode: of the product; a batch-invariant mode multiplies each row of x alone.
     """
-    present = [(branch.kind, fields) for branch in packed.variant.plus if (fields := branch.fields(packed, False)) is not None]
+    present = [(branch.kind, fields) for branch in packed.variant.plus
+               if (fields := branch_fields(branch, packed, False)) is not None]
     wide = out.dtype if _is_native(x, present) else torch.promote_types(out.dtype, torch.float32)
     rows, sums = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).to(wide)
     step = 1 if mode == INVARIANT else max(1, rows.shape[0])

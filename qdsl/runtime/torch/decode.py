@@ -12,6 +12,7 @@ from qdsl.runtime.torch.linear import tile_weights
 from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import bfloat16, order, tiles
 from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.branch_pieces import branch_fields
 from qdsl.runtime.weight.fields import unpack
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
@@ -57,7 +58,7 @@ def _decode_sum(packed: PackedWeight, out: Tensor) -> Tensor:
         part = packed.cut("N", start, stop)
         weight = _decode_base(part.base, empty(part.shape, torch.float32, out.device))
         for branch in part.variant.plus:
-            if (fields := branch.fields(part, False)) is not None:
+            if (fields := branch_fields(branch, part, False)) is not None:
                 branch.add(fields, weight)
         out[start:stop].copy_(weight)
     return out

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from qdsl.runtime.torch import ops
 from qdsl.runtime.weight.packed import PackedWeight
-from qdsl.runtime.weight.plan import Plan, plan_of, quick
+from qdsl.runtime.weight.products import Plan, quick
+from qdsl.runtime.weight.target import plan_of
 
 
 @dataclass(frozen=True, slots=True)

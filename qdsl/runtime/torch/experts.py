@@ -26,7 +26,7 @@ from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.expert_rows import ExpertRows
 from qdsl.runtime.torch.linear import FLOATS, MATCH_DENSE, as_stored
 from qdsl.runtime.torch.private_apis import without_autocast
-from qdsl.runtime.weight import order, streams
+from qdsl.runtime.weight import order, stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -198,7 +198,7 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
         packed, x = packed.decode_streams(), x if rows is None else x[rows]
         launch.grouped(x, packed, tile_map(offsets, m), bias, out)
     elif m:
-        if packed.layout.streams and not streams.has_rows(packed, n):
+        if packed.layout.streams and not stream_kernels.has_rows(packed, n):
             packed = packed.decode_streams()
         chosen, offsets = experts_with_rows(offsets, min(m, experts))
 
@@ -262,7 +262,7 @@ def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor |
     width = k if transposed else n
     if not m:
         return x.new_zeros(0, width)
-    if packed.layout.streams and not streams.has_rows(packed, n):
+    if packed.layout.streams and not stream_kernels.has_rows(packed, n):
         packed = packed.decode_streams()
     height = _tile_height(m, experts)
     chosen, offsets = experts_with_rows(offsets, min(m, experts))
@@ -301,7 +301,7 @@ def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
     """The weight of some experts, by numbers int64 [C], of n rows each; gathered on the device, with streams decoded."""
     if packed.layout.streams:
         rows = (experts[:, None] * n + torch.arange(n, device=experts.device)).flatten()
-        plain, calls = streams.decode_calls(packed, rows)
+        plain, calls = stream_kernels.decode_calls(packed, rows)
         for call in calls:
             call.run()
         return packed.with_plain(plain, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,9 @@ from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.products import Product, bare, product_of
 from qdsl.runtime.torch.transforms import LayerTransform, parts_of, transformed
 from qdsl.runtime.weight import eight
-from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
-from qdsl.runtime.weight.plan import quick
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat, check_weight
+from qdsl.runtime.weight.products import quick
 from qdsl.runtime.weight.transforms import folded, folded_bias
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
 
 
 class QuantizedLinear(PackedModule, nn.Linear):
@@ -262,13 +259,13 @@ def _wrong_scale(scale: Tensor) -> str:
     return ""
 
 
-def linear_class(format: Format) -> type[QuantizedLinear]:
+def linear_class(format: WeightFormat) -> type[QuantizedLinear]:
     """The Linear class of a format."""
     return type("Linear", (QuantizedLinear,), {"format": format, "__module__": format.__module__,
                                                "__doc__": f"A linear layer with a {format.name} weight."})
 
 
-def embedding_class(format: Format) -> type[QuantizedEmbedding]:
+def embedding_class(format: WeightFormat) -> type[QuantizedEmbedding]:
     """The Embedding class of a format."""
     return type("Embedding", (QuantizedEmbedding,), {"format": format, "__module__": format.__module__,
                                                      "__doc__": f"An embedding with a {format.name} weight."})

@@ -18,7 +18,7 @@ from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.product import product, quantized
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
-from qdsl.runtime.weight.plan import plan_of
+from qdsl.runtime.weight.target import plan_of
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles
 
 QUANTIZE_X, INVARIANT, MATCH_DENSE = "quantize_x", "batch_invariant", "match_dense"        # modes of a product

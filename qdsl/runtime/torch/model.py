@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,10 +17,7 @@ from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.torch.weight_reads import weight_reads
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
 
 Skip = str | Sequence[str] | Callable[[nn.Module, str], bool] | None
 
@@ -84,7 +81,7 @@ def unmatched(skip: Skip, names: Iterable[str]) -> dict[str, str]:
             for pattern in ([skip] if isinstance(skip, str) else skip) if not any(re.fullmatch(pattern, part) for part in parts)}
 
 
-def quantize_model(model: nn.Module, format: Format, skip: Skip = None,
+def quantize_model(model: nn.Module, format: WeightFormat, skip: Skip = None,
                    calibrated: Mapping[str, Callable[..., PackedWeight]] | None = None, **options: Any) -> Report:
     """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
 
@@ -131,7 +128,7 @@ def _reason(layer: nn.Module) -> str:
     return ""
 
 
-def _replace(model: nn.Module, names: list[str], format: Format, calibrated: Mapping[str, Callable[..., PackedWeight]],
+def _replace(model: nn.Module, names: list[str], format: WeightFormat, calibrated: Mapping[str, Callable[..., PackedWeight]],
              options: Mapping[str, Any], report: Report) -> str:
     """Quantize a layer and put the new one in all its places; returns why not, or ''."""
     old = model.get_submodule(names[0])
@@ -180,7 +177,9 @@ def _planar_layer(old: QuantizedLinear, larger: bool) -> QuantizedLinear | str:
         return f"{packed.storage} stays: x is quantized, which needs rows of 8 bits"
     if why := old.format.why_not_planar(packed, larger):
         return f"{packed.storage} stays: {why}"
-    return packed.format.Linear(old.format.planar(packed, larger), old.bias, old.compute_dtype, input_scale=old.input_scale)
+    planar = old.format.planar(packed, larger)
+    new: QuantizedLinear = packed.format.Linear(planar, old.bias, old.compute_dtype, input_scale=old.input_scale)
+    return new
 
 
 def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
@@ -198,7 +197,8 @@ def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
         fastest = fastest_storage(packed, old.quantize_x)
         if fastest is packed:
             return f"{packed.storage} is not slower"
-        return packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
+        new: QuantizedLinear = packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
+        return new
 
     return replace_layers(model, "stored planar", rule, skip)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,9 @@ from qdsl.runtime.torch.ops import is_plain
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
 from qdsl.runtime.torch.specialized import SpecializedModule
 from qdsl.runtime.weight.device_dtypes import as_bytes_like, as_stored, dtype_on, is_float8, moved
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
 from qdsl.runtime.weight.pickling import picklable, unpickled
 from qdsl.runtime.weight.wrap import unfilled
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
 
 # Dtypes that may be loaded into a tensor of another dtype: decoding converts the scale to float32 anyway.
 WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
@@ -54,7 +51,7 @@ class PackedModule(SpecializedModule):
     `layer.weight.dtype` or `compute_dtype` instead.  For DDP and FSDP2 see qdsl.ignore_packed_.
     """
 
-    format: Format
+    format: WeightFormat
     compute_dtype: torch.dtype
     _has_branch: bool = False
     keeps_copy: bool = False

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.weight.packed import PackedWeight, WeightFormat
 
 # Methods by which initialisers overwrite a whole tensor, and methods that then modify the result.
 OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "trunc_normal_"})
 CHANGES = frozenset({"add_", "clamp_", "div_", "erfinv_", "mul_", "sub_"})
 # Attributes of a parameter that offloading reads; they come from the stored tensor of that name.
 OF_STORED = frozenset({"data_ptr", "element_size", "is_contiguous", "nbytes", "storage_offset", "stride", "untyped_storage"})
+
+
+class PackedLayer(Protocol):
+    """What a stand-in reads of its layer (module.py)."""
+
+    format: WeightFormat
+    compute_dtype: torch.dtype
+    _packed: PackedWeight
+    _parameters: dict[str, nn.Parameter | None]
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class NoWeight:
@@ -32,7 +43,7 @@ class NoWeight:
     is_meta = True                                               # torch's initialisers return at once for meta tensors
     _is_hf_initialized = True                                    # the same for transformers
 
-    def __init__(self, layer: PackedModule, shape: torch.Size | None = None) -> None:
+    def __init__(self, layer: PackedLayer, shape: torch.Size | None = None) -> None:
         self._layer = layer
         self._part = shape                                       # a slice of rows, for initialisers only
         self._is_overwritten = False

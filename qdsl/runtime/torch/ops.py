@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,11 +41,8 @@ from qdsl.runtime.torch.private_apis import (
 from qdsl.runtime.weight import eight, order
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.finite import has_special_codes
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
-from qdsl.runtime.weight.plan import Plan, quick
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
+from qdsl.runtime.weight.products import Plan, quick
 
 
 class WeightKey(NamedTuple):
@@ -85,11 +82,11 @@ def read_key(text: str) -> WeightKey:
     return WeightKey(format, storage, params, names, finite == "True", stream_info, shape)
 
 
-_formats: dict[str, Format] = {}
+_formats: dict[str, WeightFormat] = {}
 _unnamed = count(1)
 
 
-def register_format(format: Format, digest: str) -> str:
+def register_format(format: WeightFormat, digest: str) -> str:
     """The format's name in operations; without a digest a name that is unique in this process."""
     key = f"{format.name}@{digest or f'unnamed-{next(_unnamed)}'}"
     _formats[key] = format                                       # a second module of the same spec may replace the first
@@ -116,13 +113,13 @@ def _is_finite(packed: PackedWeight) -> bool:
 
     False is always safe: it selects kernels that keep NaN.
     """
-    if packed.known_finite is not None or not has_special_codes(packed):
+    if packed.known_finite is not None or not has_special_codes(packed.layout):
         return packed.known_finite is not False
     return is_plain(*packed.tensors.values()) and packed.device.type != "cpu" and packed.finite
 
 
 @lru_cache(maxsize=1024)
-def _format_of(key: str, params: str) -> tuple[Format, dict[str, int | str]]:
+def _format_of(key: str, params: str) -> tuple[WeightFormat, dict[str, int | str]]:
     """A format by its key, and its parameters from their text.  Raises FormatError."""
     if key not in _formats:
         name, _, digest = key.partition("@")

@@ -24,7 +24,7 @@ from qdsl.runtime.torch.model import keep_copies
 from qdsl.runtime.torch.ops import is_plain
 from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.plan import Prepared, prepared
+from qdsl.runtime.weight.products import Prepared, prepared
 
 _Tensor = tuple[str, Tensor | None, int, int]                    # a layer's by name, its version and address when it was joined
 MOST_MISSES = 8                                                  # times in a row that a result was not taken: the layers separate

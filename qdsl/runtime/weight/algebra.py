@@ -10,28 +10,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qdsl.core.borders import UNITS, border_step, piece_step, spans_all, targets
 from qdsl.core.shapes import Axis
-from qdsl.runtime.weight import branches, streams
+from qdsl.runtime.torch.private_apis import without_autocast
+from qdsl.runtime.weight import branch_pieces, stream_kernels
 from qdsl.runtime.weight.arrays import common
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.gather import Source, gathered, group_index, group_size, is_scattered, plan
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
-
+from qdsl.runtime.weight.packed import PackedWeight
 
 # -- rows and pieces --------------------------------------------------------------------------------------------------
 
 
-def rows(packed: PackedWeight, index: Tensor) -> PackedWeight:
-    """The weight of these rows, index integers [M], by its fields.  Raises FormatError if rows share a block."""
+def rows(packed: PackedWeight, index: Tensor | Sequence[int]) -> PackedWeight:
+    """The weight of these rows, gathered from its tensors if rows are stored separately, else from its fields."""
+    if not isinstance(index, Tensor):
+        index = torch.tensor(list(index), dtype=torch.int64, device=packed.device)
+    if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        raise FormatError(f"rows are int64 or int32 [M], not {str(index.dtype)[6:]} {list(index.shape)}")
+    if packed.has_branch:
+        return branch_pieces.rows(packed, packed.base.rows(index), index)
+    if not packed.has_separate_rows:
+        return _rows_again(packed, index)
+    tensors = {}
+    for name, tensor in packed.tensors.items():
+        places = [place for place, axis in enumerate(packed.layout.tensors[name].axes) if axis.dim == "N"]
+        tensors[name] = tensor.index_select(places[0], index) if places else tensor
+    return packed.derive(tensors, (index.shape[0], packed.shape[1]))
+
+
+def _rows_again(packed: PackedWeight, index: Tensor) -> PackedWeight:
+    """Rows of a weight by its fields.  Raises FormatError if rows share a block."""
     n, k = packed.shape
     any_rows = torch.arange(index.numel(), device="cpu") % 2 * max(0, n - 1)     # for an index on meta: no two share a block
     source = Source(packed, any_rows if index.is_meta else index.cpu().long(), 0, k)
@@ -46,12 +60,45 @@ def rows(packed: PackedWeight, index: Tensor) -> PackedWeight:
                           "weight (dequantize)") from None
 
 
-def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
-    """Rows or columns [start, stop) by the weight's fields.  Raises FormatError with the nearest legal borders.
+def cut(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
+    """Rows or columns [start, stop) as views of the tensors.  Raises FormatError with the nearest legal borders."""
+    if packed.has_branch:
+        return branch_pieces.piece(packed, packed.base.cut(dim, start, stop), dim, start, stop)
+    if why := packed.why_not_cut(dim, start, stop):
+        raise FormatError(_refusal(packed, dim, start, stop, why, packed.step(dim)))
+    if (start, stop) == (0, packed.shape[dim == "K"]):
+        return packed
+    shape = (stop - start, packed.shape[1]) if dim == "N" else (packed.shape[0], stop - start)
+    tensors, indices = {}, packed.indices if dim == "K" else []
+    for name, tensor in packed.tensors.items():
+        for place, axis in enumerate(packed.layout.tensors[name].axes):
+            if axis.dim in (dim, "N*K"):
+                tensor = tensor.narrow(place, *_span(packed, axis, dim, start, stop))
+        if name in indices:
+            tensor = tensor - tensor[:1]                         # groups, or columns, count from 0 again
+        tensors[name] = tensor
+    return packed.derive(tensors, shape)
+
+
+def _span(packed: PackedWeight, axis: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
+    """The first element, and number of elements, of an axis for rows or columns [start, stop)."""
+    if axis.dim == "N*K":
+        start, stop = (start * packed.shape[1], stop * packed.shape[1]) if dim == "N" else (0, 0)
+    first = axis.elements(start, packed.sizes)
+    return first, axis.elements(stop, packed.sizes) - first
+
+
+@without_autocast
+def shard(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
+    """Rows or columns [start, stop), cut if possible, else by the weight's fields.  Raises FormatError with the nearest borders.
 
     Prefers blocks that end at both borders, so that slices of a weight are alike, to blocks that extend beyond.
     """
-    band = streams.row_band(packed, start, stop) if dim == "N" else None
+    if packed.has_branch:
+        return branch_pieces.piece(packed, packed.base.shard(dim, start, stop), dim, start, stop)
+    if not packed.why_not_cut(dim, start, stop):
+        return packed.cut(dim, start, stop)
+    band = stream_kernels.row_band(packed, start, stop) if dim == "N" else None
     if band is not None:
         return band
     if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
@@ -68,7 +115,7 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
     try:
         return _packed_again(source)
     except FormatError as error:
-        raise FormatError(refusal(packed, dim, start, stop, str(error), shard_step(packed, dim))) from None
+        raise FormatError(_refusal(packed, dim, start, stop, str(error), shard_step(packed, dim))) from None
 
 
 def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = lambda sizes: None) -> PackedWeight:
@@ -127,7 +174,7 @@ def _name(packed: PackedWeight) -> str:
     return f"{packed.format.name}.{packed.storage} {list(packed.shape)}"
 
 
-def refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, step: int) -> str:
+def _refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, step: int) -> str:
     """The error for an illegal slice: the reason, and the nearest legal borders, multiples of `step`."""
     whole = packed.shape[dim == "K"]
     near = [f"the nearest borders to {border} are {border // step * step} and {min(whole, -(-border // step) * step)}"
@@ -181,13 +228,14 @@ def _labelled(result: PackedWeight, packed: PackedWeight) -> PackedWeight:
 # -- joins ------------------------------------------------------------------------------------------------------------
 
 
+@without_autocast
 def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
     """The weight whose rows or columns are those of the parts, in order.  Raises FormatError."""
     _check_alike(parts, dim)
     if len(parts) == 1:
         return parts[0]
     if any(part.has_branch for part in parts):
-        return branches.joined(parts, join([part.base for part in parts], dim), dim)
+        return branch_pieces.joined(parts, join([part.base for part in parts], dim), dim)
     joint = _Joint(parts, dim)
     joined = joint.concatenated()
     if joined is None:
@@ -216,8 +264,6 @@ def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
 
 def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
     """Raises FormatError unless the parts have the same format, storage, parameters, device and other extent."""
-    if not parts or dim not in UNITS:
-        raise FormatError(f"join takes one weight or more and 'N' (rows) or 'K' (columns), not {len(parts)} along {dim!r}")
     other = "K" if dim == "N" else "N"
 
     def traits(part: PackedWeight) -> dict[str, object]:
@@ -352,7 +398,7 @@ def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Ten
 def _all_fields(parts: Sequence[PackedWeight]) -> list[dict[str, Tensor]]:
     """The fields of every part, with defaults for fields that only other parts store."""
     def default(part: PackedWeight, name: str) -> Tensor:
-        return default_field(part.format, part.variant, name, part.shape, part.params, part.device)
+        return default_field(part.format.description, part.variant, name, part.shape, part.params, part.device)
 
     unpacked = [part.format.unpack(part) for part in parts]
     names = {name for fields in unpacked for name in fields}

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qdsl.core.shapes import extents
-from qdsl.runtime.weight import branches, order, streams
+from qdsl.runtime.weight import branch_pieces, order, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on
 from qdsl.runtime.weight.layout import Storage
-from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat, shape_tensor
 
 LARGEST = 1 << 60                                                # weights, so that counts of bytes and bits fit an int64
 
 
-def assemble(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], params: Mapping[str, int | str],
-             notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PackedWeight:
+def assemble(format: WeightFormat, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
+             params: Mapping[str, int | str], notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PackedWeight:
     """A weight of tensors in the storage's own shapes and dtypes; validates its index tensors."""
     layout = format.variant(params).storages[storage]
     sizes = format.sizes(params, shape)
@@ -35,7 +31,7 @@ def assemble(format: Format, storage: str, tensors: Mapping[str, Tensor], shape:
                           f"{list(shape)}")
     packed = PackedWeight(format, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
                           stream_info=streams.stream_info(format.name, layout, own, shape))
-    branches.check(packed)
+    branch_pieces.check(packed)
     return packed
 
 
@@ -53,7 +49,7 @@ def check_again(packed: PackedWeight) -> PackedWeight:
     return assemble(packed.format, packed.storage, packed.tensors, packed.shape, packed.params, packed.notes, packed.names)
 
 
-def check_columns(format: Format, name: str, tensor: Tensor, is_order: bool, shape: tuple[int, int],
+def check_columns(format: WeightFormat, name: str, tensor: Tensor, is_order: bool, shape: tuple[int, int],
                   params: Mapping[str, int | str]) -> bool:
     """Whether an index or order says that columns are in order.
 
@@ -71,7 +67,7 @@ def check_columns(format: Format, name: str, tensor: Tensor, is_order: bool, sha
     return torch.equal(tensor, order.in_order(tensor, 1 if is_order else size))
 
 
-def check_shape(format: Format, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int],
+def check_shape(format: WeightFormat, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int],
                 included: Collection[str]) -> None:
     """Raises FormatError for a shape that the storage does not support.  included: the optional fields that are stored."""
     for stored in layout.tensors.values():
@@ -82,7 +78,7 @@ def check_shape(format: Format, name: str, layout: Storage, shape: tuple[int, in
         raise FormatError(f"{format.name}.{name}: {why}")
 
 
-def whole_shape(format: Format, shape: Sequence[int]) -> tuple[int, int]:
+def whole_shape(format: WeightFormat, shape: Sequence[int]) -> tuple[int, int]:
     """A caller's shape as (N, K).  Raises FormatError."""
     try:
         n, k = map(int, shape)
@@ -96,7 +92,7 @@ def whole_shape(format: Format, shape: Sequence[int]) -> tuple[int, int]:
     return n, k
 
 
-def empty_weight(format: Format, shape: tuple[int, int], storage: str | None, device: torch.device | str,
+def empty_weight(format: WeightFormat, shape: tuple[int, int], storage: str | None, device: torch.device | str,
                  optional: Sequence[str] | None, params: Mapping[str, int | str]) -> PackedWeight:
     """A weight [N, K] with the uninitialised tensors of a storage, on a device (meta needs no memory).
 
@@ -120,7 +116,7 @@ def empty_weight(format: Format, shape: tuple[int, int], storage: str | None, de
     return packed
 
 
-def full_template(format: Format, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
+def full_template(format: WeightFormat, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
     """A weight on meta with all tensors that a storage can have.  Raises FormatError for a shape that does not fit."""
     layout = format.variant(params).storages[storage]
     check_shape(format, storage, layout.decoded, shape, format.sizes(params, shape), ())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +16,7 @@ from torch import Tensor
 from qdsl.codecs import exponents
 from qdsl.runtime.torch.private_apis import is_batched, is_in_torch_dispatch_mode
 from qdsl.runtime.weight.layout import Storage, Variant
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
 
 EIGHT = 8                                                        # columns whose bits are adjacent
 Unpack = Callable[..., dict[str, Tensor]]

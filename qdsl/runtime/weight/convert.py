@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,13 +22,10 @@ from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.layout import Storage
-from qdsl.runtime.weight.packed import PackedWeight, shape_tensor
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import PackedWeight, WeightFormat, shape_tensor
 
 
-def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
+def convert(format: WeightFormat, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
     """The tensors of a weight in another storage.  Raises FormatError if that cannot hold them."""
     other = PackedWeight(format, storage, {}, packed.shape, packed.params)
     tensors = moved(packed, other) or by_fields(format, packed, other)
@@ -86,7 +82,7 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
     fields: dict[str, Tensor] = unpacked(weight, lambda stored_fields: True)      # meta fields, for their shapes
     for name in names:
         own = str(weight.layout.tensors[name].optional)
-        fields[own] = default_field(weight.format, weight.variant, own, weight.shape, weight.params, weight.device)
+        fields[own] = default_field(weight.format.description, weight.variant, own, weight.shape, weight.params, weight.device)
     stored = [name for name in weight.variant.fields if name not in weight.layout.where]
     tensors = weight.layout.tensors_of({name: fields.get(name) for name in stored}, weight.extents)
     return {name: tensors[name].contiguous() for name in names}
@@ -95,7 +91,7 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
 # -- by words ---------------------------------------------------------------------------------------------------------
 
 
-def by_words(format: Format, packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None,
+def by_words(format: WeightFormat, packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None,
              ) -> dict[str, Tensor]:
     """The tensors for the storage of `other`, most of them moved word by word; none if moves are not possible.
 
@@ -263,8 +259,8 @@ class _Change:
         done = {field for name in moved for field in stored[name].fields}
         done -= {field for name in self.wanted if name not in moved for field in stored[name].fields}
         fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
-        packed = self.packed
-        fields |= {name: default_field(packed.format, packed.variant, name, packed.shape, packed.params, packed.device)
+        packed, description = self.packed, self.packed.format.description
+        fields |= {name: default_field(description, packed.variant, name, packed.shape, packed.params, packed.device)
                    for name in self.other.layout.always if name not in fields and self.changed is None}
         if self.changed is not None:
             fields = {name: field.to("meta") if name in done else field for name, field in self.changed.all(fields).items()}
@@ -281,7 +277,7 @@ def _is_whole(plan: transpose.Plan) -> bool:
 # -- by fields --------------------------------------------------------------------------------------------------------
 
 
-def by_fields(format: Format, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
+def by_fields(format: WeightFormat, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
     """Unpack the weight and pack its fields."""
     return in_rows(packed, other, lambda part, start: format.pack(format.unpack(part), storage=other.storage, **packed.params))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,29 +17,26 @@ from torch import Tensor
 from qdsl.core.numbers import number
 from qdsl.core.shapes import values_text
 from qdsl.runtime.torch.private_apis import without_autocast
-from qdsl.runtime.weight import branches, convert
+from qdsl.runtime.weight import branch_pieces, convert
 from qdsl.runtime.weight.assemble import assemble, check_shape
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.layout import FLOATS, Field, Variant
 from qdsl.runtime.weight.match import torch_dtype
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
 
 WIDEST = "f32"
 
 
 @without_autocast
-def converted(format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+def converted(format: WeightFormat, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
     """The same numbers in a storage of a format.  Raises FormatError if it cannot hold them.
 
     params: those that the result must have.
     """
     format.complete(params)
     if packed.has_branch:
-        branches.check_kinds(format, packed)
-        return branches.converted(packed, converted(format, packed.base, storage, params))
+        branch_pieces.check_kinds(format, packed)
+        return branch_pieces.converted(packed, converted(format, packed.base, storage, params))
     is_own = packed.format is format and packed.params == {**packed.params, **params}
     if storage == packed.storage and is_own:
         return packed
@@ -57,7 +53,7 @@ def converted(format: Format, packed: PackedWeight, storage: str, params: Mappin
 
 
 @contextmanager
-def _offering_requantize(format: Format, storage: str) -> Iterator[None]:
+def _offering_requantize(format: WeightFormat, storage: str) -> Iterator[None]:
     """Adds a hint at `requantize` to errors of a conversion, if the format has the storage and quantizes."""
     try:
         yield
@@ -67,7 +63,7 @@ def _offering_requantize(format: Format, storage: str) -> Iterator[None]:
         raise FormatError(f"{error}{offer}") from None
 
 
-def convert_format(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
+def convert_format(format: WeightFormat, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
           ) -> tuple[dict[str, Tensor], dict[str, int | str]]:
     """The tensors and parameters of `packed`, a weight of another format or of other parameters, in a storage of `format`.
 
@@ -89,7 +85,7 @@ def convert_format(format: Format, packed: PackedWeight, storage: str, wanted: M
     raise failed
 
 
-def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+def _choices(format: WeightFormat, packed: PackedWeight, wanted: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
     """Parameters to try: the wanted ones, else those of the weight, then the widest types first."""
     shared: dict[str, int | str] = {}
     for name, values in format.params.items():
@@ -125,7 +121,7 @@ class _Way:
 class _Conversion:
     """A conversion of a weight to another format, field by field."""
 
-    def __init__(self, format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> None:
+    def __init__(self, format: WeightFormat, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> None:
         self.packed = packed
         self.other = PackedWeight(format, storage, {}, packed.shape, params)
         moved = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
@@ -190,7 +186,7 @@ class _Conversion:
                 continue
             default = part.variant.defaults.get(name)
             value = fields[name] if name in fields or default is None else \
-                default_field(part.format, part.variant, name, part.shape, part.params, part.device)
+                default_field(part.format.description, part.variant, name, part.shape, part.params, part.device)
             converted[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
         converted |= {name: self._solved(way, name, converted, fields[name]) for name, way in self.ways.items() if way.choices}
         index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qdsl.core.shapes import extents
+from qdsl.core.stored import Description
 from qdsl.runtime.weight import order
 from qdsl.runtime.weight.layout import Variant
 from qdsl.runtime.weight.match import torch_dtype
 
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
 
-
-def default_field(format: Format, variant: Variant, name: str, shape: tuple[int, int], params: Mapping[str, int | str],
+def default_field(description: Description, variant: Variant, name: str, shape: tuple[int, int], params: Mapping[str, int | str],
                   device: torch.device) -> Tensor:
     """The field that a missing tensor stands for."""
     field, value = variant.fields[name], variant.defaults[name]
-    sizes, type = format.sizes(params, shape), str(params.get(field.type, field.type))
+    sizes, type = description.numbers(params, shape), str(params.get(field.type, field.type))
     if field.groups is not None:
         return order.in_order(torch.empty(shape[1], dtype=torch.int32, device=device), field.groups.by(sizes))
     whole = extents(field.axes, *shape, sizes)

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.runtime.torch.private_apis import without_autocast
-from qdsl.runtime.weight import bfloat16, branches, order, streams
+from qdsl.runtime.weight import bfloat16, branch_pieces, order, streams
 from qdsl.runtime.weight.assemble import assemble, check_columns, check_shape
 from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.gather import group_size
 from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.match import stored_dtype, torch_dtype
-from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat, shape_tensor
 from qdsl.runtime.weight.wrap import unfilled
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
 
 
 @without_autocast
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; without missing optional ones."""
     if packed.has_branch:
-        return {**unpack(packed.base), **branches.fields(packed)}
+        return {**unpack(packed.base), **branch_pieces.fields(packed)}
     packed = packed.decode_streams()
     stored = packed if packed.order is None else packed.as_stored()
     fields = bfloat16.fields_of(stored, (stored.tensors.get(name) for name in packed.layout.coded))
@@ -39,7 +35,8 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
 
 
 @without_autocast
-def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:
+def pack(format: WeightFormat, fields: Mapping[str, Tensor], storage: str | None, params: Mapping[str, int | str],
+         ) -> PackedWeight:
     """The weight that holds these fields in a storage; the inverse of unpack.
 
     params: those that the fields' dtypes do not determine.  Raises FormatError for fields of the wrong dtype, shape or range, and
@@ -52,8 +49,8 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
     added = {role for branch in next(iter(format.variants.values())).plus for role in branch.tensors} & present.keys()
     if added:
         base = pack(format, {key: value for key, value in present.items() if key not in added}, storage, params)
-        packed = branches.with_fields(base, {key: present[key] for key in added})
-        branches.check(packed)
+        packed = branch_pieces.with_fields(base, {key: present[key] for key in added})
+        branch_pieces.check(packed)
         return packed
     chosen = format.complete({**_dtype_params(format, present), **params})
     name, layout = format.storage(storage, chosen)
@@ -70,7 +67,7 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
             extra = _order_of(format, layout, name, key, field, shape, chosen)
             columns = order.columns(extra[layout.order])
             present = _moved(variant, present, columns)
-    present |= {key: default_field(format, variant, key, shape, chosen, next(iter(present.values())).device)
+    present |= {key: default_field(format.description, variant, key, shape, chosen, next(iter(present.values())).device)
              for key in layout.always if key not in present}
     stored = [key for key in variant.fields if key not in layout.where]
     missing = [key for key in stored if key not in present and key not in variant.defaults]
@@ -92,7 +89,7 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
     return packed
 
 
-def _order_of(format: Format, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
+def _order_of(format: WeightFormat, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
               params: Mapping[str, int | str]) -> dict[str, Tensor]:
     """The order of columns that replaces an index which a storage does not store.  Raises FormatError for other fields."""
     variant = format.variant(params)
@@ -107,7 +104,7 @@ def _order_of(format: Format, layout: Storage, storage: str, name: str, field: T
     return {layout.order: order.by_groups(field).to(stored_dtype(layout.tensors[layout.order].dtype))}
 
 
-def _dtype_params(format: Format, fields: Mapping[str, Tensor]) -> dict[str, int | str]:
+def _dtype_params(format: WeightFormat, fields: Mapping[str, Tensor]) -> dict[str, int | str]:
     """Type parameters, as the fields' dtypes determine them."""
     params: dict[str, int | str] = {}
     for name, field in next(iter(format.variants.values())).fields.items():
@@ -117,7 +114,7 @@ def _dtype_params(format: Format, fields: Mapping[str, Tensor]) -> dict[str, int
     return params
 
 
-def _fields_shape(format: Format, variant: Variant, fields: Mapping[str, Tensor]) -> tuple[int, int]:
+def _fields_shape(format: WeightFormat, variant: Variant, fields: Mapping[str, Tensor]) -> tuple[int, int]:
     """(N, K) from the field with a value per weight, or per run of columns that divides K."""
     telling = {name: field.axes for name, field in variant.fields.items() if [axis.dim for axis in field.axes] == ["N", "K"]
                and all(axis.solve(axis.words) is not None for axis in field.axes)}
@@ -130,8 +127,8 @@ def _fields_shape(format: Format, variant: Variant, fields: Mapping[str, Tensor]
     raise FormatError(f"{format.name}: field '{full}' [{shown}] is missing; given are {', '.join(fields) or 'none'}")
 
 
-def _check_field(format: Format, variant: Variant, name: str, value: Tensor, shape: tuple[int, int], sizes: Mapping[str, int],
-                 params: Mapping[str, int | str]) -> None:
+def _check_field(format: WeightFormat, variant: Variant, name: str, value: Tensor, shape: tuple[int, int],
+                 sizes: Mapping[str, int], params: Mapping[str, int | str]) -> None:
     if name not in variant.fields:
         raise FormatError(f"{format.name} has no field '{name}'; it has {', '.join(variant.fields)}")
     field = variant.fields[name]

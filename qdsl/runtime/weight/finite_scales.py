@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from qdsl.core.numbers import FLOATS, Number, number
 from qdsl.runtime.weight.arrays import as_type
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.match import torch_dtype
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
 
 LARGEST = 1 << 14                                                # bytes of a record that is probed
 WEIGHT = {"N", "K"}                                              # axes of the codes

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from qdsl.core.shapes import Axis
 from qdsl.runtime.weight import order
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.errors import FormatError
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.layout import Variant
-    from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.layout import Variant
+from qdsl.runtime.weight.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +81,8 @@ def gathered(source: Source, sizes: Mapping[str, int], gather: Gather, fields: M
         elif gather.index is not None:
             result[name] = gather.index.to(value.device)
         else:
-            result[name] = default_field(packed.format, packed.variant, name, source.shape, {**packed.params, **sizes},
-                                         value.device)
+            result[name] = default_field(packed.format.description, packed.variant, name, source.shape,
+                                         {**packed.params, **sizes}, value.device)
     return result
 
 

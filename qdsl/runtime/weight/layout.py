@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,14 +13,12 @@ from qdsl.core.shapes import Axis, axis
 from qdsl.core.slices import called
 from qdsl.core.stored import PLANAR as PLANAR
 from qdsl.core.stored import Stored
-from qdsl.runtime.weight.branches import Branch as Branch
-from qdsl.runtime.weight.branches import BranchTensor as BranchTensor
-from qdsl.runtime.weight.branches import stored
+from qdsl.runtime.weight.branch_tensors import Branch as Branch
+from qdsl.runtime.weight.branch_tensors import BranchTensor as BranchTensor
+from qdsl.runtime.weight.branch_tensors import stored
 from qdsl.runtime.weight.matrix_unit import GroupField, MatrixUnitKernels
+from qdsl.runtime.weight.row_codes import RowCodes
 from qdsl.runtime.weight.tables import Table
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.row_codes import RowCodes
 
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qdsl.core.stored import LayoutMismatch, TensorInfo, element_dtype, field_dtype, fits
+from qdsl.core.stored import Description, LayoutMismatch, TensorInfo, element_dtype, field_dtype, fits
 from qdsl.runtime.weight.errors import FormatError
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +23,7 @@ class Match:
     tensors: Mapping[str, Tensor]
 
 
-def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None,
+def matches(description: Description, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None,
             params: Mapping[str, int | str]) -> list[Match]:
     """All interpretations of the tensors.  Raises FormatError with the reason of the nearest miss if there is none."""
     for name, tensor in tensors.items():
@@ -35,12 +31,12 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
             raise FormatError(f"'{name}' is a {type(tensor).__name__}, not a torch tensor")
         if tensor.layout != torch.strided:
             raise FormatError(f"'{name}' is a {str(tensor.layout)[6:]} tensor, whose elements do not all lie in memory")
-    says = {name for storages in format.description.variants.values() for layout in storages.values()
+    says = {name for storages in description.variants.values() for layout in storages.values()
             for name, stored in layout.items() if stored.dtype == "shape"}
     infos = {name: TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
              for name, tensor in tensors.items()}
     try:
-        fitting = fits(format.description, infos, shape, storage, params)
+        fitting = fits(description, infos, shape, storage, params)
     except LayoutMismatch as miss:
         raise FormatError(str(miss)) from None
     return [Match(fit.storage, fit.params, fit.shape,

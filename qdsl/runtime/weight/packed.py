@@ -4,35 +4,93 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qdsl.core.borders import UNITS
 from qdsl.core.numbers import number
-from qdsl.core.shapes import Axis, compiled_step, granule
-from qdsl.core.stored import PLANAR, Stored
+from qdsl.core.shapes import compiled_step, granule
+from qdsl.core.stored import PLANAR, Description, Stored
 from qdsl.core.text import byte_text, html_table, shortened
+from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
-from qdsl.runtime.torch.private_apis import without_autocast
-from qdsl.runtime.weight import algebra, branches, order, streams
+from qdsl.runtime.weight import order, streams
+from qdsl.runtime.weight.branch_tensors import branch_step
+from qdsl.runtime.weight.branch_tensors import stored as stored_branches
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
 from qdsl.runtime.weight.errors import FormatError as FormatError
 from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableValue
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.finite import are_codes_finite
+from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.match import stored_dtype
 from qdsl.runtime.weight.pickling import MODULES, picklable, unpickled, wrapped
 from qdsl.runtime.weight.picture import picture_of
+from qdsl.runtime.weight.products import Plan
+from qdsl.runtime.weight.spec import Spec
 
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
-    from qdsl.runtime.gpu.strides import Dense
-    from qdsl.runtime.weight.layout import Storage, Variant
-    from qdsl.runtime.weight.plan import Plan
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A copy of the weight without gaps, and the versions of the tensors that it was copied from (runtime/gpu/strides.py)."""
+
+    packed: PackedWeight
+    states: list[tuple[int, int]]
+
+
+class WeightFormat(Protocol):
+    """The format of a packed weight, as modules below runtime/format.py know it; Format has the documentation."""
+
+    name: str
+    path: str
+    key: str
+    spec: Spec
+    description: Description
+    params: Mapping[str, tuple[int | str, ...]]
+    by: tuple[str, ...]
+    size_axes: Mapping[str, str]
+    storages: tuple[str, ...]
+    variants: dict[tuple[int | str, ...], Variant]
+
+    @property
+    def Linear(self) -> type[Any]: ...
+    @property
+    def Embedding(self) -> type[Any]: ...
+    def variant(self, params: Mapping[str, int | str]) -> Variant: ...
+    def complete(self, params: Mapping[str, int | str]) -> dict[str, int | str]: ...
+    def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]: ...
+    def storage(self, name: str | None, params: Mapping[str, int | str]) -> tuple[str, Storage]: ...
+    def wrap(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, storage: str | None = None, *,
+             verify: bool = False, **params: int | str) -> PackedWeight: ...
+    def checked(self, packed: PackedWeight) -> PackedWeight: ...
+    def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
+              optional: Sequence[str] | None = None, **params: int | str) -> PackedWeight: ...
+    def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]: ...
+    def unpack(self, packed: PackedWeight) -> dict[str, Tensor]: ...
+    def pack(self, fields: Mapping[str, Tensor], storage: str | None = None, **params: int | str) -> PackedWeight: ...
+    def rows(self, packed: PackedWeight, index: Tensor | Sequence[int]) -> PackedWeight: ...
+    def cut(self, packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight: ...
+    def shard(self, packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight: ...
+    def join(self, parts: Sequence[PackedWeight], dim: str) -> PackedWeight: ...
+    def decode_streams(self, packed: PackedWeight) -> tuple[PackedWeight, list[Call]]: ...
+    def quantize(self, weight: Tensor, storage: str | None = None, importance: Tensor | None = None,
+                 **options: Any) -> PackedWeight: ...
+    def chosen(self, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]: ...
+    def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor: ...
+    def dequantize_rows(self, packed: PackedWeight, index: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor: ...
+    def convert(self, packed: PackedWeight, storage: str, **params: int | str) -> PackedWeight: ...
+    def planar(self, packed: PackedWeight, larger: bool = False) -> PackedWeight: ...
+    def why_not_planar(self, packed: PackedWeight, larger: bool = False) -> str: ...
+    def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight: ...
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
+               batch_invariant: bool = False, input_scale: float | None = None, match_dense: bool = False) -> Tensor: ...
+    def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
+                       partial: bool = False, rows: Tensor | None = None, match_dense: bool = False) -> Tensor: ...
 
 
 class PackedWeight:
@@ -44,7 +102,7 @@ class PackedWeight:
     format's own functions make one, which validate shapes, dtypes and indices.
     """
 
-    def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
+    def __init__(self, format: WeightFormat, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
                  params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), known_finite: bool | None = None,
                  notes: Sequence[str] = (), names: Mapping[str, str] | None = None, is_decoded: bool = False,
                  stream_info: str = "", shape_text: str = "") -> None:
@@ -99,7 +157,8 @@ class PackedWeight:
     def _repr_html_(self) -> str:
         """A table of its tensors, and where their bits lie if the spec is here, as notebooks show it."""
         title = " ".join(["PackedWeight", self._title, *([f"({self.params_text})"] if self.params else [])])
-        return html_table(title, ("tensor", "dtype", "shape"), self._tensor_rows) + picture_of(self)
+        return html_table(title, ("tensor", "dtype", "shape"), self._tensor_rows) + picture_of(
+            self.format.name, self.format.key, self.format.path, self.storage, self.params)
 
     @property
     def _title(self) -> str:
@@ -158,7 +217,7 @@ class PackedWeight:
     def finite(self) -> bool:
         """Whether no code is NaN or infinite.  For formats with such codes, the first call reads every code."""
         if self.known_finite is None:
-            finite = are_codes_finite(self)
+            finite = are_codes_finite(self.layout, self.tensors)
             if self.device.type == "meta":
                 return finite                                    # unknown for codes that are not filled yet
             self.known_finite = finite
@@ -189,7 +248,7 @@ class PackedWeight:
     @property
     def described(self) -> Mapping[str, Stored]:
         """Descriptions of its tensors: those of the storage, and those of branches."""
-        return {**self.layout.tensors, **branches.stored(self.variant.plus)}
+        return {**self.layout.tensors, **stored_branches(self.variant.plus)}
 
     def as_stored(self) -> PackedWeight:
         """The weight with columns in stored order: the same tensors without their order."""
@@ -224,7 +283,7 @@ class PackedWeight:
         if self.device.type != "meta" and not runs_kernels(self.device):
             with stream_errors(self.format.name):
                 return self.with_plain(streams.decode(self.layout, self.tensors, self.shape))
-        decoded, calls = streams.decoded(self)
+        decoded, calls = self.format.decode_streams(self)
         with on_device(self.device):
             for call in calls if self.device.type != "meta" else ():
                 call.run()
@@ -235,7 +294,7 @@ class PackedWeight:
 
         Runs on a CPU.  Other rows are decoded only if they share lanes with these.  Raises FormatError for a damaged stream.
         """
-        if not streams.has_plain_rows(self):
+        if not streams.has_plain_rows(self.layout, self.tensors, self.sizes):
             return None
         with stream_errors(self.format.name):
             plain = streams.decode_rows(self.layout, self.tensors, self.shape, rows)
@@ -248,7 +307,7 @@ class PackedWeight:
         """
         if rows is not None:
             tensors = dict(self.tensors)
-            for name, axes in streams.plain_axes(self).items():
+            for name, axes in streams.plain_axes(self.layout, self.tensors).items():
                 for place, axis in enumerate(axes):
                     tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
             return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
@@ -274,7 +333,7 @@ class PackedWeight:
     def has_separate_rows(self) -> bool:
         """Whether every row is stored separately, so that `rows` gathers rows of tensors and decodes nothing."""
         if self.has_branch:
-            return self.base.has_separate_rows and branches.step(self, "N") == 1
+            return self.base.has_separate_rows and branch_step(self.variant.plus, self.tensors, "N") == 1
         return self._granule("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
 
     def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
@@ -284,19 +343,7 @@ class PackedWeight:
         have shorter blocks or storage `planar`; see its `params` and `storage`.  Raises FormatError if rows share a block that no
         parameter makes shorter, IndexError for rows that do not exist.
         """
-        if not isinstance(index, Tensor):
-            index = torch.tensor(list(index), dtype=torch.int64, device=self.device)
-        if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
-            raise FormatError(f"rows are int64 or int32 [M], not {str(index.dtype)[6:]} {list(index.shape)}")
-        if self.has_branch:
-            return branches.rows(self, self.base.rows(index), index)
-        if not self.has_separate_rows:
-            return algebra.rows(self, index)
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            places = [place for place, axis in enumerate(self.layout.tensors[name].axes) if axis.dim == "N"]
-            tensors[name] = tensor.index_select(places[0], index) if places else tensor
-        return self.derive(tensors, (index.shape[0], self.shape[1]))
+        return self.format.rows(self, index)
 
     def step(self, dim: str) -> int:
         """The smallest step of rows (dim 'N') or columns ('K') at whose multiples `cut` works; all of them if it never does."""
@@ -304,7 +351,7 @@ class PackedWeight:
             raise FormatError(f"a weight has rows ('N') and columns ('K'), not {dim!r}")
         whole = max(1, self.shape[dim == "K"])
         if self.has_branch:
-            return min(whole, lcm(self.base.step(dim), branches.step(self, dim)))
+            return min(whole, lcm(self.base.step(dim), branch_step(self.variant.plus, self.tensors, dim)))
         step, _ = self._granule(dim)
         return next((size for size in range(step, whole, step)
                      if not self._why_not(dim, size) and not self._why_not(dim, whole % size or size)), whole)
@@ -314,24 +361,8 @@ class PackedWeight:
 
         Raises FormatError with the nearest legal borders if a border is inside a block or a word.  See `shard`.
         """
-        if self.has_branch:
-            return branches.piece(self, self.base.cut(dim, start, stop), dim, start, stop)
-        if why := self._why_not_cut(dim, start, stop):
-            raise FormatError(algebra.refusal(self, dim, start, stop, why, self.step(dim)))
-        if (start, stop) == (0, self.shape[dim == "K"]):
-            return self
-        shape = (stop - start, self.shape[1]) if dim == "N" else (self.shape[0], stop - start)
-        tensors, indices = {}, self._indices if dim == "K" else []
-        for name, tensor in self.tensors.items():
-            for place, axis in enumerate(self.layout.tensors[name].axes):
-                if axis.dim in (dim, "N*K"):
-                    tensor = tensor.narrow(place, *self._span(axis, dim, start, stop))
-            if name in indices:
-                tensor = tensor - tensor[:1]                     # groups, or columns, count from 0 again
-            tensors[name] = tensor
-        return self.derive(tensors, shape)
+        return self.format.cut(self, dim, start, stop)
 
-    @without_autocast
     def shard(self, dim: str, start: int, stop: int) -> PackedWeight:
         """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: a view if possible, else packed again.
 
@@ -341,12 +372,9 @@ class PackedWeight:
         and `params`.  Act-order columns keep their groups.  On meta the result has exact shapes, but tensors whose size depends
         on the numbers have no elements.  Raises FormatError with the reason and the nearest borders.
         """
-        if self.has_branch:
-            return branches.piece(self, self.base.shard(dim, start, stop), dim, start, stop)
-        return algebra.piece(self, dim, start, stop) if self._why_not_cut(dim, start, stop) else self.cut(dim, start, stop)
+        return self.format.shard(self, dim, start, stop)
 
     @classmethod
-    @without_autocast
     def join(cls, parts: Sequence[PackedWeight], dim: str = "N") -> PackedWeight:
         """The weight with the rows (dim 'N') or columns ('K') of all parts, in order: one copy per tensor.
 
@@ -354,9 +382,11 @@ class PackedWeight:
         Parts that end inside blocks or words, and entropy codes, are unpacked and packed together, as in `shard`.  Raises
         FormatError with the difference.
         """
-        return algebra.join(parts, dim)
+        if not parts or dim not in UNITS:
+            raise FormatError(f"join takes one weight or more and 'N' (rows) or 'K' (columns), not {len(parts)} along {dim!r}")
+        return parts[0].format.join(parts, dim)
 
-    def _why_not_cut(self, dim: str, start: int, stop: int) -> str:
+    def why_not_cut(self, dim: str, start: int, stop: int) -> str:
         """Why tensors cannot be sliced at these borders; '' if they can.  Raises FormatError for borders past the weight."""
         whole = self.shape[0 if dim == "N" else 1]
         if not 0 <= start <= stop <= whole or dim not in ("N", "K"):
@@ -377,7 +407,7 @@ class PackedWeight:
             return whole, "its tensors mix all rows and columns"
         if dim == "K" and self._is_flat:
             return whole, "it stores rows one after the other, so only rows can be cut"
-        for name in self._indices if dim == "K" else ():
+        for name in self.indices if dim == "K" else ():
             if name not in self.in_order and not self.tensors[name].is_meta:     # on meta columns count as in order
                 groups = self.variant.index_groups
                 into = " into groups all over K (act-order)" if groups is None or groups.text != "K" else " all over K"
@@ -413,19 +443,12 @@ class PackedWeight:
         return any(axis.dim == "N*K" for name in self.tensors for axis in self.layout.tensors[name].axes)
 
     @property
-    def _indices(self) -> list[str]:
+    def indices(self) -> list[str]:
         """The tensors with the groups of columns, or their order."""
         return [name for name in self.tensors if name == self.layout.order or self.layout.tensors[name].dtype == "index"]
 
-    def _span(self, axis: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
-        """The first element, and number of elements, of an axis for rows or columns [start, stop)."""
-        if axis.dim == "N*K":
-            start, stop = (start * self.shape[1], stop * self.shape[1]) if dim == "N" else (0, 0)
-        first = axis.elements(start, self.sizes)
-        return first, axis.elements(stop, self.sizes) - first
 
-
-def check_weight(packed: object, format: Format | None = None) -> None:
+def check_weight(packed: object, format: WeightFormat | None = None) -> None:
     """Raises FormatError unless it is a packed weight, and one of the format if that is given; the message says what to do."""
     if not isinstance(packed, PackedWeight):
         shown = f"{str(packed.dtype)[6:]} {list(packed.shape)}" if isinstance(packed, Tensor) else type(packed).__name__
@@ -443,7 +466,7 @@ def shape_tensor(shape: tuple[int, int], device: torch.device) -> Tensor:
     return torch.tensor(shape, dtype=torch.int64, device=device)
 
 
-def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
+def _rebuilt(format: WeightFormat, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
              params: Mapping[str, int | str], in_order: frozenset[str], known_finite: bool | None, notes: Sequence[str],
              names: Mapping[str, str], is_decoded: bool, stream_info: str) -> PackedWeight:
     return PackedWeight(format, storage, unpickled(tensors), shape, params, in_order=in_order, known_finite=known_finite,

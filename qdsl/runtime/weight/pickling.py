@@ -10,15 +10,12 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qdsl.runtime.weight.errors import FormatError
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
 
 Tensors = Mapping[str, Any]
 MODULES = re.compile(r"qdsl\.generated\.\w+|qdsl_loaded_\w+")  # of formats that ship, and of specs that qdsl.load has built
@@ -61,7 +58,7 @@ def unpickled(tensors: Tensors) -> dict[str, Any]:
 
 
 def wrapped(module: str, storage: str, tensors: Tensors, shape: tuple[int, int], params: Mapping[str, int | str],
-            notes: Sequence[str], names: Mapping[str, str]) -> PackedWeight:
+            notes: Sequence[str], names: Mapping[str, str]) -> Any:
     """The weight that a pickle describes, validated.  Raises FormatError for tensors that do not fit, and unknown modules."""
     if not MODULES.fullmatch(module):
         raise FormatError(f"{module!r} is no module of a format")
@@ -70,7 +67,7 @@ def wrapped(module: str, storage: str, tensors: Tensors, shape: tuple[int, int],
     except ModuleNotFoundError:
         name = module.rpartition("_" if module.startswith("qdsl_loaded_") else ".")[2]
         raise FormatError(f"the weight's format {name!r} is not here: load its spec with qdsl.load first") from None
-    packed: PackedWeight = format.wrap(unpickled(tensors), tuple(shape), storage, **params)
+    packed = format.wrap(unpickled(tensors), tuple(shape), storage, **params)
     packed.notes, packed.names = tuple(map(str, notes)), {str(name): str(other) for name, other in names.items()}
     return packed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,11 @@ from qdsl.runtime.weight.assemble import full_template
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.fields import pack
 from qdsl.runtime.weight.layout import FLOATS, Variant
-from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat, shape_tensor
 
 
 @without_autocast
-def quantize(format: Format, weight: Tensor, storage: str | None, importance: Tensor | None, options: Mapping[str, Any],
+def quantize(format: WeightFormat, weight: Tensor, storage: str | None, importance: Tensor | None, options: Mapping[str, Any],
              ) -> PackedWeight:
     """Quantizes a float weight [N, K].
 
@@ -47,8 +44,8 @@ def quantize(format: Format, weight: Tensor, storage: str | None, importance: Te
     types = {key: value for key, value in params.items() if isinstance(value, str)}
     importances = {} if importance is None else {"importance": _checked_importance(format, importance, weight)}
     chosen = {**layout.options, **scheme_options, **(importances if variant.importance else {})}
-    index = {key: default_field(format, variant, key, shape, params, weight.device) for key, field in variant.fields.items()
-             if field.type == "index" and key not in (*layout.where, *layout.omits)}
+    index = {key: default_field(format.description, variant, key, shape, params, weight.device)
+             for key, field in variant.fields.items() if field.type == "index" and key not in (*layout.where, *layout.omits)}
     whole = full_template(format, name, shape, params)
     quantized = _stacked(whole, (pack(format, {**fields, **index, **_zeros(variant, fields, params)}, name, params)
         for fields in tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
@@ -84,7 +81,7 @@ def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight
     return PackedWeight(whole.format, whole.storage, whole.tensors, whole.shape, whole.params, in_order=part.in_order)
 
 
-def _checked_importance(format: Format, importance: Tensor, weight: Tensor) -> Tensor:
+def _checked_importance(format: WeightFormat, importance: Tensor, weight: Tensor) -> Tensor:
     """The importance as float32 [K] on the weight's device.  Raises FormatError."""
     if not importance.is_floating_point() or importance.shape != weight.shape[1:]:
         raise FormatError(f"{format.name}: importance is floats [{weight.shape[1]}], one for each column, not "
@@ -96,7 +93,7 @@ def _checked_importance(format: Format, importance: Tensor, weight: Tensor) -> T
     return importances
 
 
-def choose_options(format: Format, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
+def choose_options(format: WeightFormat, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
     """The parameters, options of the encode scheme, and storage that options of quantize select.  Raises FormatError."""
     choices = next(iter(format.variants.values())).options
     params = format.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})

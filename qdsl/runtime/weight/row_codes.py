@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from qdsl.runtime.weight.packed import FormatError
+from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.tables import Table
 
 

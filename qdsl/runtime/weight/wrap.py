@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import OF_X, resolve_default
 from qdsl.runtime.torch.private_apis import without_autocast
-from qdsl.runtime.weight import branches, order
+from qdsl.runtime.weight import order
 from qdsl.runtime.weight.assemble import assemble, whole_shape
+from qdsl.runtime.weight.branch_tensors import check_names
 from qdsl.runtime.weight.match import Match, matches
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
-
-if TYPE_CHECKING:
-    from qdsl.runtime.format import Format
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
 
 
 @without_autocast
-def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None, verify: bool,
+def wrap(format: WeightFormat, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None, verify: bool,
          params: Mapping[str, int | str]) -> PackedWeight:
     """The weight that a checkpoint's tensors hold, by their names; nothing is copied.
 
@@ -38,11 +35,11 @@ def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] |
                               "nothing of that: multiply x by it, or what comes before, and give the other tensors alone")
     if storage is not None and storage not in format.storages:
         raise FormatError(f"{format.name} has no storage '{storage}'; it has {', '.join(format.storages)}")
-    fitting = matches(format, tensors, None if shape is None else whole_shape(format, shape), storage, params)
+    fitting = matches(format.description, tensors, None if shape is None else whole_shape(format, shape), storage, params)
     match = _choose(format, fitting)
     variant = format.variant(match.params)
     described = variant.tensors(match.storage)
-    branches.check_names(format.name, variant.plus, [*match.tensors])
+    check_names(format.name, variant.plus, [*match.tensors])
     keys_of = {name: [key for key in (name, *described[name].aliases) if key in tensors] for name in match.tensors}
     used = {keys[0] for keys in keys_of.values()}
     notes = [f"tensor '{name}' is not part of {format.name}.{match.storage}" for name in tensors if name not in used]
@@ -60,7 +57,7 @@ def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] |
     return packed
 
 
-def unfilled(format: Format, packed: Match | PackedWeight) -> dict[str, Tensor]:
+def unfilled(format: WeightFormat, packed: Match | PackedWeight) -> dict[str, Tensor]:
     """Indices of several groups that the producer never filled, all 0 (auto-gptq) or -1 (compressed-tensors).
 
     Returns each with the index of columns in order, which a missing one stands for.
@@ -78,7 +75,7 @@ def unfilled(format: Format, packed: Match | PackedWeight) -> dict[str, Tensor]:
             if several and tensor.numel() and int(tensor.max()) == int(tensor.min()) in (0, -1)}
 
 
-def _overflowed_zeros(format: Format, match: Match) -> list[str]:
+def _overflowed_zeros(format: WeightFormat, match: Match) -> list[str]:
     """Notes on tensors whose producer lost fields."""
     widths = {name: rule[name] for rule in format.spec.detect.get("spills", []) if rule.get("storage") == match.storage
              for name in rule if name in match.tensors and not match.tensors[name].is_meta}
@@ -86,7 +83,7 @@ def _overflowed_zeros(format: Format, match: Match) -> list[str]:
             if has_overflowed_zeros(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
 
-def _choose(format: Format, fitting: Sequence[Match]) -> Match:
+def _choose(format: WeightFormat, fitting: Sequence[Match]) -> Match:
     """The only match; among several of one storage and shape the one whose undetermined parameters have defaults."""
     storages = list(dict.fromkeys(match.storage for match in fitting))
     if len(storages) > 1:

@@ -1,55 +1,19 @@
-"""Plans of products: what a target chose for the weights of one description, and the products that are ready to run again.
+"""Products that are ready to run again, for all weights of one description.
 
-A target is what products run on.  runtime/gpu and runtime/cpu each are one: both list candidates, choose one per number of rows
-and dtype of x, and prepare it.  `quick` is every later product with the same shapes: it looks up and runs.
-
-A plan holds neither tensors nor addresses: weights may move, be replaced, freed or offloaded.  It is not pickled.
+`quick` is every later product with the same shapes: it looks up and runs.  A plan holds neither tensors nor addresses: weights
+may move, be replaced, freed or offloaded.  It is not pickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Size, Tensor
 
-from qdsl.runtime.weight import streams
-
-if TYPE_CHECKING:
-    from qdsl.runtime.weight.packed import PackedWeight
-
 MOST = 4096                                                      # the most prepared products per plan
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One candidate for computing x @ w.T.
-
-    kind: a kernel of a GPU ('matvec', 'gemm', 'gemv', 'skinny', 'tile_gemm'), a way of a CPU (runtime/cpu/linear.py), or
-    'decode': dequantize and torch's matmul.  config: the constants of the launch by name.  'gemv' and 'skinny' have R, WN, WK and
-    EVEN, 'skinny' BM too where it is 16.  'tile_gemm' has R, W, BM, UNROLL and SPLIT.  'matvec' has BN, BK and EVEN, 'gemm' BM
-    and SPLIT too.  Entropy codes: R, W, BLOCKS.  Loops of a CPU: ROWS.  grid: of the launch.
-    """
-
-    kind: str
-    config: Mapping[str, int] = field(default_factory=dict)
-    grid: tuple[int, ...] = ()
-
-
-class Target(Protocol):
-    """What a target of the compiler implements, beside printing the functions of a format.
-
-    lower: the source of what a candidate runs; '' if it runs only functions of torch.  candidates: all ways to compute x [rows,
-    K] @ w.T for x of a dtype, the chosen one first.  run: x [M, K] @ w.T + bias by one of them.
-    """
-
-    def lower(self, candidate: Candidate, packed: PackedWeight) -> str: ...
-    def candidates(self, packed: PackedWeight, rows: int, dtype: torch.dtype) -> Sequence[Candidate]: ...
-    def run(self, candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor: ...
 
 
 class Prepared(Protocol):
@@ -87,32 +51,12 @@ class Plan:
         self.ready: dict[tuple[Any, ...], Prepared] = {}
 
 
-_plans: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
-
-
-def plan_of(packed: PackedWeight) -> Plan:
-    """The plan of a weight, cached on it; weights with the same description share one."""
-    if packed.plan is None:
-        is_permuted = packed.order is not None
-        names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
-        names += (packed.layout.order,) if is_permuted else ()
-        shapes = tuple((tensor.shape, None if tensor.is_contiguous() else tensor.stride())
-                       for tensor in (packed.tensors[name] for name in names))
-        if packed.layout.streams and not packed.stream_info and packed.device.type != "meta":
-            packed.stream_info = streams.stream_info(packed.format.name, packed.layout, packed.tensors, packed.shape)
-        is_finite = None if packed.device.type == "cpu" else packed.finite         # loops on a CPU keep NaN, and need not know
-        described = (packed.format.key, packed.storage, packed.params_text, packed.is_decoded, packed.shape, names, shapes,
-                     is_finite, packed.stream_info)
-        plan = _plans.get(described)
-        if plan is None:
-            plan = _plans.setdefault(described, Plan(names, packed.shape, is_permuted))
-        packed.plan = plan
-    return packed.plan
+PLANS: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
 
 
 def forget() -> None:
     """Forget all choices and prepared products."""
-    for plan in list(_plans.values()):
+    for plan in list(PLANS.values()):
         plan.choices.clear()
         plan.ready.clear()
 
