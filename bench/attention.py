@@ -22,7 +22,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.kv_cache import CacheFormat, allocate
 from qdsl.kv_cache.launch import attention_calls
 from qdsl.runtime.gpu import configure
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 FORMATS = {"int8": CacheFormat("int8_channel", scale_type="f32", divisor=127),
            "fp8": CacheFormat("fp8_channel", scale_type="f32"), "latent": CacheFormat("fp8_ds_mla")}

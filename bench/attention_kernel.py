@@ -5,7 +5,7 @@ what serving engines write: a program per sequence, key head and part of the seq
 tl.dot; online softmax.  Scales multiply scores and probabilities, and E4M3 becomes float16.
 """
 
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from qdsl.analyze.gpus import SCHEDULERS, WARP, arch_of, gpu_of
 from qdsl.analyze.launches import calls, weight
 from qdsl.analyze.predict import predict
 from qdsl.codecs.huffman_lanes.reference import AHEAD, GROUP
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import REACHABLE
+from qdsl.runtime.libraries.call import Call
 
 ARCH, GPU = "sm_90", "h200"
 N = K = 8192

@@ -1,8 +1,8 @@
 """Kernels that decode exponents by codes that do not ship, only for their instruction counts (bench/codes.py)."""
 
-from qdsl.codecs import pairs
 from qdsl.codecs.huffman_lanes.kernels import begun, turn
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.gpu.kernels import pairs
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.codecs import df11, exponents
-from qdsl.codecs.bfloat16 import FIX4, HLANE
+from qdsl.codecs import exponents
 from qdsl.codecs.huffman import canonical_code
+from qdsl.jobs.compress import df11
+from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
 
 Matrix = NDArray[np.uint16]                                      # patterns [N, K]
 LONGEST = 8                                                      # bits of hlane's codes

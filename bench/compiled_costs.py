@@ -28,9 +28,9 @@ from qdsl.analyze.predict import cost
 from qdsl.host.files import cache_folder
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate, Cost
-from qdsl.runtime.gpu.triton import triton
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.triton import triton
 
 X = torch.bfloat16
 COUNTING = (compiling, sass, registers, strides, pipes, chains, counts, inspect.getmodule(cost))   # modules that decide a count

@@ -27,10 +27,10 @@ from qdsl.analyze.gpus import GPUS, arch_of
 from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
-from qdsl.runtime.gpu.triton import triton
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.triton import triton
 from qdsl.runtime.weight import stream_kernels
 
 SHAPE = (4096, 8192)                                             # several iterations of every loop

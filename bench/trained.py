@@ -67,7 +67,7 @@ def main(folder: Path, files: Sequence[Path]) -> None:
     print(f"{len(tokens) / 1e6:.2f} M tokens of text", flush=True)
     model = train(tokens, float(os.environ.get("MINUTES", "20")))
     model.save_pretrained(folder)
-    made.save_pretrained(folder)
+    encode.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def _tested(python: str) -> dict[str, str]:
     """How many of the core tests passed and failed, and the seconds of the processor that they took."""
     counts: dict[str, int] = {}
     before = os.times()
-    is_old = _output(python, "-c", "from qdsl.runtime.gpu.triton import too_old; print(too_old)").strip()
+    is_old = _output(python, "-c", "from qdsl.runtime.libraries.triton import too_old; print(too_old)").strip()
     for arguments in CORE[:-2] if is_old else CORE:
         lines = _output(python, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-o", "addopts=", *arguments).splitlines()
         print("\n".join(lines[-30:]), flush=True)

@@ -15,7 +15,7 @@ from bench.gpu import answers, candidates, checks, clock, peers, plan, predicted
 from bench.gpu.ahead import Ahead
 from bench.gpu.budget import Budget
 from bench.gpu.device import device_info
-from qdsl.runtime.gpu.triton import MissingTriton, require
+from qdsl.runtime.libraries.triton import MissingTriton, require
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PARTS = ("checks", "answers", "times", "candidates")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bench.gpu.device import DeviceInfo, launches_for
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 
 class Job(Protocol):

@@ -20,8 +20,8 @@ from bench.gpu.weights import DTYPES, Weight, clones, every, large
 from bench.weights import format_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch, plan
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.libraries.call import Call
 
 Answer = dict[str, Any]
 SCHEDULERS = 4                                                   # of a multiprocessor

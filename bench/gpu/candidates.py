@@ -20,7 +20,7 @@ from bench.gpu.report import say
 from bench.gpu.weights import Weight, clones, every, fits, large
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import plan, product
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 SHAPES = ((8192, 8192), (4096, 4096))
 ROWS = (1, 16, 4, 64, 8, 32, 256, 2, 128, 512)                   # M, by value

@@ -13,7 +13,7 @@ from bench.weights import format_of
 from qdsl.analyze.execute import Options, execute
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 SHAPE = (128, 512)
 # Format, storage or None for the first, and rows of x: each family of kernels, with codes, tables and 8-bit x.

@@ -12,8 +12,8 @@ from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
 from qdsl.runtime import MatrixUnitKernels, PackedWeight
 from qdsl.runtime.gpu import costs, launch, plan
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.libraries.call import Call
 
 INVARIANT = (1, 3, 8)                                            # rows of x that the kernel for few must not tell apart
 # Candidates for N and K; the first pair that a storage can hold is taken.  Tall ones reach tiles of two and eight warps along K.

@@ -1,7 +1,7 @@
 """Small kernels that each measure one property of the device; their loops contain little else."""
 
 from qdsl.runtime.gpu.kernels import lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

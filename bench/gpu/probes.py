@@ -13,7 +13,7 @@ from bench.gpu import probe_kernels as kernels
 from bench.gpu import regimes
 from bench.gpu.plan import product_calls
 from bench.gpu.weights import DTYPES, Weight
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 # Conversions, as PTX on a 32-bit register; in SASS, what each becomes on sm_90.
 CONVERSIONS: dict[str, str | None] = {

@@ -26,8 +26,8 @@ from qdsl.analyze.execute import execute
 from qdsl.models.experts import Experts, routed_sum
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan, product
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.libraries.call import Call
 
 Row = dict[str, Any]
 X = torch.bfloat16

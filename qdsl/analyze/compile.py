@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.analyze.gpus import AnalyzeError, Arch
-from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.triton import MissingTriton, require, triton
-from qdsl.runtime.torch.private_apis import compile_kernel, tool_path
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.private_apis import compile_kernel, tool_path
+from qdsl.runtime.libraries.triton import MissingTriton, require, triton
 
 POINTERS = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64",

@@ -16,11 +16,11 @@ from qdsl.analyze.gpus import AnalyzeError, arch_of
 from qdsl.analyze.registers import following
 from qdsl.analyze.sass import Code, Instruction
 from qdsl.runtime.gpu.costs import Work
-from qdsl.runtime.torch.private_apis import allocation
+from qdsl.runtime.libraries.private_apis import allocation
 
 if TYPE_CHECKING:
     from qdsl.analyze.compile import Compiled
-    from qdsl.runtime.gpu.call import Call
+    from qdsl.runtime.libraries.call import Call
 
 MOST_UNROLLED = 64
 ACTIVATIONS = ("x", "bias", "out", "tiles", "parts", "arrivals")       # arguments of kernels that are no part of a weight

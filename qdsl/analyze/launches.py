@@ -10,8 +10,8 @@ from torch import Tensor
 
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight import stream_kernels
 
 KERNELS = ("linear", "dequantize")

@@ -9,7 +9,7 @@ from qdsl.kv_cache import launch
 from qdsl.kv_cache.cache import KVCache
 from qdsl.kv_cache.store import load
 from qdsl.runtime import FormatError
-from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.libraries.triton import on_device, runs_kernels
 
 
 def attention(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, scale: float | None = None,

@@ -16,8 +16,8 @@ from qdsl.core.shapes import axis
 from qdsl.kv_cache import places
 from qdsl.kv_cache.cache import CachedRows, KVCache
 from qdsl.runtime.gpu import configure, launch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels import encode, paged_attention, store_rows
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.layout import FLOATS
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from qdsl.kv_cache import launch
 from qdsl.kv_cache.cache import CachedRows, KVCache
 from qdsl.runtime import FormatError
-from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.libraries.triton import on_device, runs_kernels
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 

@@ -22,8 +22,8 @@ from qdsl.jobs.engine import RewriteError
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin
 from qdsl.models.transforms import transform_tensors, transforms_of
+from qdsl.runtime.libraries.private_apis import non_persistent_buffers
 from qdsl.runtime.torch.module import PackedModule
-from qdsl.runtime.torch.private_apis import non_persistent_buffers
 from qdsl.runtime.torch.transforms import LayerTransform
 from qdsl.runtime.weight.convert import default_tensors
 from qdsl.runtime.weight.device_dtypes import as_stored

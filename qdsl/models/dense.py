@@ -11,10 +11,10 @@ from qdsl.models.experts import Experts
 from qdsl.models.grouped import DTYPE, GroupedBlock, HiddenWeight
 from qdsl.models.origin import ATTRIBUTE
 from qdsl.models.transforms import make_plain_dense
+from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.torch.distributed import GROUP
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
-from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.torch.products import filled
 
 

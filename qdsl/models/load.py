@@ -39,11 +39,11 @@ from qdsl.models.transforms import folded_weight, place_transforms
 from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.gpu.placement import may_change, setting
-from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
+from qdsl.runtime.libraries.private_apis import without_autocast
+from qdsl.runtime.torch.layers import QuantizedLinear, embedding_class, linear_class, replaced_by
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
 from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
-from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.torch.siblings import make_ready
 from qdsl.runtime.weight.algebra import concatenated
@@ -385,18 +385,15 @@ class _Loader:
             self.report.packed[place] = f"{weight.format.name}.{weight.storage}"
 
     def _packed_module(self, name: str, old: nn.Module, weight: PackedWeight, dtype: torch.dtype) -> PackedModule:
-        new: PackedModule
         if isinstance(old, nn.Embedding):
-            new = weight.format.Embedding(weight, old.padding_idx, dtype, old.max_norm, old.norm_type, old.scale_grad_by_freq,
-                                          old.sparse)
-            return new
+            return embedding_class(weight.format)(weight, old.padding_idx, dtype, old.max_norm, old.norm_type,
+                                                  old.scale_grad_by_freq, old.sparse)
         full = self.plan.scales.get(name)
         scale = None if full is None else self.source.tensor(full)
         if full is not None and scale is not None:
             scale = self._moved(scale, weight.device, scale.dtype)
             self.origin.plain[f"{name}.input_scale".lstrip(".")] = full
-        new = weight.format.Linear(weight, None, dtype, input_scale=scale)
-        return new
+        return linear_class(weight.format)(weight, None, dtype, input_scale=scale)
 
     def _place_experts(self, step: PackedStep) -> None:
         old = self.names.parameters[step.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from qdsl.runtime.torch.private_apis import non_persistent_buffers
+from qdsl.runtime.libraries.private_apis import non_persistent_buffers
 
 
 class Names:

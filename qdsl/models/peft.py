@@ -24,7 +24,7 @@ from qdsl.models.dense import embeddings
 from qdsl.models.lora import AdapterError as AdapterError
 from qdsl.models.lora import is_packed, register
 from qdsl.models.private_apis import forget_adapters
-from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
+from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report, compare
@@ -195,12 +195,10 @@ def _has_zeros_of(packed: PackedWeight, symmetric: PackedWeight) -> bool:
 
 def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
     """A packed layer of a weight, with the settings of another layer."""
-    layer: PackedModule
     if isinstance(base, QuantizedEmbedding):
-        layer = packed.format.Embedding(packed, base.padding_idx, base.compute_dtype, base.max_norm, base.norm_type,
-                                        base.scale_grad_by_freq, base.sparse)
-        return layer
-    layer = packed.format.Linear(packed, None, base.compute_dtype, base.quantize_x, base.input_scale)
+        return embedding_class(packed.format)(packed, base.padding_idx, base.compute_dtype, base.max_norm, base.norm_type,
+                                              base.scale_grad_by_freq, base.sparse)
+    layer = linear_class(packed.format)(packed, None, base.compute_dtype, base.quantize_x, base.input_scale)
     layer.take_mode(base)
     return layer
 

@@ -27,7 +27,7 @@ from qdsl.jobs.convert.config import own_settings
 from qdsl.jobs.engine.others import INDICES, WEIGHTS, regular_files
 from qdsl.models.collect import Collector, SaveError, Stored
 from qdsl.models.origin import Origin, origin_in
-from qdsl.runtime.torch.private_apis import without_autocast
+from qdsl.runtime.libraries.private_apis import without_autocast
 
 CONFIG = "config.json"
 QUANTIZATION = ("quantization_config", "compression_config", "dfloat11_config")     # what states it in a config, at its top

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from qdsl.core.program import description
 from qdsl.core.shapes import own_value, values_text
 from qdsl.core.text import did_you_mean
 from qdsl.runtime.cpu import int4
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import dequantize, experts, ops
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
 from qdsl.runtime.torch.linear import mode_of
@@ -275,12 +274,12 @@ class Format:
         self._own(packed, x)
         return experts.linear(x, packed, offsets, bias, partial, rows, mode_of(False, False, None, match_dense))
 
-    @cached_property
+    @property
     def Linear(self) -> type[QuantizedLinear]:
         """The module class: nn.Linear over a packed weight."""
         return linear_class(self)
 
-    @cached_property
+    @property
     def Embedding(self) -> type[QuantizedEmbedding]:
         """The module class: nn.Embedding over a packed weight."""
         return embedding_class(self)

@@ -20,16 +20,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from qdsl.codecs.bfloat16 import FIX4, HLANE
 
 from bench import codes
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.codecs import bits, df11, native
-from qdsl.codecs.bfloat16 import FIX4, HLANE
+from qdsl.codecs import bits, native
 from qdsl.codecs.huffman import END, Code, canonical_code, df11_code
 from qdsl.codecs.huffman_windows import reference as huffman_windows
 from qdsl.codecs.lookup import StreamError, code_of, tables_of
 from qdsl.core.codecs import CODECS
 from qdsl.host import library
+from qdsl.jobs.compress import df11
 from qdsl.runtime import FormatError
 from qdsl.runtime.weight import bfloat16
 from qdsl.runtime.weight.streams import CODINGS

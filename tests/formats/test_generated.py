@@ -22,7 +22,7 @@ from qdsl.compiler.spec.source import SpecError
 from tests.support.formats import ROOT, SHIPPED, SPECS, module
 
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
-IMPORTS = {"typing", "torch", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.gpu.kernels", "qdsl.runtime.gpu.triton",
+IMPORTS = {"typing", "torch", "qdsl.encode", "qdsl.runtime", "qdsl.runtime.gpu.kernels", "qdsl.runtime.libraries.triton",
            "qdsl.runtime.weight.numbers"}
 SURFACE = ("wrap", "quantize", "dequantize", "pack", "unpack", "convert", "linear", "Linear", "SPEC", "FORMAT")
 

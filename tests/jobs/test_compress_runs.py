@@ -16,11 +16,10 @@ import torch
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.checkpoint.report.verify import differences
-from qdsl.codecs import df11
-from qdsl.codecs.bfloat16 import HLANE
 from qdsl.host import processes, system
 from qdsl.host.files import OutputError
-from qdsl.jobs.compress import restore, run
+from qdsl.jobs.compress import df11, restore, run
+from qdsl.jobs.compress.exponent_forms import HLANE
 from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.units import Aim
 from qdsl.jobs.engine import RewriteError, stage

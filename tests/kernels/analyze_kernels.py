@@ -16,7 +16,7 @@ import qdsl
 from qdsl.analyze import AnalyzeError, launches, report
 from qdsl.analyze.compile import specialised
 from qdsl.cli import app
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from tests.support import small_kernels
 
 

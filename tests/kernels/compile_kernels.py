@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from qdsl.analyze.compile import specialised
 from qdsl.runtime.gpu import launch, plan
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.layout import Storage
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, smallest

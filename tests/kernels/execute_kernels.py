@@ -27,8 +27,8 @@ from qdsl.analyze.execute.launch import arguments_of, execute_ptx
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
 from qdsl.runtime.torch.linear import as_stored
 from tests.kernels import test_w8a8

@@ -19,7 +19,7 @@ from qdsl.analyze.execute.launch import arguments_of
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from tests.support.only_ptx import stop_at_ptx
 from tests.support.ptx_mutants import mutants
 

@@ -13,7 +13,7 @@ from bench.gpu import regimes
 from qdsl.analyze.execute import Options, execute
 from qdsl.generated import int_group, nf4, q4_0
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from tests.support.only_ptx import stop_at_ptx
 
 ROWS, COLUMNS, SPLITS = 6, 512, 4

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from qdsl.analyze.execute import Options, execute
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 ARCH, XBLOCK = "sm_90", 16
 

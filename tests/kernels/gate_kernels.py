@@ -19,7 +19,7 @@ from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from tests.support.formats import EXTRA, SHIPPED, module
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}

@@ -7,7 +7,7 @@ import json
 from bench.gpu import machine
 from bench.gpu.device import H200, launches_for
 from qdsl.analyze.execute import execute
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 
 def stand_in(call: Call) -> None:

@@ -11,8 +11,8 @@ import qdsl
 from bench.gpu import regimes
 from qdsl.analyze import Report, launches, report
 from qdsl.runtime.gpu import configure, launch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.devices import GPUS, SCHEDULERS
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
 
 SHAPE = (4096, 4096)

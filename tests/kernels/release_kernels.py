@@ -32,8 +32,8 @@ from qdsl.kv_cache import launch as kv_launch
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, strides
 from qdsl.runtime.gpu.branches import csr_call
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
 from qdsl.runtime.weight import stream_kernels
 from tests.kernels import kv_caches

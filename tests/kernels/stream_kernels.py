@@ -23,7 +23,7 @@ from qdsl.analyze.counts import counted
 from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.launches import weight
 from qdsl.runtime.gpu import configure, launch
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight import stream_kernels
 
 SHAPE = (4096, 4096)

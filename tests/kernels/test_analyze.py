@@ -19,9 +19,9 @@ from qdsl.analyze.counts import counted
 from qdsl.analyze.registers import accesses
 from qdsl.analyze.strides import missed
 from qdsl.cli import app
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import EXPOSED, LATENCY, LAUNCH, Work
 from qdsl.runtime.gpu.kernels import dequantize
+from qdsl.runtime.libraries.call import Call
 from tests.support.formats import Case, cases, fixed_shape
 
 # A guard that leaps over everything, a loop of nine instructions, two spills, and what the assembler leaves behind the end.

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from qdsl import save_model
 from qdsl.generated import fp8_block, hlane, int_group, q4_k
-from qdsl.runtime.gpu.triton import is_installed
+from qdsl.runtime.libraries.triton import is_installed
 from qdsl.runtime.weight import device_dtypes
 from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, random_packed, same_bits, smallest

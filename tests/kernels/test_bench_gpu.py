@@ -25,7 +25,7 @@ from bench.gpu.device import H200, launches_for, product
 from bench.gpu.plan import Case, Check
 from bench.gpu.weights import Weight, every, fits, format_of, large, normal, packed
 from qdsl.runtime.gpu import configure
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from tests.support import compiling
 from tests.support.interpreter import INTERPRETED
 from tests.support.paths import ROOT

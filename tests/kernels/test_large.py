@@ -16,7 +16,7 @@ from qdsl.core.shapes import axis
 from qdsl.generated import fp8_channel, q4_0
 from qdsl.runtime import PackedWeight, cdiv
 from qdsl.runtime.gpu import configure, launch
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, fixed_shape, random_packed, smallest
 from tests.support.interpreter import INTERPRETED, guarded, run_program

@@ -21,9 +21,9 @@ from bench.launch import StubDriver
 from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k, quanto, squeezellm
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
 from qdsl.runtime.gpu.prepared import Prepared, prepare
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import linear, ops
 from tests.support import compiling
 from tests.support.interpreter import INTERPRETED

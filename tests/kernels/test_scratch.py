@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl.generated import q4_0
 from qdsl.runtime.gpu import costs, product, scratch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.scratch import Counters, scratch_of
+from qdsl.runtime.libraries.call import Call
 
 CPU = torch.device("cpu")
 ALLOCATIONS = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import qdsl
-from qdsl.codecs import df11
 from qdsl.codecs.huffman_lanes import launch as huffman_lanes
+from qdsl.jobs.compress import df11
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.product import product as gpu_product

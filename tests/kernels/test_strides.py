@@ -14,7 +14,7 @@ from bench.gpu import regimes
 from qdsl.generated import any_precision, fp8_block, int8_channel, int_group, q4_0
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, strides
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
 from tests.kernels.test_large import run_last, sparse
 from tests.support.covering import ALL, covering, kernels

@@ -12,8 +12,8 @@ import torch
 from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_block, int8_channel, int8_tensor, q4_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.devices import GPUS
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import ops
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.matrix_unit import W8A8

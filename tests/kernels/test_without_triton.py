@@ -14,7 +14,7 @@ import torch
 import bench.gpu.__main__ as bench_gpu
 from qdsl.generated import q4_0
 from qdsl.runtime.gpu import launch, tune
-from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
+from qdsl.runtime.libraries.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
 from tests.support.formats import ROOT, Case, cases, random_packed, same_bits, smallest
 from tests.support.jobs import command
 
@@ -68,7 +68,7 @@ def test_an_old_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_run_where_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ("cpu", "cuda", "xpu", "mps", "meta")
     assert [kind for kind in kinds if runs_kernels(torch.device(kind))] == ["cuda", "xpu"]
-    monkeypatch.setattr("qdsl.runtime.gpu.triton.is_installed", False)
+    monkeypatch.setattr("qdsl.runtime.libraries.triton.is_installed", False)
     assert not any(runs_kernels(torch.device(kind)) for kind in kinds)
     with on_device(torch.device("mps")):
         pass

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from tests.support.covering import ALL
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -23,7 +23,7 @@ from qdsl.host import files, system
 from qdsl.host.files import OutputError, cache_folder, check_output, locked, replacing, write_text
 from qdsl.host.private import private_folder
 from qdsl.host.processes import affordable, needed
-from qdsl.runtime.gpu.triton import use_writable_cache
+from qdsl.runtime.libraries.triton import use_writable_cache
 from tests.support.paths import ROOT
 
 OF_ONE_SYSTEM = ("import fcntl", "import msvcrt", "import resource", "/proc", "/sys/", "posix_fallocate",

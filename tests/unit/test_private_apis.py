@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from qdsl.runtime.torch import private_apis as private
+from qdsl.runtime.libraries import private_apis as private
 
 
 def test_fake_tensors_are_known_outside_of_their_mode() -> None:

@@ -30,7 +30,7 @@ from qdsl.runtime.format import Format
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels import codebook, lanes
-from qdsl.runtime.gpu.triton import is_installed, tl
+from qdsl.runtime.libraries.triton import is_installed, tl
 
 
 def check_kernels(spec: str) -> Iterator[Check]:

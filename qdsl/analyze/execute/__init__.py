@@ -8,6 +8,6 @@ approximate functions are rounded to nearest here.
 from qdsl.analyze.execute.launch import Execution, execute, execute_ptx
 from qdsl.analyze.execute.machine import Finding, Options
 from qdsl.analyze.execute.program import ExecutionError
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 __all__ = ["Call", "Execution", "ExecutionError", "Finding", "Options", "execute", "execute_ptx"]

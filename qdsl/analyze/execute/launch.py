@@ -20,7 +20,7 @@ from qdsl.analyze.execute.operands import steps_of
 from qdsl.analyze.execute.program import ExecutionError, Program, parse
 from qdsl.analyze.execute.races import Clocks, Shadow
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 
 THREADS = 8192                                                   # approximate threads per batch
 OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers their instructions

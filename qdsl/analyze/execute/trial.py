@@ -17,7 +17,7 @@ from qdsl.analyze.execute.machine import Finding, Options
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch.linear import as_stored
 
 SHAPE = (256, 1024)

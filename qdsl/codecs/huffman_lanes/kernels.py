@@ -26,9 +26,8 @@ Cost, counted on sm_90, in instructions of a thread per weight: `skinny` 13.8, m
 """
 
 
-from qdsl.codecs import pairs
-from qdsl.runtime.gpu.kernels import lanes, tile
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.gpu.kernels import lanes, pairs, tile
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl.codecs.huffman_lanes import kernels
 from qdsl.codecs.huffman_lanes import reference as entropy
 from qdsl.runtime.gpu import configure
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 
 WARPS = 4

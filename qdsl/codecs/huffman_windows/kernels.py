@@ -24,7 +24,7 @@ Cost: two chains of dependent loads per symbol.  Loop counts depend on the weigh
 
 
 from qdsl.runtime.gpu.kernels import lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

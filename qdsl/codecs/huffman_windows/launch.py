@@ -11,7 +11,7 @@ from torch import Tensor
 from qdsl.codecs.huffman_windows import kernels
 from qdsl.codecs.huffman_windows import reference as entropy
 from qdsl.codecs.lookup import FIRST_POINTER, StreamError
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 
 WINDOW = 8                                                       # bytes

@@ -25,9 +25,8 @@ outside of it, for the sum over warps and a round of patches; `dequantize` 4.2.
 """
 
 
-from qdsl.codecs import pairs
-from qdsl.runtime.gpu.kernels import lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.gpu.kernels import lanes, pairs
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 from qdsl.codecs.window import kernels
 from qdsl.codecs.window import reference as entropy
 from qdsl.runtime.gpu import configure
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 
 STEP, PATCHES = 8, 128                                           # words of a row, one per thread, and patches at a time

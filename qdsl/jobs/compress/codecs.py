@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.codecs import df11
-from qdsl.codecs.bfloat16 import FIX4, HLANE
 from qdsl.codecs.lookup import StreamError
+from qdsl.jobs.compress import df11
+from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
 
 FORMS = {"hlane": HLANE, "fix4": FIX4}
 STREAM_NAMES = {"df11": df11.NAMES, **{name: form.tensor_names for name, form in FORMS.items()}}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qdsl.runtime.cpu import memory, rows, threads
 from qdsl.runtime.cpu.prepared import TYPES
-from qdsl.runtime.torch.private_apis import allocator
+from qdsl.runtime.libraries.private_apis import allocator
 from qdsl.runtime.weight.packed import PackedWeight
 
 Run = Callable[[Tensor, Sequence[int]], list[Tensor]]

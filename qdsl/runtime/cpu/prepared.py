@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qdsl.runtime.cpu import loops, threads
 from qdsl.runtime.gpu.launch import read_tensors
-from qdsl.runtime.torch.private_apis import allocator
+from qdsl.runtime.libraries.private_apis import allocator
 from qdsl.runtime.weight.packed import PackedWeight
 
 Run = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor | None]

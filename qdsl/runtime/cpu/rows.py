@@ -27,7 +27,7 @@ from qdsl.host.system import page_out, processor_flags
 from qdsl.runtime.cpu import memory, threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
-from qdsl.runtime.torch.private_apis import allocator
+from qdsl.runtime.libraries.private_apis import allocator
 from qdsl.runtime.weight.layout import RowLoops
 from qdsl.runtime.weight.matrix_unit import SMALL_FLOATS
 from qdsl.runtime.weight.packed import FormatError, PackedWeight

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from qdsl.host import library
-from qdsl.runtime.torch.private_apis import openmp_parallel
+from qdsl.runtime.libraries.private_apis import openmp_parallel
 
 SOURCE = Path(__file__).with_name("product.c")
 MOST_TENSORS, MOST_TABLES = 8, 4                                 # of a weight; of a format

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels.csr import csr
-from qdsl.runtime.gpu.triton import runs_kernels
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.triton import runs_kernels
 from qdsl.runtime.weight.arrays import cdiv
 
 BLOCK = 128                                                      # entries of a row of w that a program multiplies at a time

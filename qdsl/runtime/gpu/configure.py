@@ -21,7 +21,7 @@ import torch
 from qdsl.core.shapes import axis
 from qdsl.host.files import cache_folder
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu, of_arch, of_device
-from qdsl.runtime.gpu.triton import release, runs_kernels
+from qdsl.runtime.libraries.triton import release, runs_kernels
 from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.layout import Kernels

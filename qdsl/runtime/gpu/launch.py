@@ -11,13 +11,13 @@ from torch import Tensor
 
 from qdsl.core.shapes import axis
 from qdsl.runtime.gpu import configure, plan, strides
-from qdsl.runtime.gpu.call import Call, Plane
 from qdsl.runtime.gpu.costs import Candidate, shared_k
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.gpu.scratch import scratch_of
-from qdsl.runtime.gpu.triton import is_installed, tl, triton
+from qdsl.runtime.libraries.call import Call, Plane
+from qdsl.runtime.libraries.triton import is_installed, tl, triton
 from qdsl.runtime.weight import eight, stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.matrix_unit import W8A8

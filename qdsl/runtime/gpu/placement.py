@@ -14,8 +14,8 @@ from torch import nn
 
 from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.strides import why_copied
-from qdsl.runtime.gpu.triton import runs_kernels
-from qdsl.runtime.torch.private_apis import is_fsdp_shard
+from qdsl.runtime.libraries.private_apis import is_fsdp_shard
+from qdsl.runtime.libraries.triton import runs_kernels
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.planar import planar_template
 

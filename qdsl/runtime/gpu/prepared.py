@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.scratch import scratch_of
-from qdsl.runtime.torch.private_apis import allocator, launch_state
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.private_apis import allocator, launch_state
 
 ALIGNMENT = 16                                                   # bytes; Triton specialises on pointers that are multiples of it
 Run = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor | None]

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import decoded_tiles
 from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import best, invariant
 from qdsl.runtime.gpu.prepared import multiply_rows, prepare
 from qdsl.runtime.gpu.strides import readable
+from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.products import keep
 from qdsl.runtime.weight.target import Candidate, plan_of

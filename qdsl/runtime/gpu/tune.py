@@ -17,7 +17,7 @@ import torch
 from qdsl.host.files import write_text
 from qdsl.runtime.gpu import configure, launch, plan, product
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.gpu.triton import require, runs_kernels, triton
+from qdsl.runtime.libraries.triton import require, runs_kernels, triton
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 MOST = 20                                                        # most candidates per number of rows, of least modelled cost

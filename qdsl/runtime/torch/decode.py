@@ -7,9 +7,9 @@ from torch import Tensor
 
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.libraries.private_apis import without_autocast
+from qdsl.runtime.libraries.triton import on_device, runs_kernels
 from qdsl.runtime.torch.linear import tile_weights
-from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import bfloat16, order, tiles
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.branch_pieces import branch_fields

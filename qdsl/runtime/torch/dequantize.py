@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.gpu.scratch import is_captured
+from qdsl.runtime.libraries.private_apis import storage_key
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.decode import decode_into
-from qdsl.runtime.torch.private_apis import storage_key
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 

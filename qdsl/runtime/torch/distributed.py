@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from qdsl.runtime.libraries.private_apis import ddp_ignored, ignore_in_ddp_
 from qdsl.runtime.torch.module import PackedModule
-from qdsl.runtime.torch.private_apis import ddp_ignored, ignore_in_ddp_
 
 GROUP = "_packed_names"                                          # names of the tensors of a group of coded weights
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.gpu import launch, plan
-from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels import experts as kernels
-from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.private_apis import without_autocast
+from qdsl.runtime.libraries.triton import on_device, runs_kernels
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.expert_rows import ExpertRows
 from qdsl.runtime.torch.linear import FLOATS, MATCH_DENSE, as_stored
-from qdsl.runtime.torch.private_apis import without_autocast
 from qdsl.runtime.weight import order, stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight

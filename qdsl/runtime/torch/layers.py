@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from qdsl.core.transforms import INPUT, OUTPUT
+from qdsl.runtime.libraries.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
-from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.products import Product, bare, product_of
 from qdsl.runtime.torch.transforms import LayerTransform, parts_of, transformed
 from qdsl.runtime.weight import eight
@@ -259,12 +260,14 @@ def _wrong_scale(scale: Tensor) -> str:
     return ""
 
 
+@cache
 def linear_class(format: WeightFormat) -> type[QuantizedLinear]:
     """The Linear class of a format."""
     return type("Linear", (QuantizedLinear,), {"format": format, "__module__": format.__module__,
                                                "__doc__": f"A linear layer with a {format.name} weight."})
 
 
+@cache
 def embedding_class(format: WeightFormat) -> type[QuantizedEmbedding]:
     """The Embedding class of a format."""
     return type("Embedding", (QuantizedEmbedding,), {"format": format, "__module__": format.__module__,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qdsl.core.text import Displayed, byte_text, counted, did_you_mean
 from qdsl.runtime.gpu.placement import fastest_storage, may_change
-from qdsl.runtime.torch.layers import QuantizedLinear, replaced_by
+from qdsl.runtime.torch.layers import QuantizedLinear, linear_class, replaced_by
 from qdsl.runtime.torch.products import product_of
 from qdsl.runtime.torch.weight_reads import weight_reads
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
@@ -178,8 +178,7 @@ def _planar_layer(old: QuantizedLinear, larger: bool) -> QuantizedLinear | str:
     if why := old.format.why_not_planar(packed, larger):
         return f"{packed.storage} stays: {why}"
     planar = old.format.planar(packed, larger)
-    new: QuantizedLinear = packed.format.Linear(planar, old.bias, old.compute_dtype, input_scale=old.input_scale)
-    return new
+    return linear_class(packed.format)(planar, old.bias, old.compute_dtype, input_scale=old.input_scale)
 
 
 def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
@@ -197,8 +196,7 @@ def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
         fastest = fastest_storage(packed, old.quantize_x)
         if fastest is packed:
             return f"{packed.storage} is not slower"
-        new: QuantizedLinear = packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
-        return new
+        return linear_class(packed.format)(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
 
     return replace_layers(model, "stored planar", rule, skip)
 

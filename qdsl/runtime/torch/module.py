@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from qdsl.runtime.cpu import rows
+from qdsl.runtime.libraries.private_apis import is_fsdp_shard
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
-from qdsl.runtime.torch.private_apis import is_fsdp_shard
 from qdsl.runtime.torch.specialized import SpecializedModule
 from qdsl.runtime.weight.device_dtypes import as_bytes_like, as_stored, dtype_on, is_float8, moved
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat

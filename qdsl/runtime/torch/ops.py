@@ -23,11 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qdsl.runtime.gpu.triton import on_device
-from qdsl.runtime.torch.branches import add_branches
-from qdsl.runtime.torch.decode import decode_into
-from qdsl.runtime.torch.linear import MATCH_DENSE, as_stored, check_x, gradient_mode, is_quantized, packed_linear, packed_matmul
-from qdsl.runtime.torch.private_apis import (
+from qdsl.runtime.libraries.private_apis import (
     PLAIN,
     gradient_kernel,
     is_autocast_enabled,
@@ -38,6 +34,10 @@ from qdsl.runtime.torch.private_apis import (
     is_transformed,
     without_autocast,
 )
+from qdsl.runtime.libraries.triton import on_device
+from qdsl.runtime.torch.branches import add_branches
+from qdsl.runtime.torch.decode import decode_into
+from qdsl.runtime.torch.linear import MATCH_DENSE, as_stored, check_x, gradient_mode, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.weight import eight, order
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.finite import has_special_codes

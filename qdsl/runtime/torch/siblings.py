@@ -19,10 +19,10 @@ from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.cpu import loops, rows
 from qdsl.runtime.cpu.joined import Joined, Run, join
 from qdsl.runtime.gpu.placement import may_change
+from qdsl.runtime.libraries.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.model import keep_copies
 from qdsl.runtime.torch.ops import is_plain
-from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.weight.packed import FormatError
 from qdsl.runtime.weight.products import Prepared, prepared
 

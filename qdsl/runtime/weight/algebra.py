@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qdsl.core.borders import UNITS, border_step, piece_step, spans_all, targets
 from qdsl.core.shapes import Axis
-from qdsl.runtime.torch.private_apis import without_autocast
+from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import branch_pieces, stream_kernels
 from qdsl.runtime.weight.arrays import common
 from qdsl.runtime.weight.defaults import default_field

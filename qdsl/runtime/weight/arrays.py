@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.runtime.torch.private_apis import FakeTensor
+from qdsl.runtime.libraries.private_apis import FakeTensor
 from qdsl.runtime.weight.device_dtypes import dtype_on
 
 CHUNK = 1 << 18                                                  # words at a time, which fit a cache

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qdsl.runtime.torch.private_apis import FakeTensor
+from qdsl.runtime.libraries.private_apis import FakeTensor
 from qdsl.runtime.weight.packed import FormatError
 
 

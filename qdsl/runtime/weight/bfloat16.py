@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.codecs import exponents
-from qdsl.runtime.torch.private_apis import is_batched, is_in_torch_dispatch_mode
+from qdsl.runtime.libraries.private_apis import is_batched, is_in_torch_dispatch_mode
 from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.packed import PackedWeight
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.core.shapes import values_text
-from qdsl.runtime.torch.private_apis import without_autocast
+from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import branch_pieces, convert
 from qdsl.runtime.weight.assemble import assemble, check_shape
 from qdsl.runtime.weight.defaults import default_field

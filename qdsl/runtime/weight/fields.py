@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.runtime.torch.private_apis import without_autocast
+from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import bfloat16, branch_pieces, order, streams
 from qdsl.runtime.weight.assemble import assemble, check_columns, check_shape
 from qdsl.runtime.weight.defaults import default_field, is_default

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.runtime.torch.private_apis import FakeTensor
+from qdsl.runtime.libraries.private_apis import FakeTensor
 
 
 def _codes(code: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from qdsl.core.numbers import number
 from qdsl.core.shapes import compiled_step, granule
 from qdsl.core.stored import PLANAR, Description, Stored
 from qdsl.core.text import byte_text, html_table, shortened
-from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.triton import on_device, runs_kernels
 from qdsl.runtime.weight import order, streams
 from qdsl.runtime.weight.branch_tensors import branch_step
 from qdsl.runtime.weight.branch_tensors import stored as stored_branches
@@ -57,6 +57,7 @@ class WeightFormat(Protocol):
     storages: tuple[str, ...]
     variants: dict[tuple[int | str, ...], Variant]
 
+    def __hash__(self) -> int: ...
     @property
     def Linear(self) -> type[Any]: ...
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.runtime.torch.private_apis import without_autocast
+from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import convert, tiles
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.assemble import full_template

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import extents
-from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.triton import tl
+from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.libraries.triton import tl
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.layout import Pairs
 from qdsl.runtime.weight.packed import PackedWeight

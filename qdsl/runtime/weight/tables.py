@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.runtime.torch.private_apis import FakeTensor
+from qdsl.runtime.libraries.private_apis import FakeTensor
 from qdsl.runtime.weight.arrays import as_type
 
 KINDS = {"f32": torch.float32, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8}

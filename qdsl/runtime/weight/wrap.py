@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import OF_X, resolve_default
-from qdsl.runtime.torch.private_apis import without_autocast
+from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import order
 from qdsl.runtime.weight.assemble import assemble, whole_shape
 from qdsl.runtime.weight.branch_tensors import check_names

@@ -12,7 +12,7 @@ table in memory.  `raw_e2m1`: numbers without their factor.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -23,7 +23,7 @@ barrier.  tl.gather would store the table to shared memory per tile of codes, be
 
 from qdsl.runtime.gpu.kernels import group_numbers, lanes
 from qdsl.runtime.gpu.kernels.lanes import halves
-from qdsl.runtime.gpu.triton import libdevice, tl, triton
+from qdsl.runtime.libraries.triton import libdevice, tl, triton
 
 
 @triton.jit

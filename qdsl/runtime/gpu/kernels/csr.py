@@ -16,7 +16,7 @@ L1 cache.
 Cost: a load of x and a multiply-add per entry and row of x.  Rows of x beyond BM read the entries again.
 """
 
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -27,7 +27,7 @@ the decode formula.
 """
 
 from qdsl.runtime.gpu.kernels import units
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -4,7 +4,7 @@ Every decoder is integer operations and one multiplication by a power of two, ex
 every GPU generation and in Triton's interpreter.
 """
 
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -23,7 +23,7 @@ Cost: x is loaded twice and its codes are stored once; a separate launch, which 
 
 
 from qdsl.runtime.gpu.kernels import device
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

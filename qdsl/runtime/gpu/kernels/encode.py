@@ -12,7 +12,7 @@ code.  TYPE: of the numbers, 'f32', 'f16', 'bf16' or 'ue4m3'.
 
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.kernels.eight_bit import e4m3_code
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -20,7 +20,7 @@ host does not know how many rows an expert has, so the list has empty tiles, who
 Cost: that of the vendor's matmul for such a tile.  w was decoded before, and is read once per BM rows of its expert.
 """
 
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -31,7 +31,7 @@ which it has an instruction to round to.
 """
 
 from qdsl.runtime.gpu.kernels import tile, units
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -29,7 +29,7 @@ Cost for 4 bits and groups of 32, counted on sm_90: 1.2 instructions of a thread
 """
 
 from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes, runs
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -20,7 +20,7 @@ Cost for Q4_K, counted on sm_90: 1.7 instructions of a thread per weight in floa
 """
 
 from qdsl.runtime.gpu.kernels import lanes, records
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

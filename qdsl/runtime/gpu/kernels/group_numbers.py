@@ -5,7 +5,7 @@ and 2 * c + 1 (lanes.py).  A number that all columns of a lane share is loaded o
 """
 
 from qdsl.runtime.gpu.kernels import device
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

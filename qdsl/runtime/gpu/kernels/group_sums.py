@@ -6,7 +6,7 @@ format with another formula prints its own function (compiler/emit/triton/matrix
 """
 
 from qdsl.runtime.gpu.kernels import lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

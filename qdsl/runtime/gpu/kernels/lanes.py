@@ -10,7 +10,7 @@ Numbers: the bits of an unsigned code of up to 10 bits are the float16 subnormal
 sums by 2^24 once.  The bits 0x4300 | code are the bfloat16 128 + code.  Products are exact and sums are float32.
 """
 
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -24,7 +24,7 @@ slot per weight; the MMAs of gemv do not need it, so gemv is faster if it applie
 """
 
 from qdsl.runtime.gpu.kernels import device, units
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

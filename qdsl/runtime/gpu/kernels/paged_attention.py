@@ -38,7 +38,7 @@ Cost: a byte is loaded once.  Most instructions per byte convert it and move it 
 """
 
 from qdsl.runtime.gpu.kernels import group_numbers
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -11,7 +11,7 @@ Every lane of a row loads the words with the numbers of groups, and cuts those o
 
 
 from qdsl.runtime.gpu.kernels import group_numbers, lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -7,7 +7,7 @@ its run in the column of the run and zeros elsewhere, by a mask per pair of colu
 """
 
 from qdsl.runtime.gpu.kernels import lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 A program takes BK columns of a row.  It loads x and the factor once and stores the products.  All formats share it.
 """
 
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -34,7 +34,7 @@ With 16 rows of x and R = 2 it is 2.7 in bfloat16, where two blocks of 8 would b
 """
 
 from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

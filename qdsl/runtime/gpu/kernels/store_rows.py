@@ -25,7 +25,7 @@ Cost: x is read once and the row is written once.  Bytes are stored one by one; 
 """
 
 from qdsl.runtime.gpu.kernels import device
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

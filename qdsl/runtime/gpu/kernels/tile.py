@@ -6,7 +6,7 @@ columns in order.
 
 
 from qdsl.runtime.gpu.kernels import group_numbers, lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -36,7 +36,7 @@ bfloat16; for 128 rows 3.1 and 3.3.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes, tile
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

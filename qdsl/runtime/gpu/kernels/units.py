@@ -1,6 +1,6 @@
 """Device functions of the kernels that decode a weight unit by unit: `dequantize` and `matvec`."""
 
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

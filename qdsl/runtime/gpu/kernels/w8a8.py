@@ -52,7 +52,7 @@ Variants that were counted and rejected:
 """
 
 from qdsl.runtime.gpu.kernels import eight_bit, group_numbers, lanes, tile
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from qdsl.runtime.gpu.triton import triton, use_writable_cache
+from qdsl.runtime.libraries.triton import triton, use_writable_cache
 
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
 

@@ -2,7 +2,7 @@
 
 
 from qdsl.runtime.gpu.kernels import lanes
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit

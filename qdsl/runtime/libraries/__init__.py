@@ -1,0 +1,1 @@
+"""torch and Triton as the runtime uses them: what is not documented, launches, devices."""
