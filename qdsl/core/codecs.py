@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 UNKNOWN = "?"                                                    # an extent that depends on the weights
 
@@ -24,6 +26,11 @@ class Codec:
     flat: bool = False
     bits: int = 0
     normal: float = 0
+
+
+def implementation(code: str, module: str = "reference") -> Any:
+    """A module of an entropy code, imported at its first use: most formats have no streams."""
+    return import_module(f"qdsl.codecs.{code}.{module}")
 
 
 CODECS = {

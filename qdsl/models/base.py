@@ -11,10 +11,9 @@ from typing import Any
 
 from qdsl.checkpoint.detect.guard import describes_model
 from qdsl.checkpoint.detect.sources import FolderSource, Source
-from qdsl.checkpoint.files.folder import CONFIG_LIMIT, INDEX_LIMIT, Folder, read_object
+from qdsl.checkpoint.files.folder import CONFIG_LIMIT, INDEX_LIMIT, ORIGINAL, Folder, read_object
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import strict_json
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.models.names import Names
 from qdsl.models.plan import LoadError, Rename, renamed
 from qdsl.models.save import QUANTIZATION

@@ -17,12 +17,11 @@ from typer.testing import CliRunner, Result
 from qdsl.checkpoint.detect.guard import FIELD, REPLACED, SENTENCE, guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import detected_layers, layers
-from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
 from qdsl.generated import fp8_block, int8_channel, int_group
 from qdsl.jobs.compress import restore, run
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.units import FORMATS, Aim
 from qdsl.jobs.convert import run as converting
 from qdsl.jobs.convert.aim import aimed

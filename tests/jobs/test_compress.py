@@ -17,13 +17,12 @@ from qdsl.checkpoint.detect.groups import groups
 from qdsl.checkpoint.detect.guard import guarded
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files import checksums
-from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.folder import INDEX, ORIGINAL, Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.checkpoint.report.verify import differences
 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.generated import bf16, fix4, hlane
 from qdsl.jobs.compress import patterns, restore, run
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.tensors import Coded
 from qdsl.jobs.compress.units import FORMATS, Aim
 from qdsl.jobs.engine import RewriteError

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.checkpoint.report.verify import differences
 from qdsl.host import processes, system
 from qdsl.host.files import OutputError
 from qdsl.jobs.compress import df11, restore, run
 from qdsl.jobs.compress.exponent_forms import HLANE
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.units import Aim
 from qdsl.jobs.engine import RewriteError, stage
 from tests.support import folders

@@ -11,10 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.cli import app
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.run import compress
 from qdsl.jobs.compress.units import Aim
 from qdsl.jobs.engine import RewriteError

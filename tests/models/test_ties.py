@@ -15,8 +15,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import qdsl
+from qdsl.checkpoint.files.folder import ORIGINAL
 from qdsl.cli import app
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.models import gguf_vocabulary
 from qdsl.models.language import load_language_model
 from qdsl.runtime.torch.module import PackedModule

@@ -49,8 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"runtime/libraries", "runtime/gpu", "runtime/weight", "runtime/cpu", "runtime/torch", "core"},
     "encode": {"runtime", "runtime/weight", "core", "host", "checkpoint/files"},
     "checkpoint/files": {"host"},
-    "checkpoint/detect": {"checkpoint/files", "codecs", "codecs/huffman_windows", "core", "generated",
-                          "runtime/weight"},
+    "checkpoint/detect": {"checkpoint/files", "codecs", "core", "generated", "runtime/weight"},
     "checkpoint/report": {"checkpoint/files", "checkpoint/detect", "codecs", "core", "host", "runtime/weight"},
     "checkpoint": {"checkpoint/files", "checkpoint/detect", "core", "runtime/weight"},
     "generated": {"", "core"},
@@ -200,6 +199,31 @@ def test_a_circle_is_found(back: str) -> None:
     texts = {"qdsl.a": "import qdsl.b", "qdsl.b": "from qdsl.c import y", "qdsl.c": back}
     edges = {name: set(imports(ast.parse(text).body)) for name, text in texts.items()}
     assert circle(edges) == ["qdsl.a", "qdsl.b", "qdsl.c", "qdsl.a"] and circle(edges | {"qdsl.c": set()}) == []
+
+
+# Parts that a user may leave alone, their pages, and what imports them by name beside the commands.
+OPTIONAL: dict[str, tuple[str, set[str]]] = {
+    "infer": ("infer", set()), "analyze": ("predictions", set()), "kv_cache": ("kv_cache", set()),
+    "jobs/compress": ("lossless", set()), **{code: ("lossless", {"jobs/compress"}) for code in CODECS},
+    "models/vllm": ("serving", {"models/omni"}), "models/omni": ("diffusers", set()), "models/sglang": ("serving", set()),
+}
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module below qdsl: 'qdsl.models.vllm.config' is in models/vllm."""
+    names = module.split(".")[1:]
+    return next((folder for size in (2, 1) if (PACKAGE / (folder := "/".join(names[:size]))).is_dir()), "")
+
+
+@pytest.mark.parametrize("part", OPTIONAL)
+def test_nothing_imports_an_optional_part_by_name(part: str) -> None:
+    """Entropy codes are reached by their names in core/codecs.py, plug-ins by entry points, the others by commands."""
+    page, others = OPTIONAL[part]
+    users = [named(path) for path in MODULES if part in {folder_of(name)[:len(part)] for name in imported(path)}
+             and not f"{folder_of(name_of(path))}/".startswith((f"{part}/", "cli/", *(f"{other}/" for other in others)))]
+    assert users == [] and (ROOT / "docs" / f"{page}.md").is_file()
+    dotted = f"qdsl.{part.replace('/', '.')}"
+    assert any(dotted in path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 
 
 def heavy_imports(path: Path) -> Iterator[str]:

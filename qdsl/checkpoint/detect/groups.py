@@ -15,8 +15,10 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import COMPILED, Budget, expression
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown, torch_name
+from qdsl.core.codecs import implementation
 from qdsl.core.stored import Description, element_dtype
 
+CODING = "huffman_windows"                                       # of DF11
 SHARED_MEMORY = 48 << 10                                         # the limit of CUDA kernels without opt-in
 
 
@@ -156,9 +158,9 @@ def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory |
     import numpy as np
 
     from qdsl.codecs import lookup
-    from qdsl.codecs.huffman_windows.reference import THREADS, shared_memory, threads_within
 
-    threads = group.threads or THREADS
+    windows = implementation(CODING)
+    threads = group.threads or windows.THREADS
     if group.problems:
         return None
     positions, tables = (folder.file(group.tensors[leaf]).start(group.tensors[leaf], folder.entry(group.tensors[leaf]).nbytes)
@@ -169,4 +171,4 @@ def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory |
     begins = np.append(np.frombuffer(positions, "<u4"), group.numbers).astype(np.int64)
     fullest = int(np.diff(begins).max())
     shortest = int(code.lengths[code.lengths > 0].min())
-    return Memory(threads, shared_memory(threads, fullest), threads_within(limit, threads, fullest, shortest))
+    return Memory(threads, windows.shared_memory(threads, fullest), windows.threads_within(limit, threads, fullest, shortest))

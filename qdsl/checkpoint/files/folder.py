@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 INDICES = "*.safetensors.index.json"                             # diffusers' are called after its weights
+ORIGINAL = "qdsl-original.json"                                  # what `qdsl compress` keeps of the files that it replaces
 INDEX_LIMIT = 100_000_000
 CONFIG_LIMIT = 16 << 20
 WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")   # the names by which libraries look for a model

@@ -17,13 +17,13 @@ from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.detect.rules import OWN
-from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.files.references import local_headers
 from qdsl.checkpoint.files.safetensors import Entry, Header, laid_out, shown
 from qdsl.host.files import read_bytes
 from qdsl.jobs.compress import codecs, original
 from qdsl.jobs.compress.codecs import Shape
-from qdsl.jobs.compress.original import ORIGINAL, Original
+from qdsl.jobs.compress.original import Original
 from qdsl.jobs.compress.tensors import Coded, Data, Part, bytes_of
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.engine.heads import with_ties

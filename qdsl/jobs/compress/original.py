@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qdsl.checkpoint.files.folder import INDEX_LIMIT, Folder
+from qdsl.checkpoint.files.folder import INDEX_LIMIT, ORIGINAL, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, Header, open_regular, parse_header, strict_json
 
-ORIGINAL = "qdsl-original.json"
 SCHEMA = 1
 
 

@@ -17,12 +17,12 @@ from qdsl.checkpoint.detect.guard import CLASS, guarded
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import ranges_checksum
+from qdsl.checkpoint.files.folder import ORIGINAL
 from qdsl.checkpoint.files.safetensors import Header, laid_out, shown
 from qdsl.host.files import digest
 from qdsl.jobs.compress import original, pieces
 from qdsl.jobs.compress.codecs import STREAM_NAMES
 from qdsl.jobs.compress.model import STEMS, Model
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.pieces import Complete
 from qdsl.jobs.compress.tensors import Bytes, placed
 from qdsl.jobs.compress.units import Aim

@@ -15,13 +15,12 @@ from typing import Any, BinaryIO
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
-from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.files.safetensors import Header
 from qdsl.host.files import digest, identity
 from qdsl.host.processes import affordable, needed
 from qdsl.host.progress import advance
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting
-from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.tensors import Bytes, Coded, Part, Reader, checksum, octets
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from qdsl.codecs import exponents
 from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import implementation
 from qdsl.core.shapes import Axis
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.layout import Storage, Stream
@@ -26,7 +26,7 @@ class _Modules(dict[str, Any]):
         self.module = module
 
     def __missing__(self, name: str) -> Any:
-        self[name] = import_module(f"qdsl.codecs.{name}.{self.module}")
+        self[name] = implementation(name, self.module)
         return self[name]
 
 
