@@ -6,7 +6,7 @@ codes: their bits as an unsigned integer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -400,6 +400,7 @@ def _walk(expr: g.Expr) -> Iterator[g.Expr]:
         yield from _walk(part)
 
 
+FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "parity": lambda bits: f"{bits:b}".count("1") % 2}
 Tables = dict[tuple[str, tuple[int, ...]], Scalar]               # entries by the table's name and their subscripts
 
 
@@ -413,13 +414,14 @@ def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Tables) -> Scalar:
         return -_step(expr.value, env, tables)
     if isinstance(expr, g.Subscript):
         return tables[expr.name, tuple(int(_step(part, env, tables)) for part in expr.index)]
-    if isinstance(expr, g.Apply) and expr.name == "parity":
-        return f"{_step(expr.arguments[0], env, tables):b}".count("1") % 2
     if isinstance(expr, g.Apply) and expr.name == "round":
         inner, kind = expr.arguments
         assert isinstance(kind, g.Name)
         word = str(env.get(kind.name, kind.name))
         return np.float32(value(word, nearest(word, np.float32(_step(inner, env, tables)))))
+    if isinstance(expr, g.Apply) and expr.name in FUNCTIONS:
+        result: Scalar = FUNCTIONS[expr.name](*(_step(part, env, tables) for part in expr.arguments))
+        return result
     if not isinstance(expr, g.Binary):
         raise Unread(f"no second reading of '{type(expr).__name__}' in decode: add it to tests/support/slow_reading.py")
     a, b = _step(expr.left, env, tables), _step(expr.right, env, tables)

@@ -8,20 +8,22 @@ from math import prod
 
 from qdsl.compiler.ir.program import Field, Program, Value
 from qdsl.core.numbers import TORCH_FLOATS
+from qdsl.core.ops import OPS, Op
 
 _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4, "const": 4, "table": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The differences of a language.  divide, negate: calls or prefixes if its float operators round or sign differently.
+    """The differences of a language.  negate: the prefix of floats.  function: the name of the function for an operation of
+    floats or integers (is_int), and '' for an infix one.
 
     table: the text of a lookup.  round: the text that rounds a value to a type and converts it back to float32.
     """
 
     table: Callable[[str, str], str]
     round: Callable[[str, str], str]
-    divide: str | None = None
+    function: Callable[[Op], str]
     negate: str = "-"
 
 
@@ -30,10 +32,11 @@ def constant(table: str) -> str:
     return table.upper()
 
 
-TORCH = Dialect(lambda table, at: f"{constant(table)}[{at}]", "rounded({}, {})".format)
-# tl's `/` is approximate, and its -x is 0 - x, which loses -0.
+TORCH = Dialect(lambda table, at: f"{constant(table)}[{at}]", "rounded({}, {})".format,
+                lambda op: f"torch.{op.torch}" if op.is_called else "")
+# tl's -x is 0 - x, which loses -0.
 TRITON = Dialect(lambda table, at: f"tl.load({table} + {at})", "device.rounded({}, {})".format,
-                 divide="tl.div_rn", negate="-1.0 * ")
+                 lambda op: op.triton, negate="-1.0 * ")
 
 
 def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0,
@@ -50,7 +53,7 @@ def step_name(number: int) -> str:
     return f"step {number}"
 
 
-def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int) -> str:
+def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int = 0) -> str:
     value = program.values[number]
     if known_name := names.get(step_name(number)):
         return known_name
@@ -67,10 +70,10 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
         level = 2 if "*" in sign else 3
         body = sign + _text(program, value.args[0], dialect, names, 3)
         return f"({body})" if around > level else body
+    if value.op in OPS and (function := dialect.function(OPS[value.op])):
+        operands = (_operand_text(program, side, dialect, names) for side in value.args)
+        return f"{function}({', '.join(operands)})"
     left, right = value.args
-    if value.op == "/" and dialect.divide:
-        operands = (_float_text(program, side, dialect, names) for side in (left, right))
-        return f"{dialect.divide}({', '.join(operands)})"
     if (bits := _bits_text(program, value, dialect, names)) is not None:
         return f"({bits})" if around > 0 else bits
     level = _LEVEL[value.op]
@@ -133,11 +136,15 @@ def row_entry(program: Program, value: Value, dialect: Dialect, names: Mapping[s
     return dialect.table(value.name, f"{columns} * {names.get(row, row)} + {names[f'k % {columns}']}")
 
 
-def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str]) -> str:
-    """An operand of a function that does not convert integers to floats by itself."""
-    if program.values[number].op != "float":
-        return _text(program, number, dialect, names, 0)
-    return f"{_text(program, number, dialect, names, 4)}.to(tl.float32)"
+def _operand_text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str]) -> str:
+    """An operand of a function that does not convert integers by itself, nor widen loaded ones."""
+    value = program.values[number]
+    kind = "int32" if value.is_int else "float32"
+    if dialect is TRITON and (value.op == "float" or value.is_int) and value.op != "const":
+        return f"{_text(program, number, dialect, names, 4)}.to(tl.{kind})"
+    if dialect is TORCH and value.op == "const":
+        return f'torch.tensor({value.const!r}, dtype=torch.{kind}, device="cpu")'
+    return _text(program, number, dialect, names, 0)
 
 
 def tables(program: Program) -> dict[str, str]:
@@ -172,23 +179,28 @@ def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[s
     values = program.values
     at = len(values) - 1
     operations: list[tuple[str, str, str]] = []
-    while values[at].op in ("+", "-", "*", "/", "round") and not values[at].is_int and step_name(at) not in names:
+    while _is_step(values[at]) and not values[at].is_int and step_name(at) not in names:
         sides = [arg for arg in values[at].args if values[arg].index == values[-1].index]
         if not sides:
             break
-        operand = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/", "round")), sides[0])
+        operand = next((arg for arg in sides if _is_step(values[arg])), sides[0])
         if values[at].op == "round":
             operations.append(("round", "", type_of(program, values[at], TORCH)))
             at = operand
             continue
-        left, right = ("" if arg == operand else _text(program, arg, TORCH, names, 0) for arg in values[at].args)
-        right = right if left or right else _text(program, operand, TORCH, names, 0)        # a square
+        text = _operand_text if OPS[values[at].op].is_called else _text
+        left, *others = ("" if arg == operand else text(program, arg, TORCH, names) for arg in values[at].args)
+        right = "".join(others) if left or not others or others[0] else _text(program, operand, TORCH, names, 0)   # a square
         operations.append((values[at].op, left, right))
         at = operand
     start = _text(program, at, TORCH, names, 0)
     inner = values[values[at].args[0]] if values[at].op == "float" else None
     cast = inner is not None and not (inner.op == "table" and tables(program)[inner.name] == "f32")
     return f"as_float({start}, out)" if cast else start, operations[::-1]
+
+
+def _is_step(value: Value) -> bool:
+    return value.op == "round" or (value.op in OPS and OPS[value.op].torch != "")
 
 
 def integer_fields(program: Program) -> dict[str, int]:

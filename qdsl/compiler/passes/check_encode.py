@@ -7,9 +7,8 @@ the numbers are.
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, permutations, product
 from math import isfinite, prod
@@ -21,12 +20,11 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.source import Problems, Source, Span, Text, did_you_mean
 from qdsl.compiler.spec.tables import is_number
 from qdsl.core.numbers import Number
+from qdsl.core.ops import OPS
 from qdsl.core.schemes import KINDS, SCHEMES, Scheme
 
 Constants = dict[str, Constant]
 Options = dict[str, str | int | float]
-_OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
-                                               "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
 MOST_FIELDS = 5                                                  # of decode, to look for the scheme that inverts it
 ALIKE = (("scale", "choice"), ("code", "sign"))                  # of schemes that need no particular values
@@ -418,7 +416,7 @@ def _at(program: Program, value: Value, numbers: Mapping[str, float]) -> float:
     if value.op == "table":
         table = next(table for table in program.spec.tables if table.name.value == value.name)
         return table.values[int(arguments[0])]
-    return _OPERATIONS[value.op](*arguments)
+    return float(*arguments) if value.op == "float" else OPS[value.op].value(*arguments)
 
 
 def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:

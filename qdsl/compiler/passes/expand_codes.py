@@ -10,7 +10,7 @@ are stored with a weight, whose numbers the compiler does not know.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -26,6 +26,7 @@ from qdsl.compiler.spec.model import Table
 from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problems, Span, Text
 from qdsl.core.numbers import round_to_f32
+from qdsl.core.ops import OPS, Op
 
 GROUP = 16                                                       # least columns that share a number of a group
 MAX_NUMBERS = 256                                                # per code
@@ -156,12 +157,19 @@ def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
         case g.Subscript(_, index):
             return numbers[next(word for word in _reads(index[0]))]
         case g.Binary(op, left, right):
-            a, b = _number(left, numbers), _number(right, numbers)
-            if isinstance(a, int) and isinstance(b, int) and op != "/":
-                return {"+": a + b, "-": a - b, "*": a * b, "//": a // b if b else 0, "%": a % b if b else 0}[op]
-            x, y = round_to_f32(a), round_to_f32(b)
-            return round_to_f32({"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else 0.0}[op])
+            return _computed(OPS[op], (_number(left, numbers), _number(right, numbers)))
+        case g.Apply(op, arguments) if op in OPS:
+            return _computed(OPS[op], [_number(argument, numbers) for argument in arguments])
     raise AssertionError("a part that rounds is not computed")
+
+
+def _computed(op: Op, numbers: Sequence[int | float]) -> int | float:
+    result: int | float
+    if op.bounds is not None and all(isinstance(number, int) for number in numbers):
+        result = op.value(*numbers)
+        return result
+    floats = [round_to_f32(number) for number in numbers]
+    return 0.0 if op.name == "/" and not floats[1] else round_to_f32(op.value(*floats))
 
 
 def _paired(program: Program, code: Field) -> Program:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from functools import reduce
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
@@ -19,6 +20,7 @@ from qdsl.compiler.passes.type_fields import parameters, place_fields
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
 from qdsl.core.numbers import round_to_f32
+from qdsl.core.ops import OPS, Op, functions
 
 F32_EXACT = 1 << 24
 INT32 = 1 << 31
@@ -78,13 +80,27 @@ class _Builder:
                 return None if left is None or right is None else self.binary(expr, left, right)
             case g.Subscript():
                 return self.table(expr)
+            case g.Apply():
+                return self.called(expr)
+        return None
+
+    def called(self, expr: g.Apply) -> int | None:
+        """A value rounded to a type, or a function of values."""
+        op = functions().get(expr.name)
+        match expr:
             case g.Apply("round", (inner, g.Name() as kind), ()):
                 arg = self.value(inner)
                 return None if arg is None else self.rounded(expr, arg, kind)
-            case g.Apply("round", _, _, span):
-                self.problems.add(span, "round takes a value and the type that it is rounded to: round(s * q, bf16)")
-            case g.Apply(word, _, _, span):
-                self.problems.add(span, f"unknown function '{word}' in decode{did_you_mean(word, ['round'])}")
+            case g.Apply("round"):
+                self.problems.add(expr.span, "round takes a value and the type that it is rounded to: round(s * q, bf16)")
+            case _ if op is None:
+                self.problems.add(expr.span, f"unknown function '{expr.name}' in decode"
+                                             f"{did_you_mean(expr.name, ['round', *functions()])}")
+            case g.Apply(_, arguments, ()) if len(arguments) == op.operands:
+                args = [arg for argument in arguments if (arg := self.value(argument)) is not None]
+                return self.operation(op, expr.span, tuple(args)) if len(args) == op.operands else None
+            case _:
+                self.problems.add(expr.span, f"{op.name} takes {'one value' if op.operands == 1 else f'{op.operands} values'}")
         return None
 
     def digit(self, expr: g.Binary) -> int | None:
@@ -229,10 +245,9 @@ class _Builder:
 
     def negate(self, arg: int, span: Span) -> int | None:
         value = self.values[arg]
-        if value.op == "const":
-            return self.add("const", (), span, const=-value.const, range=None if value.range is None else
-                            (-int(value.const), -int(value.const)))
         limits = None if value.range is None else (-value.range[1], -value.range[0])
+        if value.op == "const":
+            return self.add("const", (), span, const=-value.const, range=limits)
         return self.add("neg", (arg,), span, range=limits, index=value.index)
 
     def binary(self, expr: g.Binary, left: int, right: int) -> int | None:
@@ -247,46 +262,47 @@ class _Builder:
             self.problems.add(expr.span, "'**' is 2 ** a, with a constant a from -126 to 30 or an integer that is always 0 to 30",
                               _power_remedy(expr, a, b))
             return None
-        if a.is_int and b.is_int and expr.op != "/":
-            return self.integer(expr, left, right)
-        if expr.op in ("//", "%"):
-            self.problems.add(expr.span, f"'{expr.op}' is for integers")
-            return None
         if b.op == "const" and b.const == 0 and expr.op == "/":
             self.problems.add(expr.right.span, "division by zero")
             return None
-        floats = self.to_float(left), self.to_float(right)
-        if None in floats:
-            return None
-        if a.op == b.op == "const":
-            folded = _round(_fold_floats(expr.op, _round(float(a.const)), _round(float(b.const))))
-            if not math.isfinite(folded):
-                self.problems.add(expr.span, "the constant does not fit float32")
-                return None
-            return self.add("const", (), expr.span, const=folded)
-        return self.add(expr.op, (floats[0] or 0, floats[1] or 0), expr.span, index=_finer(a.index, b.index))
+        return self.operation(OPS[expr.op], expr.span, (left, right))
 
-    def integer(self, expr: g.Binary, left: int, right: int) -> int | None:
-        a, b = self.values[left], self.values[right]
-        assert a.range is not None and b.range is not None
-        (low, high), (small, large) = a.range, b.range
-        if expr.op in ("//", "%"):
-            if small < 1 or low < 0:
-                self.problems.add(expr.span, f"'{expr.op}' needs a left side of at least 0 and a right side of at least 1; "
-                                             f"they run from {low} and from {small}")
-                return None
-            ends = [x // y for x in (low, high) for y in (small, large)] if expr.op == "//" else [0, large - 1]
-        elif expr.op == "*":
-            ends = [x * y for x in (low, high) for y in (small, large)]
-        else:
-            ends = [low + small, high + large] if expr.op == "+" else [low - large, high - small]
-        if not -INT32 <= min(ends) <= max(ends) < INT32:
-            self.problems.add(expr.span, f"the integer runs from {min(ends)} to {max(ends)}, which 32 bits cannot hold")
+    def operation(self, op: Op, span: Span, args: tuple[int, ...]) -> int | None:
+        """An operation on integers if all operands are, and it has bounds; else on floats."""
+        values = [self.values[arg] for arg in args]
+        if op.bounds is not None and all(value.is_int for value in values):
+            return self.integer(op, span, args)
+        if not op.torch:
+            self.problems.add(span, f"'{op.name}' is for integers")
             return None
-        limits = (min(ends), max(ends))
-        if a.op == b.op == "const":
-            return self.add("const", (), expr.span, const=_fold(expr.op, int(a.const), int(b.const)), range=limits)
-        return self.add(expr.op, (left, right), expr.span, range=limits, index=_finer(a.index, b.index))
+        floats = tuple(number for arg in args if (number := self.to_float(arg)) is not None)
+        if len(floats) < len(args):
+            return None
+        if all(value.op == "const" for value in values):
+            folded = _round(op.value(*(_round(float(value.const)) for value in values)))
+            if not math.isfinite(folded):
+                self.problems.add(span, "the constant does not fit float32")
+                return None
+            return self.add("const", (), span, const=folded)
+        return self.add(op.name, floats, span, index=reduce(_finer, (value.index for value in values)))
+
+    def integer(self, op: Op, span: Span, args: tuple[int, ...]) -> int | None:
+        """The same on integers, whose bounds must fit 32 bits."""
+        values = [self.values[arg] for arg in args]
+        bounds = [value.range for value in values if value.range is not None]
+        if op.least and any(low < least for (low, _), least in zip(bounds, op.least, strict=True)):
+            (low, _), (small, _) = bounds
+            self.problems.add(span, f"'{op.name}' needs a left side of at least 0 and a right side of at least 1; they run from "
+                                    f"{low} and from {small}")
+            return None
+        assert op.bounds is not None
+        low, high = op.bounds(*bounds)
+        if not -INT32 <= low <= high < INT32:
+            self.problems.add(span, f"the integer runs from {low} to {high}, which 32 bits cannot hold")
+            return None
+        if all(value.op == "const" for value in values):
+            return self.add("const", (), span, const=int(op.value(*(value.const for value in values))), range=(low, high))
+        return self.add(op.name, args, span, range=(low, high), index=reduce(_finer, (value.index for value in values)))
 
     def to_float(self, number: int) -> int | None:
         """The value as float32; integers must be exact there."""
@@ -332,17 +348,9 @@ def _columns(row: Value, axis: str = "k") -> tuple[Index, ...]:
     return (*others, ix.name("k")) if axis == "k" else (ix.name("n"), *others)
 
 
-def _fold(op: str, a: int, b: int) -> int:
-    return {"+": a + b, "-": a - b, "*": a * b, "//": a // b if b else 0, "%": a % b if b else 0}[op]
-
-
 def _round(value: float) -> float:
     """The nearest float32, or infinity beyond the range."""
     return round_to_f32(value) if abs(value) < 3.4028235677973366e38 else math.inf
-
-
-def _fold_floats(op: str, a: float, b: float) -> float:
-    return a / b if op == "/" else a * b if op == "*" else a + b if op == "+" else a - b
 
 
 def _reach(program: Program, index: tuple[Index, ...]) -> tuple[Index, ...]:

@@ -6,9 +6,10 @@ The printers take their imports from the same lists (emit/module/module.py), so 
 from __future__ import annotations
 
 from qdsl.core.numbers import FLOATS
+from qdsl.core.ops import functions
 from qdsl.core.schemes import SCHEMES
 
-LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar", "plus")
+LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar", "plus", *functions())
 # Imports of generated modules from qdsl.runtime and qdsl.runtime.gpu.kernels.
 RUNTIME = ("Codes", "Format", "Gemv", "GroupField", "Kernels", "Levels", "MatrixUnitKernels", "Pairs", "Records", "RowCodes",
            "RowLoops", "Skinny", "Special", "Storage", "Sums", "Table", "TileGemm", "Variant", "W8A8", "as_float", "as_type",

@@ -25,6 +25,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from qdsl.core.ops import Op, triton_function
 from qdsl.runtime.cpu.positions import ORIGIN, Digit, Position, Positions, Split, Unprintable
 
 TYPES = {"uint8": "u8", "int8": "i8", "uint16": "u16", "int16": "i16", "int32": "i32", "uint32": "u32", "int64": "i64",
@@ -252,9 +253,9 @@ class _Printer:
         if both and (result := self.positions.operation(sign, left, right)) is not None:
             return result
         left, right = self.as_value(left), self.as_value(right)
-        if "bool" in (left.dtype, right.dtype):
-            return Value(f"({left.text}) && ({right.text})", "bool")
         lanes, kinds = left.lanes or right.lanes, (left.dtype, right.dtype)
+        if "bool" in kinds:
+            return Value(f"({left.text}) && ({right.text})", "bool")
         dtype = next((kind for kind in ("float32", "uint32") if kind in kinds), "int32")
         if lanes and dtype == "float32":
             left, right = (self.as_float(side) for side in (left, right))
@@ -280,28 +281,29 @@ class _Printer:
 
     def call(self, node: ast.Call) -> Any:
         """A call of a function of Triton, of qdsl's device functions, of a method, or of `use`."""
-        function, arguments = node.func, node.args
-        if isinstance(function, ast.Name):
+        called, arguments = node.func, node.args
+        if isinstance(called, ast.Name):
             return self.use(*map(self.value, arguments[1:]))
-        assert isinstance(function, ast.Attribute)
-        if function.attr == "to":
-            return self.converted(self.value(function.value), self.value(arguments[0]), bool(node.keywords))
+        assert isinstance(called, ast.Attribute)
         values = [self.value(argument) for argument in arguments]
-        if function.attr == "pointer_type":
-            return values[0]
-        if function.attr == "load":
-            return self.load(*values)
-        if function.attr == "cdiv":
+        if called.attr in ("to", "pointer_type"):
+            return self.converted(self.value(called.value), values[0], bool(node.keywords)) if called.attr == "to" else values[0]
+        if called.attr in ("load", "where", "stream"):
+            return getattr(self, called.attr)(*values)
+        if called.attr == "cdiv":
             return self.positions.operation("/", values[0].plus(values[1]).plus(Position((), -1)), values[1])
-        if function.attr == "where":
-            return self.where(*values)
-        if function.attr == "div_rn":
-            left, right = (self.as_float(value) for value in values)
-            return Value(f"{_shown(left)} / {_shown(right)}", "float32", left.lanes or right.lanes)
-        if function.attr == "rounded":
-            value = self.as_float(values[0])
-            return value if values[1] == "float32" else self.function(f"round_{HALVES[values[1]]}", value)
-        return self.device(function.attr, values)
+        if (op := triton_function(called.attr)) is not None:
+            return self.operation(op, values)
+        return self.device(called.attr, values)
+
+    def operation(self, op: Op, operands: Sequence[Any]) -> Value:
+        """An operation that Triton has as a function."""
+        values = [self.as_value(operand) for operand in operands]
+        lanes, is_int = any(value.lanes for value in values), op.bounds is not None and all(v.dtype != "float32" for v in values)
+        values = values if is_int else [self.as_float(value) for value in values]
+        texts = [_shown(value) if value.lanes or not lanes else f"({_shown(value)} - ({'vi' if is_int else 'vf'}){{0}})"
+                 for value in values]
+        return Value(op.c_text(is_int, lanes).format(*texts), "int32" if is_int else "float32", lanes)
 
     def device(self, name: str, values: list[Any]) -> Value:
         """A function of runtime/gpu/kernels/device.py: decoded.h has one of that name for scalars, and with 'v' for vectors."""
@@ -315,11 +317,12 @@ class _Printer:
                 low = self.binary("|", low, high)
             masked: Value = self.binary("&", low, Position((), (1 << width) - 1))
             return replace(masked, dtype="int32")
-        if name == "stream":
-            return self.stream(*values)
+        if name == "rounded":
+            value = self.as_float(values[0])
+            return value if values[1] == "float32" else self.function(f"round_{HALVES[values[1]]}", value)
         if name == "trit":
-            byte, place = values[0], self.as_value(values[1])
-            return Value(f"{'v' * byte.lanes}trit({byte.text}, {place.text})", "int32", byte.lanes)
+            both = replace(values[0], text=f"{values[0].text}, {self.as_value(values[1]).text}")
+            return replace(self.function(name, both), dtype="int32")
         return self.function(name, values[0])
 
     def stream(self, pointer: Pointer, step: Position, at: Any, width: Position, word: Position, live: Any) -> Value:

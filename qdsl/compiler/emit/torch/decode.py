@@ -20,6 +20,7 @@ from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program, Value
 from qdsl.compiler.passes.samples import divisor_of
+from qdsl.core.ops import OPS
 
 FLOATS = ("f32", "f16", "bf16")                                  # types that torch copies into float32
 
@@ -233,13 +234,12 @@ def _result(program: Program, names: Mapping[str, str]) -> list[str]:
     value, following = steps(program, names)
     if not following:
         return [f"{value} if out is None else out.copy_({value})"]
-    functions = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
     lines = ["space = workspace(out)"] if len(following) > 1 else []
     for i, (op, left, right) in enumerate(following):
         last = i == len(following) - 1
         into = "out" if last else "space"
-        text = f"rounded({value}, {right}, {into})" if op == "round" else \
-            f"torch.{functions[op]}({left or value}, {right or value}, out={into})"
+        operands = f"{left or value}, {right or value}" if left or right else value
+        text = f"rounded({value}, {right}, {into})" if op == "round" else f"torch.{OPS[op].torch}({operands}, out={into})"
         lines.append(text if last else f"w = {text}")
         value = "w"
     return lines
