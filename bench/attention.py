@@ -20,7 +20,7 @@ from qdsl.analyze import sass
 from qdsl.analyze.compile import compiled
 from qdsl.analyze.gpus import arch_of
 from qdsl.kv_cache import CacheFormat, allocate
-from qdsl.kv_cache.launch import attention_calls
+from qdsl.kv_cache.cache_launches import attention_calls
 from qdsl.runtime.gpu import configure
 from qdsl.runtime.libraries.call import Call
 

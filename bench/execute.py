@@ -16,7 +16,7 @@ from bench.figure import Figure, rates
 from bench.timing import Side, calls
 from qdsl.analyze.compile import build
 from qdsl.analyze.execute import Execution, Options, execute_ptx
-from qdsl.analyze.execute.launch import arguments_of
+from qdsl.analyze.execute.run_launch import arguments_of
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.gpu import configure, launch
 

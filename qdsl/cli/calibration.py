@@ -16,7 +16,7 @@ from qdsl.cli.app import fail, needs, refuse_options, reported
 if TYPE_CHECKING:
     from qdsl.jobs.calibrate import Sampling
     from qdsl.jobs.convert.aim import Aim
-    from qdsl.jobs.gguf.plan import Plan
+    from qdsl.jobs.gguf.plan_file import Plan
     from qdsl.jobs.gguf.run import Calibration
 
 HEADING = "Calibration, with --calibrate"                        # of options in the help

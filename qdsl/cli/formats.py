@@ -76,8 +76,8 @@ def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
          as_json: Json = False) -> None:
     """Test a format: every bit, round trips, quantization, kernels in Triton's interpreter, and known values."""
     import qdsl
+    from qdsl.analyze.check.check_kernels import check_kernels
     from qdsl.analyze.check.formats import GoldenError, check_format, check_golden
-    from qdsl.analyze.check.kernels import check_kernels
     from qdsl.checkpoint.detect.targets import spec_of
     from qdsl.compiler.spec.schema import load
 

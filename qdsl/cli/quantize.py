@@ -152,7 +152,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
                       calibration: CalibrationRun | None) -> None:
     """Write a GGUF file, or with `dry_run` print its types and sizes."""
     from qdsl.host.files import check_output, write_text
-    from qdsl.jobs.gguf import plan, quality
+    from qdsl.jobs.gguf import plan_file, quality
     from qdsl.jobs.gguf.imatrix import read
     from qdsl.jobs.gguf.source import open_source
 
@@ -168,7 +168,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
             check_output(svg, *inputs, *([out] if out else []), force=force)
         source = language_folder(file, arch, allow_unknown) or open_source(file, arch, allow_unknown)
         importance = read(imatrix) if imatrix else None
-        planned = plan.plan(source, options, importance, requantize)
+        planned = plan_file.plan(source, options, importance, requantize)
         costs = {}
         if out is not None and not dry_run:
             from qdsl.jobs.gguf import run
@@ -176,13 +176,13 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
             with exit_on_sigterm(), moments_of(calibration, file, planned, out) as moments, progress(planned.amounts) as tell:
                 costs = run.quantize_file(source, planned, options, out, importance, power=power, force=force, tell=tell,
                                           jobs=jobs or run.default_jobs(planned, moments), calibration=moments)
-        report = plan.data(planned, file, costs)
+        report = plan_file.data(planned, file, costs)
         if svg is not None:
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))
     if as_json:
         typer.echo(json.dumps({"schema": 1, "out": None if dry_run else str(out), **report}))
         return
-    for heads, *rows in plan.tables(report):
+    for heads, *rows in plan_file.tables(report):
         print_table(heads, rows)
     for note in report["notes"]:
         typer.echo(f"note: {note}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.kv_cache import launch
+from qdsl.kv_cache import cache_launches
 from qdsl.kv_cache.cache import KVCache
 from qdsl.kv_cache.store import load
 from qdsl.runtime import FormatError
@@ -22,11 +22,11 @@ def attention(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor,
     sequences.  A sequence without tokens gives 0.  Raises FormatError for tensors that do not fit.
     """
     _check(q, cache, block_tables, seq_lens)
-    if not runs_kernels(q.device) or launch.why_not_attend(cache, q):
+    if not runs_kernels(q.device) or cache_launches.why_not_attend(cache, q):
         return attention_reference(q, cache, block_tables, seq_lens, scale, sequences)
     out = q.new_empty(*q.shape[:2], cache.value_dim)
     with on_device(q.device):
-        for call in launch.attention_calls(q.contiguous(), cache, block_tables, seq_lens, out, scale, sequences):
+        for call in cache_launches.attention_calls(q.contiguous(), cache, block_tables, seq_lens, out, scale, sequences):
             call.run()
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.kv_cache import launch
+from qdsl.kv_cache import cache_launches
 from qdsl.kv_cache.cache import CachedRows, KVCache
 from qdsl.runtime import FormatError
 from qdsl.runtime.libraries.triton import on_device, runs_kernels
@@ -23,11 +23,11 @@ def store(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequences:
     numbers that are not finite.
     """
     _check(cache, k, v, slots, sequences)
-    if not runs_kernels(k.device) or launch.why_not_store(cache):
+    if not runs_kernels(k.device) or cache_launches.why_not_store(cache):
         store_reference(cache, k, v, slots, sequences)
         return
     with on_device(k.device):
-        for call in launch.store_calls(cache, k, v, slots, sequences):
+        for call in cache_launches.store_calls(cache, k, v, slots, sequences):
             call.run()
 
 

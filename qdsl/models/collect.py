@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.layer_weights import module_of
 from qdsl.checkpoint.detect.rules import numbers, says_numbers
 from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
 from qdsl.jobs.convert.change import small_tensors
-from qdsl.jobs.convert.plan import full_name
+from qdsl.jobs.convert.plan_conversion import full_name
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import qdsl
-from qdsl.analyze.check.branches import branch_fields
+from qdsl.analyze.check.check_branches import branch_fields
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.generated import int4pack, nunchaku_int4, q4_0, squeezellm

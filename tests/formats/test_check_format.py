@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import qdsl
-from qdsl.analyze.check import kernels
+from qdsl.analyze.check import check_kernels
 from qdsl.analyze.check.cases import Case, cases
 from qdsl.analyze.check.formats import Check, GoldenError, check_format, check_golden
 from qdsl.checkpoint.files import safetensors
@@ -162,7 +162,7 @@ def test_a_quantizer_that_refuses_ordinary_weights(tmp_path: Path) -> None:
 def test_a_wrong_kernel(tmp_path: Path) -> None:
     (tmp_path / "wrong").mkdir()
     right, wrong = case_of(tmp_path, "tiles"), case_of(tmp_path / "wrong", "tiles", ("k // 2 % 8", "k // 2 % 4"))
-    for check in (kernels.dequantize, kernels.linear):
+    for check in (check_kernels.dequantize, check_kernels.linear):
         assert check(right)[0] == ""
         assert re.search(r"\d+ of \d+ weights differ; first \[0, \d+\]: \S+ instead of \S+; q\[0, \d+\] = \d+, s\[0, 0\] = \S+; "
                          r"mine4.yaml:6: decode: \(q - 8\) \* s$", check(wrong)[0])
@@ -170,7 +170,7 @@ def test_a_wrong_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs kernels on the CPU")
 def test_a_wrong_kernel_for_matrix_units(tmp_path: Path) -> None:
-    problem, _ = kernels.linear(case_of(tmp_path, "planar", ("sum += (-8.0 - BASE)", "sum += (-7.0 - BASE)")))
+    problem, _ = check_kernels.linear(case_of(tmp_path, "planar", ("sum += (-8.0 - BASE)", "sum += (-7.0 - BASE)")))
     assert re.match(r"\[16, 512\], skinny of x float16 \[1, 512\]: \d+ of 16 sums are wrong; first \[0, 0\]: ", problem)
 
 
@@ -226,7 +226,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                                                              "linear kernel"]
     expected[0, 0] = 9
     np.savez("golden.npz", expected=expected, **tensors)  # type: ignore[arg-type]
-    monkeypatch.setattr(kernels, "check_kernels", lambda spec: ())
+    monkeypatch.setattr(check_kernels, "check_kernels", lambda spec: ())
     shown = CliRunner().invoke(app, ["test", "coded8.yaml", "--golden", "golden.npz"], catch_exceptions=False)
     assert shown.exit_code == 1
     assert shown.stdout.startswith("FAILED   coded8.coded  golden: 1 of 1024 weights differ; first [0, 0]: ")
@@ -235,8 +235,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_installed", False)
-    assert [check.text for check in kernels.check_kernels("any")] == ["Triton is not installed, so no kernel was run"]
+    monkeypatch.setattr(check_kernels, "is_installed", False)
+    assert [check.text for check in check_kernels.check_kernels("any")] == ["Triton is not installed, so no kernel was run"]
 
 
 def test_byte_permutations() -> None:
@@ -245,6 +245,6 @@ def test_byte_permutations() -> None:
     first, second, selectors = torch.randint(-1 << 31, 1 << 31, (3, 64), generator=generator).int()
     monkey = SimpleNamespace(where=torch.where, tensor=torch.Tensor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "tl", monkey)
-        got = kernels.byte_perm(first, second, selectors)
+        patch.setattr(check_kernels, "tl", monkey)
+        got = check_kernels.byte_perm(first, second, selectors)
     assert np.array_equal(got.numpy(), _byte_perm(first.numpy(), second.numpy(), selectors.numpy()))

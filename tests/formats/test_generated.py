@@ -16,7 +16,7 @@ import torch
 import qdsl
 from qdsl.compiler.emit.module.build import BuildError, build
 from qdsl.compiler.emit.triton.matrix_unit import FUNCTIONS, SHARED
-from qdsl.compiler.emit.triton.plan import LOCALS
+from qdsl.compiler.emit.triton.matrix_unit_layout import LOCALS
 from qdsl.compiler.spec.schema import RESERVED
 from qdsl.compiler.spec.source import SpecError
 from tests.support.formats import ROOT, SHIPPED, SPECS, module

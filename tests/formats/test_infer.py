@@ -384,7 +384,7 @@ def test_tensors_without_a_code_are_refused() -> None:
 def test_new_writes_a_spec_and_a_golden_file_and_tests_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qdsl.analyze.check.kernels.check_kernels", lambda spec: iter(()))    # tests/jobs has them
+    monkeypatch.setattr("qdsl.analyze.check.check_kernels.check_kernels", lambda spec: iter(()))    # tests/jobs has them
     code, printed = run("new", "mine", "--from-infer", str(written(tmp_path)), "--packed", "a.w", "--scales", "a.s")
     assert code == 0 and "16384 weights are those of mine.safetensors" in printed and " 0 failed" in printed
     assert run("new", "mine")[0] == 2                            # it is there already

@@ -17,7 +17,7 @@ from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.generated import int8_channel, int_group
 from qdsl.host.files import OutputError
-from qdsl.jobs.convert import aim, plan, run
+from qdsl.jobs.convert import aim, plan_conversion, run
 from qdsl.jobs.convert.run import merge
 from qdsl.jobs.engine import RewriteError, stage, work
 from qdsl.jobs.engine.shards import share
@@ -161,7 +161,7 @@ def test_what_would_change_numbers_is_refused_before_anything_is_written(tmp_pat
 def test_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = folders.named({"v": weight(), "w": weight()})
     path = folders.folder(tmp_path / "in", {**every, "norm": torch.ones(1)})
-    monkeypatch.setattr(plan, "full_name", lambda *_: "norm")
+    monkeypatch.setattr(plan_conversion, "full_name", lambda *_: "norm")
     assert "layer 'v': there is a tensor 'norm' already" in refused(path, "awq")
 
 
@@ -252,7 +252,7 @@ def test_two_processes_do_not_write_one_shard(sharded: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     convert(sharded, out, part=(1, 2))
     with Folder(sharded) as folder:
-        planned = plan.plan(folder, layers(folder), aim.Aim("", "awq"))
+        planned = plan_conversion.plan(folder, layers(folder), aim.Aim("", "awq"))
     room = next(stage.room(out / stage.STAGE, shard) for shard in planned.shards if not stage.is_whole(shard, out))
     room.mkdir()
     with stage.lock_folder(room), pytest.raises(RewriteError, match=rf"{room}: another process is writing here"):

@@ -18,7 +18,7 @@ from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.cli import app
 from qdsl.jobs.gguf import QuantizeError, mixes
-from qdsl.jobs.gguf.plan import plan
+from qdsl.jobs.gguf.plan_file import plan
 from qdsl.jobs.gguf.run import quantize_file
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap

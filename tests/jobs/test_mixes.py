@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from qdsl.checkpoint.files.ggml_types import BY_NAME
-from qdsl.jobs.gguf import QuantizeError, plan
+from qdsl.jobs.gguf import QuantizeError, plan_file
 from qdsl.jobs.gguf.mixes import (
     MIXES,
     Model,
@@ -29,7 +29,7 @@ from qdsl.jobs.gguf.mixes import (
     requires_imatrix,
     type_named,
 )
-from qdsl.jobs.gguf.plan import Step
+from qdsl.jobs.gguf.plan_file import Step
 from tests.support import llama_mixes
 from tests.support.models import MODELS, ToyModel
 from tests.support.paths import ROOT
@@ -200,6 +200,6 @@ def test_tensors_with_one_problem_share_a_note() -> None:
     """A model of odd columns has it in every layer."""
     odd = [Step(Tensor(f"blk.{layer}.ffn_up.weight", (8, 96), "F16"), "Q5_0", "Q4_K") for layer in range(3)]
     other = Step(Tensor("output.weight", (8, 100), "F16"), "F16", "Q6_K")
-    assert plan.notes((*odd, other), Options(mix_of("q4_k_m")), None) == [
+    assert plan_file.notes((*odd, other), Options(mix_of("q4_k_m")), None) == [
         "3 tensors, the first 'blk.0.ffn_up.weight': rows of 96 are no multiple of 256, the block of Q4_K; they get Q5_0",
         "tensor 'output.weight': rows of 100 are no multiple of 256, the block of Q6_K; it gets F16"]

@@ -27,7 +27,7 @@ from qdsl.generated import fp8_block, q4_0, q8_0
 from qdsl.host.files import journal_of
 from qdsl.jobs.gguf import quality, run
 from qdsl.jobs.gguf.mixes import MIXES, Model, Options, mix_of
-from qdsl.jobs.gguf.plan import plan
+from qdsl.jobs.gguf.plan_file import plan
 from qdsl.jobs.gguf.source import open_source
 from tests.support.models import ToyModel, weights, written
 from tests.support.paths import ROOT

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qdsl.analyze.execute import execute
-from qdsl.runtime.gpu.branches import csr_call
+from qdsl.runtime.gpu.branch_launches import csr_call
 from tests.support.only_ptx import stop_at_ptx
 
 ROWS, N, K = (1, 5), 12, 96

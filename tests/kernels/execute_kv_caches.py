@@ -10,7 +10,7 @@ import torch
 
 from qdsl.analyze.execute import Finding, execute
 from qdsl.analyze.gpus import arch_of
-from qdsl.kv_cache import launch, store_reference
+from qdsl.kv_cache import cache_launches, store_reference
 from qdsl.runtime.gpu import configure
 from tests.kernels.kv_caches import FORMATS, LENGTHS, TABLES, dims_of, empty, expected, queries, tokens
 from tests.kernels.test_kv_cache import differences
@@ -25,13 +25,13 @@ def result(name: str, arch: str, dtype: torch.dtype) -> dict[str, Any]:
     reference, cache, findings = empty(name), empty(name), list[Finding]()
     for step in islice(tokens(dims_of(name)), 2):                             # the third is as the second
         store_reference(reference, *step)
-        for call in launch.store_calls(cache, *step):
+        for call in cache_launches.store_calls(cache, *step):
             findings += execute(call, arch).findings
     q = queries(dtype, dims_of(name))
     wanted, allowed = expected(q, reference)
     out = torch.full_like(wanted, torch.nan, dtype=dtype)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    for call in launch.attention_calls(q, cache, TABLES, lengths, out, splits=2):
+    for call in cache_launches.attention_calls(q, cache, TABLES, lengths, out, splits=2):
         outputs = (out,) if call.family == "combine" else call.arguments[8:10]
         findings += execute(call, arch, outputs=[tensor for tensor in outputs if isinstance(tensor, torch.Tensor)]).findings
     error = float(((out.float() - wanted).abs() / allowed).nan_to_num(torch.inf).max())

@@ -15,7 +15,7 @@ import torch
 from bench.gpu import regimes
 from qdsl.analyze.compile import build
 from qdsl.analyze.execute import ExecutionError, Options, execute_ptx
-from qdsl.analyze.execute.launch import arguments_of
+from qdsl.analyze.execute.run_launch import arguments_of
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch

@@ -15,7 +15,7 @@ import torch
 import qdsl
 from qdsl.analyze import launches
 from qdsl.analyze.counts import report
-from qdsl.analyze.execute.launch import Options, execute
+from qdsl.analyze.execute.run_launch import Options, execute
 from qdsl.analyze.gpus import GPUS
 from qdsl.runtime.gpu import configure, launch, plan
 from tests.kernels.test_gemm import BUDGETS, EXECUTED, expected, gemm

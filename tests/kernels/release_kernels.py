@@ -28,10 +28,10 @@ import triton
 
 from bench.gpu.ahead import AbsentDriver
 from qdsl.analyze.gpus import GPUS, Arch, arch_of
-from qdsl.kv_cache import launch as kv_launch
+from qdsl.kv_cache import cache_launches as kv_launch
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, strides
-from qdsl.runtime.gpu.branches import csr_call
+from qdsl.runtime.gpu.branch_launches import csr_call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts

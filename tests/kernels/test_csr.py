@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qdsl.runtime.gpu.branches import csr_call
-from qdsl.runtime.torch import branches
+from qdsl.runtime.gpu.branch_launches import csr_call
+from qdsl.runtime.torch import branch_products
 from tests.formats.test_branches import branched
 from tests.kernels.execute_csr import ROWS, entries, operands, wanted
 from tests.kernels.test_execute_kernels import lines
@@ -39,8 +39,8 @@ def test_products_of_a_weight_take_the_kernel(mode: str, monkeypatch: pytest.Mon
     packed = branched("outliers")
     generator = torch.Generator().manual_seed(0)
     x, out = torch.randn(3, 256, generator=generator), torch.randn(3, 64, generator=generator)
-    on_cpu = branches.add_branches(out, x, packed, False, mode)
+    on_cpu = branch_products.add_branches(out, x, packed, False, mode)
     launched: list[torch.Size] = []
-    monkeypatch.setattr(branches, "has_csr", lambda x: not launched.append(x.shape))
-    assert torch.allclose(branches.add_branches(out, x, packed, False, mode), on_cpu, rtol=1e-5, atol=1e-4)
+    monkeypatch.setattr(branch_products, "has_csr", lambda x: not launched.append(x.shape))
+    assert torch.allclose(branch_products.add_branches(out, x, packed, False, mode), on_cpu, rtol=1e-5, atol=1e-4)
     assert launched == ([torch.Size((1, 256))] * 3 if mode else [torch.Size((3, 256))])

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from qdsl.generated import kivi, q8_0
-from qdsl.kv_cache import CacheFormat, KVCache, allocate, attention, attention_reference, launch, load, store, store_reference
+from qdsl.kv_cache import (
+    CacheFormat,
+    KVCache,
+    allocate,
+    attention,
+    attention_reference,
+    cache_launches,
+    load,
+    store,
+    store_reference,
+)
 from qdsl.runtime import FormatError
 from tests.kernels.kv_caches import (
     BLOCK_SIZE,
@@ -46,8 +56,8 @@ def assert_attends(cache: KVCache, q: torch.Tensor, splits: int) -> None:
     """The kernel in Triton's interpreter is within its bound of the reference."""
     wanted, allowed = expected(q, cache)
     out = torch.full_like(wanted, torch.nan, dtype=q.dtype)
-    assert launch.why_not_attend(cache, q) == ""
-    for call in launch.attention_calls(q, cache, TABLES, LENGTHS_OF, out, splits=splits):
+    assert cache_launches.why_not_attend(cache, q) == ""
+    for call in cache_launches.attention_calls(q, cache, TABLES, LENGTHS_OF, out, splits=splits):
         with guarded(*call.tensors):
             call.run()
     assert bool(((out.float() - wanted).abs() <= allowed).all())
@@ -64,10 +74,10 @@ def differences(one: KVCache, other: KVCache) -> list[str]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernel_stores_what_the_reference_does(name: str) -> None:
     reference, cache = empty(name), empty(name)
-    assert launch.why_not_store(cache) == ""
+    assert cache_launches.why_not_store(cache) == ""
     for k, v, slots, sequences in tokens(dims_of(name)):
         store_reference(reference, k, v, slots, sequences)
-        for call in launch.store_calls(cache, k, v, slots, sequences):
+        for call in cache_launches.store_calls(cache, k, v, slots, sequences):
             with guarded(*call.tensors):
                 call.run()
     assert differences(reference, cache) == []
@@ -87,7 +97,7 @@ def test_the_kernel_attends_as_the_reference_does(name: str, dtype: torch.dtype,
 def test_tiles_within_a_page_and_a_sequence_of_no_tokens() -> None:
     cache, q = filled("int8_channel"), queries(torch.float16)
     out = torch.full_like(q, torch.nan)
-    calls = list(launch.attention_calls(q, cache, TABLES, torch.tensor([70, 0], dtype=torch.int32), out, splits=2))
+    calls = list(cache_launches.attention_calls(q, cache, TABLES, torch.tensor([70, 0], dtype=torch.int32), out, splits=2))
     replace(calls[0], constants={**calls[0].constants, "BT": 16}).run()
     calls[1].run()
     wanted, allowed = expected(q, cache)
@@ -181,7 +191,7 @@ def test_rows_of_schemes_without_a_kernel_are_stored_by_the_reference() -> None:
     cache = allocate(CacheFormat("q6_k"), **{**SIZES, "head_dim": 256})
     k = torch.randn(3, 2, 256, generator=torch.Generator().manual_seed(3))
     store(cache, k, k, torch.tensor([7, 40, 100]))
-    assert launch.why_not_store(cache) == "q6_k: its scheme has no kernel"
+    assert cache_launches.why_not_store(cache) == "q6_k: its scheme has no kernel"
     from qdsl.generated import q6_k
     wanted = q6_k.dequantize(q6_k.quantize(k.flatten(0, 1)), torch.float32)
     assert torch.equal(load(cache, torch.tensor([7, 40, 100]), torch.float32)[1].flatten(0, 1), wanted)
@@ -239,7 +249,7 @@ def test_tensors_that_do_not_fit() -> None:
 
 def test_what_no_kernel_attends_over() -> None:
     def why(cache: KVCache, dtype: torch.dtype = torch.bfloat16) -> str:
-        return launch.why_not_attend(cache, torch.empty(1, cache.heads * GROUP, cache.head_dim, dtype=dtype))
+        return cache_launches.why_not_attend(cache, torch.empty(1, cache.heads * GROUP, cache.head_dim, dtype=dtype))
 
     assert why(allocate("q8_0", **SIZES)) == ""
     assert why(allocate("q8_0", **SIZES), torch.float32) == "q is float32"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import qdsl
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.jobs.convert.plan import full_name
+from qdsl.jobs.convert.plan_conversion import full_name
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from tests.support import formats

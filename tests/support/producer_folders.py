@@ -25,7 +25,7 @@ from qdsl.jobs.compress.units import Aim as Compression
 from qdsl.jobs.convert import run as conversion
 from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.config import own_settings
-from qdsl.jobs.convert.plan import full_name, small_tensors
+from qdsl.jobs.convert.plan_conversion import full_name, small_tensors
 from qdsl.runtime import PackedWeight
 from tests.support import formats, language_models
 

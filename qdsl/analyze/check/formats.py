@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qdsl.analyze.check import spec_bits
-from qdsl.analyze.check.branches import branches
 from qdsl.analyze.check.cases import Case, Params, cases
+from qdsl.analyze.check.check_branches import branches
 from qdsl.analyze.check.compare import difference, differing, line_of_field, shown
 from qdsl.analyze.check.stored_bits import StoredBits
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile

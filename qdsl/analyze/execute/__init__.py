@@ -5,9 +5,9 @@ predicates, conversions, addresses.  It models neither time nor hardware: ptxas 
 approximate functions are rounded to nearest here.
 """
 
-from qdsl.analyze.execute.launch import Execution, execute, execute_ptx
 from qdsl.analyze.execute.machine import Finding, Options
 from qdsl.analyze.execute.program import ExecutionError
+from qdsl.analyze.execute.run_launch import Execution, execute, execute_ptx
 from qdsl.runtime.libraries.call import Call
 
 __all__ = ["Call", "Execution", "ExecutionError", "Finding", "Options", "execute", "execute_ptx"]

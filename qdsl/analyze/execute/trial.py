@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qdsl.analyze import launches
 from qdsl.analyze.counts import report
-from qdsl.analyze.execute.launch import Execution, execute
 from qdsl.analyze.execute.machine import Finding, Options
+from qdsl.analyze.execute.run_launch import Execution, execute
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure

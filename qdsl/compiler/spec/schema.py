@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from qdsl.compiler.spec import branches, grammar, marked
+from qdsl.compiler.spec import branch_lines, grammar, marked
 from qdsl.compiler.spec.detection import check_detection
 from qdsl.compiler.spec.marked import Mapping, Node, Sequence
 from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Sectioned, Spec, Storage, Stored, Table, Tensor
@@ -214,7 +214,8 @@ class _Reader:
         claims = tuple(self.claims(parts.get("claims")))
         detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
         check_detection(self.problems, parts.get("detect"), params, storages)
-        plus = branches.branches(parts.get("plus"), self.named, partial(self.tensor, allowed=branches.KEYS), self.problems)
+        tensor = partial(self.tensor, allowed=branch_lines.KEYS)
+        plus = branch_lines.branches(parts.get("plus"), self.named, tensor, self.problems)
         self.unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables), *(f.name for f in fields)])
         self.arguments(params, tables, storages)
         fixed = self.fixed(parts.get("weight"))

@@ -17,7 +17,7 @@ from qdsl.codecs.lookup import StreamError
 from qdsl.host.files import identity
 from qdsl.host.processes import affordable, needed, results
 from qdsl.host.progress import CHECK, ENCODE, advance, step
-from qdsl.jobs.compress import codecs, pieces, plan
+from qdsl.jobs.compress import codecs, pieces, plan_compressed
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting, plain
 from qdsl.jobs.compress.pieces import Complete, Piece
 from qdsl.jobs.compress.tensors import Bytes, Reader, placed
@@ -143,7 +143,7 @@ def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
 
 def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
     """Write the files from complete pieces, check them if asked to, and complete the folder."""
-    shards = plan.shards(work.models, work.aim, complete_pieces, work.sources)
+    shards = plan_compressed.shards(work.models, work.aim, complete_pieces, work.sources)
     todo = missing(shards, out, jobs, tell)
     with tell(amounts(todo)) as report:
         write(todo, out / stage.STAGE, jobs, report)
@@ -153,8 +153,8 @@ def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check:
             _check(checks, jobs, report)
     read = {file for model in work.models.values()
             for file in (*model.folder.shards, model.folder.root / model.folder.index_name)}
-    notes = complete(work.path, read, shards, plan.texts(work.models, work.aim, complete_pieces, work.used, shards), out,
-                     work.sources)
+    texts = plan_compressed.texts(work.models, work.aim, complete_pieces, work.used, shards)
+    notes = complete(work.path, read, shards, texts, out, work.sources)
     return _report(out, work.aim, complete_pieces, shards, [*work.left, *notes]) | {"checked": check}
 
 

@@ -32,7 +32,7 @@ from qdsl.core.text import counted
 from qdsl.core.transforms import Transform
 from qdsl.jobs.convert.aim import description
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
-from qdsl.jobs.convert.plan import Plan
+from qdsl.jobs.convert.plan_conversion import Plan
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.engine.heads import with_ties
 

@@ -32,7 +32,7 @@ from qdsl.jobs.convert.change import Change
 from qdsl.jobs.convert.config import check_producer, readers, rewritten, stale
 from qdsl.jobs.convert.encoded import Piece
 from qdsl.jobs.convert.plain import plain_layers
-from qdsl.jobs.convert.plan import Plan, plan
+from qdsl.jobs.convert.plan_conversion import Plan, plan
 from qdsl.jobs.convert.report import relative_rms
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete

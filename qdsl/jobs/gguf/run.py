@@ -29,7 +29,7 @@ from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.gguf import QuantizeError
 from qdsl.jobs.gguf.imatrix import Imatrix
 from qdsl.jobs.gguf.mixes import IMATRIX_POWERS, Options
-from qdsl.jobs.gguf.plan import Plan, Step, without_imatrix
+from qdsl.jobs.gguf.plan_file import Plan, Step, without_imatrix
 from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.jobs.gguf.source import Source, Weights
 from qdsl.runtime import FormatError

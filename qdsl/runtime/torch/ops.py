@@ -35,7 +35,7 @@ from qdsl.runtime.libraries.private_apis import (
     without_autocast,
 )
 from qdsl.runtime.libraries.triton import on_device
-from qdsl.runtime.torch.branches import add_branches
+from qdsl.runtime.torch.branch_products import add_branches
 from qdsl.runtime.torch.decode import decode_into
 from qdsl.runtime.torch.linear import MATCH_DENSE, as_stored, check_x, gradient_mode, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.weight import eight, order

@@ -1,6 +1,6 @@
 """The kinds of side branches: functions on their fields that validate, add to a weight, slice, gather and join.
 
-`runtime/torch/branches.py` multiplies with them.
+`runtime/torch/branch_products.py` multiplies with them.
 """
 
 from __future__ import annotations

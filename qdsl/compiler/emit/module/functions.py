@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qdsl.compiler.emit.lines import WORD
-from qdsl.compiler.emit.triton.plan import argument
+from qdsl.compiler.emit.triton.matrix_unit_layout import argument
 from qdsl.compiler.ir.program import Program
 
 NAME = re.compile(r"^(?:def )?(\w+)", re.MULTILINE)

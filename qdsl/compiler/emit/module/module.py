@@ -31,7 +31,7 @@ from qdsl.compiler.emit.module.variant import variant
 from qdsl.compiler.emit.tensors import Unsupported
 from qdsl.compiler.emit.torch.decode import decode
 from qdsl.compiler.emit.torch.reference import decode_function, encode_function, reference
-from qdsl.compiler.emit.triton.kernels import kernels
+from qdsl.compiler.emit.triton.kernel_functions import kernels
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text
 from qdsl.compiler.spec.model import Spec

@@ -9,13 +9,13 @@ from struct import pack, unpack
 from typing import Any
 
 from qdsl.compiler.emit.axes import axis_text, field_axes, stored_axes
-from qdsl.compiler.emit.branches import branch_data
+from qdsl.compiler.emit.branch_description import branch_data
 from qdsl.compiler.emit.module.slices import slices_of
 from qdsl.compiler.emit.show.page import bits_per_weight
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import Decode
 from qdsl.compiler.emit.torch.reference import Reference
-from qdsl.compiler.emit.triton.plan import matrix_unit_plan
+from qdsl.compiler.emit.triton.matrix_unit_layout import matrix_unit_plan
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name

@@ -13,8 +13,8 @@ from qdsl.compiler.emit.literals import literal, quoted, tupled
 from qdsl.compiler.emit.triton.arrangement import arrangement
 from qdsl.compiler.emit.triton.kernel import tile
 from qdsl.compiler.emit.triton.matrix_unit import record_of
+from qdsl.compiler.emit.triton.matrix_unit_layout import matrix_unit_plan
 from qdsl.compiler.emit.triton.pairs import paired
-from qdsl.compiler.emit.triton.plan import matrix_unit_plan
 from qdsl.compiler.ir.program import Encode, Program
 from qdsl.core.schemes import SCHEMES
 

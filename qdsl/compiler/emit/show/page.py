@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qdsl.compiler.emit.axes import field_axes, field_kinds, tensor_axes
-from qdsl.compiler.emit.branches import branch_shapes, branch_texts
+from qdsl.compiler.emit.branch_description import branch_shapes, branch_texts
 from qdsl.compiler.emit.show import picture
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text, typical_bits

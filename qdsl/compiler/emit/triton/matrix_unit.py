@@ -18,7 +18,7 @@ from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
 from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable
-from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, matrix_unit_plan
+from qdsl.compiler.emit.triton.matrix_unit_layout import CHUNK, Group, Plan, argument, matrix_unit_plan
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
 from qdsl.compiler.passes.derive_planar import IN_REGISTERS

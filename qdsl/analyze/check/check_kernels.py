@@ -1,7 +1,7 @@
 """Triton's kernels of a format against its reference, in Triton's interpreter.
 
 `tile_gemm` is for GPUs alone, and does not run here.  The interpreter is chosen before Triton is imported, so `check_kernels`
-starts a process: `python -m qdsl.analyze.check.kernels`.
+starts a process: `python -m qdsl.analyze.check.check_kernels`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_kernels(spec: str) -> Iterator[Check]:
         yield Check("", {}, "kernels", "skipped", "Triton is not installed, so no kernel was run")
         return
     path = os.pathsep.join(filter(None, (str(Path(qdsl.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "qdsl.analyze.check.kernels", spec]
+    command = [sys.executable, "-P", "-m", "qdsl.analyze.check.check_kernels", spec]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
                           env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}) as process:
         assert process.stdout is not None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qdsl.runtime.gpu.branches import has_csr, run_csr
+from qdsl.runtime.gpu.branch_launches import has_csr, run_csr
 from qdsl.runtime.torch.linear import INVARIANT, tile_weights
 from qdsl.runtime.weight.branch_kinds import Fields, row_numbers
 from qdsl.runtime.weight.branch_pieces import branch_fields
