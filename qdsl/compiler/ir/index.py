@@ -113,6 +113,21 @@ def flat_of(index: Index) -> Atom | None:
     return atom if atom is not None and coefficient == 1 and atom.op in ("div", "mod") and atom.args[0] == FLAT else None
 
 
+def block_of(index: Index) -> tuple[str, Index] | None:
+    """The axis, 'n' or 'k', and the block of a subscript of whole rows or columns: k // 32, or n, whose block is 1; else None."""
+    atom, coefficient = index.terms[0] if len(index.terms) == 1 and not index.const else (None, 0)
+    if atom is None or coefficient != 1 or atom.op not in ("name", "div"):
+        return None
+    top, by = (index, Index(1)) if atom.op == "name" else atom.args
+    return next(((axis, by) for axis in ("n", "k") if top == name(axis)), None)
+
+
+def gathered_by(index: Index) -> str | None:
+    """The index field that a subscript is; None for other subscripts."""
+    atom = index.terms[0][0] if index.terms else None
+    return str(index) if atom is not None and atom.op == "name" and block_of(index) is None else None
+
+
 def digit_of(index: Index) -> tuple[int, int] | None:
     """(a, m) if an index is the digit k // a % m of the column; else None."""
     atom, coefficient = index.terms[0] if len(index.terms) == 1 and not index.const else (None, 0)

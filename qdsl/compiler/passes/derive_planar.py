@@ -226,16 +226,11 @@ def axis_blocks(program: Program, field: Field) -> list[tuple[str, str]] | None:
 
 def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
     """The axis of a subscript and its block, '1' without one: for n, n // b, k // b, or an index field."""
-    if str(index) in ("n", "k"):
-        return (str(index), "1") if str(index) == "n" else None
-    atom, coefficient = index.terms[0] if len(index.terms) == 1 else (None, 0)
-    if atom is None or coefficient != 1 or index.const:
-        return None
-    if atom.op == "name":
-        field = next((f for f in program.fields if f.name == atom.name), None)
-        in_order = _in_order(program, field) if field is not None else None
-        return None if in_order is None else coordinate(program, in_order)
-    return (str(atom.args[0]), str(atom.args[1])) if atom.op == "div" and str(atom.args[0]) in ("n", "k") else None
+    if (block := ix.block_of(index)) is not None:
+        return None if block == ("k", Index(1)) else (block[0], str(block[1]).replace(" ", ""))
+    field = next((field for field in program.fields if field.name == ix.gathered_by(index)), None)
+    in_order = _in_order(program, field) if field is not None else None
+    return None if in_order is None else coordinate(program, in_order)
 
 
 def _in_order(program: Program, field: Field) -> Index | None:

@@ -7,7 +7,6 @@ block) are split by their number, so that one text serves whole and short blocks
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -76,7 +75,7 @@ def decode(programs: Sequence[Program]) -> Decode:
     taken |= {copied.name} if copied else set()
     prepared = [line for field in read if field.name not in taken
                 for line in _prepare(programs, fields, field, rows, columns, optional)]
-    lines += _ordered(prepared)
+    lines += _ordered(prepared, fields)
     names: dict[str, str] = {}
     for number, value in lookups.items():
         name, text = _rows(programs, [*lookups.values()], value, rows, columns, together)
@@ -88,7 +87,8 @@ def decode(programs: Sequence[Program]) -> Decode:
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
                          for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
-        lines.insert(len(_types(program)) + len(_gathers(fields, optional)), f"out = out if out is None else out{digits}")
+        first = len(_types(program)) + len(_gathers(fields, optional))
+        lines.insert(first, _with_shapes(f"out = out if out is None else out{digits}", fields))
     *before, last_step = [f"{_typed(program, copied)} if out is None else out.copy_({copied.name})"] if copied else \
         _result(program, names)
     lines += before
@@ -158,21 +158,33 @@ def _flat_size(by: Index) -> int:
     return by.const if by.is_const else by.terms[0][1]
 
 
-def _ordered(lines: Sequence[str]) -> list[str]:
+def _shape_of(field: str) -> str:
+    """Where a line reads the shape of a field; `_ordered` writes how."""
+    return f"<{field}>"
+
+
+def _ordered(lines: Sequence[str], fields: Sequence[Field]) -> list[str]:
     """Orders lines `field = ...` so that a shape is read before its field gets more axes; else reads it first."""
-    remaining = sorted(lines, key=lambda line: ".shape[" not in line)
+    remaining = sorted(lines, key=lambda line: not any(_shape_of(field.name) in line for field in fields))
     ahead: list[str] = []
     ordered: list[str] = []
     while remaining:
-        fields = [line.split(" = ")[0] for line in remaining]
-        free = next((i for i, field in enumerate(fields) if not any(
-            re.search(rf"\b{field}\.shape\[", line) for line in (*remaining[:i], *remaining[i + 1:]))), None)
+        names = [line.split(" = ")[0] for line in remaining]
+        free = next((i for i, name in enumerate(names) if not any(
+            _shape_of(name) in line for line in (*remaining[:i], *remaining[i + 1:]))), None)
         if free is None:
-            ahead.append(f"{fields[0]}_shape = {fields[0]}.shape")
-            remaining = [re.sub(rf"\b{fields[0]}\.shape\[", f"{fields[0]}_shape[", line) for line in remaining]
+            ahead.append(f"{names[0]}_shape = {names[0]}.shape")
+            remaining = [line.replace(_shape_of(names[0]), f"{names[0]}_shape") for line in remaining]
         else:
             ordered.append(remaining.pop(free))
-    return [*ahead, *ordered]
+    return [*ahead, *(_with_shapes(line, fields) for line in ordered)]
+
+
+def _with_shapes(line: str, fields: Sequence[Field]) -> str:
+    """A line that reads shapes from the fields themselves."""
+    for field in fields:
+        line = line.replace(_shape_of(field.name), f"{field.name}.shape")
+    return line
 
 
 def _key(program: Program, value: Value, together: Joint | None) -> str:
@@ -247,18 +259,13 @@ def _result(program: Program, names: Mapping[str, str]) -> list[str]:
 
 def _block(field: Field, axis: str) -> Index | None:
     """How many rows or columns share a value of the field; None if it does not vary along the axis or is gathered."""
-    for index in field.index:
-        if index == ix.name(axis):
-            return Index(1)
-        if index.terms[0][0].op == "div" and axis in index.names():
-            return index.terms[0][0].args[1]
-    return None
+    blocks = [block for index in field.index if (block := ix.block_of(index)) is not None]
+    return next((by for of, by in blocks if of == axis), None)
 
 
 def _gathered(field: Field) -> str | None:
     """The index field by which a field is subscripted."""
-    names = [str(index) for index in field.index if index.terms[0][0].op == "name" and str(index) not in ("n", "k")]
-    return names[0] if names else None
+    return next((by for index in field.index if (by := ix.gathered_by(index)) is not None), None)
 
 
 def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str, extents: Collection[int]) -> Levels:
@@ -348,7 +355,7 @@ def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, blo
     full = next((f for f in fields if f.index == (ix.name("n"), ix.name("k"))), None)
     if full is None:
         raise Unsupported("blocks that do not divide an axis, where no field has a value for every weight")
-    cut = f"[{':, ' * axis}:{full.name}.shape[{0 if letter == 'n' else -1}]]"
+    cut = f"[{':, ' * axis}:{_shape_of(full.name)}[{0 if letter == 'n' else -1}]]"
     return f"{text}.repeat_interleave({block}, {axis}){cut}"
 
 
@@ -359,7 +366,7 @@ def _counts(fields: Sequence[Field], letter: str, levels: Levels, at: int, optio
     coarse = next(f for f in sorted(fields, key=lambda f: f.name in optional) if f.number is not None
                   and (_block(f, letter) == levels.blocks[0] or (letter == "k" and _gathered(f))))
     place = [i for i, index in enumerate(coarse.index) if letter in index.names() or str(index) == _gathered(coarse)]
-    return f"{coarse.name}.shape[{place[0]}], -1"
+    return f"{_shape_of(coarse.name)}[{place[0]}], -1"
 
 
 def _typed(program: Program, field: Field) -> str:

@@ -212,7 +212,7 @@ class Decoder:
         """The variable with a field's value, under both conditions if it reads an optional tensor."""
         program = self.program
         coordinates: dict[str, Index] = {"n": self.coordinate("n"), "k": self.coordinate("k")}
-        gathers = [str(index) for index in field.index if str(index) not in ("n", "k") and index.terms[0][0].op == "name"]
+        gathers = [by for index in field.index if (by := ix.gathered_by(index)) is not None]
         if field.name in program.where:
             default = ix.substitute(program.where[field.name], coordinates, self.tile.domain)
             return self.body.add(self.level(default), field.name, shown(default))
