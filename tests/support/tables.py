@@ -26,6 +26,7 @@ from qdsl.models.gguf_maps import GgufMap, model_types
 from qdsl.runtime.gpu.devices import GPUS
 from tests.support import public_figures
 from tests.support.compatibility import lines as pair_lines
+from tests.support.design import WALK
 from tests.support.global_state import FORK, STATES
 from tests.support.paths import ROOT
 
@@ -257,4 +258,4 @@ def global_states() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, branch_kinds, limits, reserved, passes, formats, no_planar, figures, missed,
-        speeds, gguf_maps, quality, compatibility, public, bandwidth, by_dense, dispatch, matrix, global_states)}
+        speeds, gguf_maps, quality, compatibility, public, bandwidth, by_dense, dispatch, matrix, global_states, *WALK)}
