@@ -18,6 +18,7 @@ Floats = NDArray[np.float32]
 LANES = 16
 SOURCE = Path(__file__).with_name("search.c")
 ELEMENTS = 64                                                    # of a block, at most
+COLUMNS = 128                                                    # that are chosen in one call, at most
 
 
 def best_rows(linear: Floats, square: Floats, factor: Floats) -> tuple[NDArray[np.int64], Floats] | None:
@@ -64,6 +65,17 @@ def scaled_codes(values: Tensor, columns: int, divisor: float, with_sign: bool, 
     codes = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
     functions.scaled_codes(values, blocks, columns, divisor, with_sign, offset, *ends, ties == "up", lost, scales, codes)
     return codes, scales
+
+
+def choose_columns(numbers: Tensor, inner: Tensor, first: Tensor, factor: Tensor, borders: Tensor, values: Tensor, descends: bool,
+                   places: Tensor, errors: Tensor) -> bool:
+    """Choose the places of columns [columns, rows] in order, as calibrated/affine.py does; False where torch is to do it."""
+    functions, (columns, rows) = _functions(), numbers.shape
+    if functions is None or columns > COLUMNS or numbers.device.type != "cpu":
+        return False
+    functions.choose_columns(numbers, inner, first, factor, borders, values, columns, rows, len(values), int(descends), places,
+                             errors)
+    return True
 
 
 def _fits(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried: Sequence[np.float32], flags: tuple[int, ...],

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.host.files import digest, open_input
+from qdsl.host.system import processor_flags
 from qdsl.jobs.gguf.mixes import EMBEDDINGS, OUTPUT
 
+BFLOAT16 = {"avx512_bf16", "amx_bf16"}                           # instructions of processors that multiply bfloat16
 EXPERTS = "_exps.weight"                                         # ends the names of stacked experts in GGUF files
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
     from qdsl.models.calibrate import block_list, calibrate
     from qdsl.models.conversions import stored_names
 
-    language, tokens = _loaded(model, sampling, device)
+    language, tokens = _loaded(model, sampling, device, fast=True)
     folder.mkdir(parents=True, exist_ok=True)
     stored = stored_names(language.model, Path(language.path)) if has_stored_names else {}
     save_names(folder, stored)
@@ -78,12 +80,16 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
                   lambda count, name: tell(nbytes * count, name))
 
 
-def _loaded(model: str, sampling: Sampling, device: str | None) -> tuple[LanguageModel, list[Tensor]]:
-    """A model with plain weights, of float32 on a CPU, and the samples on its device."""
+def _loaded(model: str, sampling: Sampling, device: str | None, fast: bool = False) -> tuple[LanguageModel, list[Tensor]]:
+    """A model with plain weights, and the samples on its device.
+
+    Its numbers are float32 on a CPU; bfloat16 if `fast`, and the CPU multiplies it.
+    """
     from qdsl.models.language import load_language_model
     from qdsl.models.plugin import usable_device
 
-    language = load_language_model(model, device=device, dtype="float32" if usable_device(device) == "cpu" else "auto")
+    of_cpu = "bfloat16" if fast and processor_flags() & BFLOAT16 else "float32"
+    language = load_language_model(model, device=device, dtype=of_cpu if usable_device(device) == "cpu" else "auto")
     if language.packed_layers:
         language.model.dequantize()
     tokens = samples_of(language.tokenizer, sampling.content(), sampling.samples, sampling.length)

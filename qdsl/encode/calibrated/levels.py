@@ -42,19 +42,30 @@ def block_columns(packed: PackedWeight, code: str) -> int:
 class Levels:
     """The values of codes in blocks of `step` columns, rising.
 
-    values: float32 [blocks, rows, codes].  codes: the code of each, the same shape.  borders: halfway between two values.
+    values: float32 [blocks, rows, choices].  choices: the code of each, the same shape.  borders: halfway between two values.
+    codes: those of the weights [K, rows], which `choose` fills in.
     """
 
     values: Tensor
-    codes: Tensor
+    choices: Tensor
     borders: Tensor
     step: int
+    codes: Tensor
 
     def nearest(self, weights: Tensor, column: int) -> tuple[Tensor, Tensor]:
         """The values nearest to weights [rows] of a column, and their codes."""
         block = column // self.step
         places = torch.searchsorted(self.borders[block], weights[:, None])
-        return self.values[block].gather(1, places)[:, 0], self.codes[block].gather(1, places)[:, 0]
+        return self.values[block].gather(1, places)[:, 0], self.choices[block].gather(1, places)[:, 0]
+
+    def choose(self, columns: Tensor, numbers: Tensor, inner: Tensor) -> Tensor:
+        """Choose the codes of some columns in order, as `affine.Columns.choose` does."""
+        errors = torch.empty_like(numbers)
+        for place, column in enumerate(columns.tolist()):
+            value, self.codes[column] = self.nearest(numbers[place], column)
+            errors[place] = (numbers[place] - value) / inner[place, place]
+            numbers[place + 1:].addr_(inner[place, place + 1:], errors[place], alpha=-1)
+        return errors
 
 
 def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, choices: Tensor) -> Levels:
@@ -75,7 +86,8 @@ def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, choice
     rising, order = values.nan_to_num_(nan=torch.inf, neginf=torch.inf).sort(dim=-1, stable=True)
     # between two infinities there is no half; nothing is nearer to them than to a finite value
     borders = ((rising[..., 1:] + rising[..., :-1]) / 2).contiguous()
-    return Levels(rising, choices.to(integers.device)[order], borders, step)
+    chosen = torch.empty(k, n, dtype=choices.dtype, device=integers.device)
+    return Levels(rising, choices.to(integers.device)[order], borders, step, chosen)
 
 
 def code_choices(packed: PackedWeight, chosen: Tensor, code: str) -> Tensor:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qdsl.encode.calibrated.affine import Columns, affine
+from qdsl.encode.calibrated.descent import descend
 from qdsl.encode.calibrated.hessian import Hessian
 from qdsl.encode.calibrated.levels import Levels, code_choices, code_field, levels
 from qdsl.encode.calibrated.scales import CLIPS, quantize_clipped
@@ -52,40 +54,32 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
         solved = quantize_codes(packed, fields, code, weight, hessian) if code else \
             _chunked(format, packed, weight, hessian, options)
     plain, compensated = (hessian.loss(format.dequantize(one, torch.float32).sub_(weight)) for one in (packed, solved))
-    return solved if compensated < plain else packed
+    return descend(solved if compensated < plain else packed, weight, hessian)
 
 
 def quantize_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, weight: Tensor, hessian: Hessian) -> PackedWeight:
     """The weight with compensated codes; its other fields stay, and so does `packed`."""
-    order, factor = hessian.order, hessian.inverse_factor(is_sorted=True)
     choices = code_choices(packed, fields[code], code)
+    kind = affine(packed, code, 1)
     codes = torch.empty_like(fields[code])                       # fields may be views of the weight's tensors
     for start, stop in tiles.row_tiles(packed):
         part = packed.cut("N", start, stop)
-        table = levels(part, packed.format.unpack(part), code, choices)
-        codes[start:stop] = _solve(table, weight[start:stop], factor, order).view(codes.dtype)
+        own = packed.format.unpack(part)
+        chosen = levels(part, own, code, choices) if kind is None else Columns.of(part, own, code, kind)
+        codes[start:stop] = _solve(chosen, weight[start:stop], hessian).view(codes.dtype)
     return packed.format.pack({**fields, code: codes}, packed.storage, **packed.params)
 
 
-def _solve(table: Levels, weight: Tensor, factor: Tensor, order: Tensor) -> Tensor:
-    """The codes of rows [rows, K], column by column in an order."""
-    places = order.tolist()
+def _solve(chosen: Columns | Levels, weight: Tensor, hessian: Hessian) -> Tensor:
+    """The codes of rows [rows, K], column by column, those with the largest inputs first."""
+    order, factor = hessian.order, hessian.inverse_factor(is_sorted=True)
     work = weight.T[order].contiguous()                          # [K, rows], columns in the order
-    codes = torch.empty(work.shape, dtype=table.codes.dtype, device=work.device)
     for start in range(0, len(work), STEP):
         stop = min(len(work), start + STEP)
-        inner = factor[start:stop, start:stop]
-        errors = torch.empty(stop - start, work.shape[1], dtype=torch.float32, device=work.device)
-        for k in range(start, stop):
-            value, codes[k] = table.nearest(work[k], places[k])
-            error = (work[k] - value) / inner[k - start, k - start]
-            errors[k - start] = error
-            work[k + 1:stop].addr_(inner[k - start, k - start + 1:], error, alpha=-1)
+        errors = chosen.choose(order[start:stop], work[start:stop], factor[start:stop, start:stop])
         work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
         progress.passed((stop - start) * work.shape[1])
-    chosen = torch.empty_like(codes)
-    chosen[order] = codes
-    return chosen.T.contiguous()
+    return chosen.codes.T.contiguous()
 
 
 def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hessian, options: Mapping[str, Any],
