@@ -9,7 +9,9 @@ import torch
 
 from qdsl.core.text import counted
 from qdsl.host.system import processor_flags
+from qdsl.runtime.cpu import dense
 from qdsl.runtime.cpu.linear import ROUNDING
+from qdsl.runtime.torch.layers import QuantizedLinear
 
 # Instructions that multiply bfloat16, by Linux's names of them, the fastest first.
 BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
@@ -51,7 +53,15 @@ def arithmetic(model: Any) -> str:
     shown = getattr(report, "dtype", "") or dtype
     is_rounded = os.environ.get(ROUNDING, "0") not in ("", "0")
     x = "x rounded to 8 bits in products (--exact: as it is)" if is_rounded else "x exact in products (--int8: in 8 bits)"
-    return f"{shown}; {x}; {counted(torch.get_num_threads(), 'thread')}"
+    decoded = "lossless weights kept decoded; " if _has_decoded(model) else ""
+    return f"{shown}; {x}; {decoded}{counted(torch.get_num_threads(), 'thread')}"
+
+
+def _has_decoded(model: Any) -> bool:
+    """Whether a layer with a lossless code keeps its weight decoded."""
+    layers = (layer for layer in model.modules() if isinstance(layer, QuantizedLinear))
+    lossless = next((layer for layer in layers if layer._packed.layout.streams), None)
+    return lossless is not None and dense.decoded(lossless.packed) is not None
 
 
 def set_processor(threads: int | None = None, exact: bool | None = None) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from qdsl.analyze import processors
 from qdsl.generated import fp8_channel, int_group, nvfp4, q4_0, q4_k, q6_k
 from qdsl.host import library
+from qdsl.runtime.cpu import kept, rows
 from qdsl.runtime.cpu import linear as cpu
-from qdsl.runtime.cpu import rows
 from qdsl.runtime.torch import model
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.covering import covering
@@ -52,10 +52,10 @@ def bound(x: Tensor) -> dict[str, Any]:
 def compiled(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """Products are compiled in these tests, of small weights too, with few optimizations."""
     monkeypatch.setenv("QDSL_CACHE", str(cache_folder))
-    monkeypatch.setenv(rows.SETTING, "always")
+    monkeypatch.setenv(kept.SETTING, "always")
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-O1"))
     monkeypatch.setattr(rows, "_libraries", {})
-    monkeypatch.setattr(rows, "_entries", {})
+    monkeypatch.setattr(kept, "_entries", {})
     cpu.compile_products()
     yield
     cpu.compile_products(False)
@@ -150,7 +150,7 @@ def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:
 
 def test_explain_lists_copies_among_the_ways_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a layer of a model has them, with times."""
-    monkeypatch.setenv(rows.SETTING, "auto")
+    monkeypatch.setenv(kept.SETTING, "auto")
     monkeypatch.setenv("QDSL_CPU_INT8", "1")
     choice = processors.explained(processors.weight(q4_0.FORMAT, (64, 256), None, {}), 1, "bf16")
     assert [(own["kernel"], own["config"]) for own in choice["candidates"]] == [
@@ -190,7 +190,7 @@ def test_a_changed_weight_is_copied_again() -> None:
     assert not torch.equal(module(x), wanted)
     del first, second, module
     gc.collect()
-    assert not rows._entries
+    assert not kept._entries
 
 
 def test_tensors_of_inference_mode_are_read_as_they_are_stored() -> None:
@@ -208,9 +208,9 @@ def test_a_setting_keeps_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPa
     layers = torch.nn.Sequential(torch.nn.Linear(256, 64))
     model.quantize_model(layers, q4_0.FORMAT)
     for choice, has_copies in (("never", (False, False)), ("auto", (False, True)), ("always", (True, True))):
-        monkeypatch.setenv(rows.SETTING, choice)
+        monkeypatch.setenv(kept.SETTING, choice)
         assert tuple(rows.placed(weight) is not None for weight in (packed, layers[0].packed)) == has_copies
     assert q4_0.linear(sample(1, 256), packed).shape == (1, 64)
-    monkeypatch.setenv(rows.SETTING, "maybe")
+    monkeypatch.setenv(kept.SETTING, "maybe")
     with pytest.raises(FormatError, match="QDSL_CPU_INTERLEAVE is auto, always or never, not 'maybe'"):
         rows.placed(packed)

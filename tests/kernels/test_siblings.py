@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import qdsl
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_1, q4_k, q6_k, q8_0
 from qdsl.host import library
-from qdsl.runtime.cpu import joined, rows
+from qdsl.runtime.cpu import joined, kept, rows
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.torch import model, siblings
 from tests.support.cpu_products import sample
@@ -32,7 +32,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[No
     monkeypatch.setenv("QDSL_CACHE", str(cache_folder))
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-O1"))
     monkeypatch.setattr(rows, "_libraries", {})
-    monkeypatch.setattr(rows, "_entries", {})
+    monkeypatch.setattr(kept, "_entries", {})
     cpu.compile_products()
     yield
     cpu.compile_products(False)
@@ -332,7 +332,7 @@ def test_loaded_models_are_joined_and_copied_before_the_first_product(tmp_path: 
     loaded = Layers()
     qdsl.load_weights_(loaded, tmp_path / "first")
     layers = dict(loaded.self_attn.named_children())
-    assert all(layer.siblings is not None for layer in layers.values()) and len(rows._entries) == len(layers)
+    assert all(layer.siblings is not None for layer in layers.values()) and len(kept._entries) == len(layers)
     with torch.no_grad():
         for _ in range(2):
             assert same(loaded.self_attn(sample(1, K)), quantized.self_attn(sample(1, K)))
@@ -353,7 +353,7 @@ def test_layers_with_groups_of_other_lengths_stay_alone() -> None:
 
 def test_copies_whose_groups_differ_in_length_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one number of several, too, for which loops take the length as an argument."""
-    monkeypatch.setenv(rows.SETTING, "always")
+    monkeypatch.setenv(kept.SETTING, "always")
     first, second = (rows.placed(q4_k.quantize(sample(64, K, seed=seed))) for seed in range(2))
     assert first is not None and second is not None and joined._are_alike([first, second])
     weight = rows.described_weight(second.codes, second.levels, second.fields, list(second.weight.shift)[:len(second.fields)], 64,

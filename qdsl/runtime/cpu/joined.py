@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qdsl.runtime.cpu import memory, rows, threads
+from qdsl.runtime.cpu import kept, memory, rows, threads
 from qdsl.runtime.cpu.prepared import TYPES
 from qdsl.runtime.libraries.private_apis import allocator
 from qdsl.runtime.weight.packed import PackedWeight
@@ -41,13 +41,13 @@ class Joined:
         count, unused = len(self.sizes), [0] * (threads.MOST_JOINED - len(self.sizes))
         counts = (ctypes.c_int64 * count)(*self.sizes)
         outputs = [(shape, rows.strides_of(shape)) for shape in [(*sizes[:-1], n) for n in self.sizes]]
-        kept = self.whole                                        # the memory of the weight's address
+        whole = self.whole                                       # the memory of the weight's address
 
         def run(x: Tensor, biases: Sequence[int]) -> list[Tensor]:
             results = [allocate(shape, strides, dtype) for shape, strides in outputs]
             if call(described, x.data_ptr(), m, torch.get_num_threads(), weight, counts, count, *biases, *unused,
                     *[result.data_ptr() for result in results], *unused):
-                raise MemoryError(f"no memory for {m} rows of {kept.columns} columns in float32")
+                raise MemoryError(f"no memory for {m} rows of {whole.columns} columns in float32")
             return results
 
         return run
@@ -72,7 +72,7 @@ def join(weights: Sequence[PackedWeight]) -> Joined | None:
     for n in counts:
         parts.append(_part(first, codes, fields, groups, n))
         groups += -(-n // rows.ROWS)
-    rows.exchange(copies, parts)
+    kept.exchange(copies, [rows.entry_of(part) for part in parts])
     return Joined(_part(first, codes, fields, 0, sum(counts)), counts)
 
 

@@ -1,6 +1,7 @@
 """x @ w.T and decoded weights on a CPU: the target of plans (runtime/weight/target.py) that lists ways, chooses one and runs it.
 
 | way      | for                              | what computes it                                                                |
+| dense    | lossless codes, x in their dtype | torch's matmul of a decoded copy (dense.py)                                     |
 | stored   | stored numbers that are weights  | torch's matmul                                                                  |
 | rows     | any number of rows               | compiled loops over a copy with interleaved rows (rows.py)                      |
 | plain    | up to 8 rows of x                | a compiled loop over the weight as it is stored; exact float32 weights           |
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.runtime.cpu import loops
+from qdsl.runtime.cpu import dense, loops
 from qdsl.runtime.cpu import rows as row_copies
 from qdsl.runtime.cpu.prepared import PreparedProduct, prepare
 from qdsl.runtime.cpu.source import DECODE
@@ -39,7 +40,7 @@ from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 ROUNDING = "QDSL_CPU_INT8"
 TILE = 1 << 20                                                   # weights decoded at a time: more leave caches, less need calls
-PLAIN, ROWS = "plain", "rows"                                    # ways of compiled loops: as stored, with interleaved rows
+PLAIN, ROWS, DENSE = "plain", "rows", "dense"                    # prepared ways: as stored, interleaved rows, decoded once
 INT8_ROWS = 64                                                   # of x, for which torch's int8 kernel is faster than tiles
 
 
@@ -75,7 +76,8 @@ def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype, tasks: Itera
     with one_thread(), ThreadPoolExecutor(count, "qdsl-copy", partial(torch.set_num_threads, 1)) as pool:
         for _ in pool.map(partial(_compile_ways, dtype=dtype), by_kind.values()):
             pass
-        for _ in pool.map(lambda task: task(), [*tasks, *(partial(row_copies.placed, packed) for packed in by_place.values())]):
+        copies = [partial(copy, packed) for packed in by_place.values() for copy in (row_copies.placed, dense.decoded)]
+        for _ in pool.map(lambda task: task(), [*tasks, *copies]):
             pass
 
 
@@ -101,18 +103,25 @@ def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | No
 
 def runner(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Callable[[], Tensor]:
     """A function that computes `run`, as often as it is called, with what a layer prepares once done before."""
-    if candidate.kind not in (ROWS, PLAIN):
+    if candidate.kind not in (ROWS, PLAIN, DENSE):
         of_torch = {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _tiled, "stored": _tiled}[candidate.kind]
-        return partial(of_torch, x, packed, bias)
+        return partial(of_torch, x, packed.decode_streams(), bias)
     ready = _prepared(candidate, x, packed, bias)
     names = [name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order]
     tensors = [packed.tensors[name] for name in names]
 
     def computed() -> Tensor:
         out = None if ready is None else ready.run(x, tensors, bias)
-        return _tiled(x, packed, bias) if out is None else out
+        return _tiled(x, packed.decode_streams(), bias) if out is None else out
 
     return computed
+
+
+def has_decoded_copy(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether `product` takes a weight of a lossless code as it is, because it keeps the weight decoded."""
+    if not packed.layout.streams or not x.numel() or {x.device.type, packed.device.type} != {"cpu"}:
+        return False
+    return not torch.compiler.is_compiling() and _is_plain(packed, x.dtype) and dense.decoded(packed) is not None
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | None = None) -> Tensor:
@@ -123,7 +132,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | No
     if not x.numel() or x.device.type != "cpu" or torch.compiler.is_compiling():
         return _tiled(x, packed, bias)
     candidate = next(_ways(packed, x.shape[0], x.dtype))
-    if mode is not None and candidate.kind in (ROWS, PLAIN):
+    if mode is not None and candidate.kind in (ROWS, PLAIN, DENSE):
         plan = plan_of(packed)
         ready = _prepared(candidate, x, packed, bias, plan.is_permuted)
         if ready is not None:
@@ -134,8 +143,11 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | No
 def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candidate]:
     """Candidates, the best first."""
     if _is_plain(packed, dtype):
+        if dense.decoded(packed) is not None:
+            yield Candidate(DENSE)
         yield Candidate("stored")
         return
+    packed = packed.decode_streams()
     if loops.are_compiled(packed) and dtype != torch.float64:
         together = loops.TOGETHER if rows > 2 else 1
         rounds_x = rows <= loops.FEW and os.environ.get(ROUNDING, "0") not in ("", "0")
@@ -156,6 +168,8 @@ def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candi
 def _prepared(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None,
               is_permuted: bool = False) -> PreparedProduct | None:
     kind = None if bias is None else bias.dtype
+    if candidate.kind == DENSE:
+        return dense.prepare(packed, x.shape[0], kind, is_permuted)
     if candidate.kind == ROWS:
         return row_copies.prepare(packed, x.shape[0], x.dtype, kind, is_permuted, "INT8" in candidate.config)
     return prepare(packed, candidate.config["ROWS"], x.shape[0], x.dtype, kind, is_permuted)

@@ -3,19 +3,15 @@
 `placed` makes that copy of a weight at its first product, from the fields, and keeps it as long as the weight's memory lives.
 The weight itself stays as it is, so that files, slices and conversions do not change.  A format whose decode is affine in a code
 has such loops; its generated module has their C functions.
-
-QDSL_CPU_INTERLEAVE says which weights have copies: 'auto', the default, those of layers in models that loaders fill; 'always'
-all; 'never' none.  Products with other weights read them as they are stored.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +19,16 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.host.system import page_out, processor_flags
-from qdsl.runtime.cpu import memory, threads
+from qdsl.host.system import processor_flags
+from qdsl.runtime.cpu import kept, memory, threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
 from qdsl.runtime.libraries.private_apis import allocator
 from qdsl.runtime.weight.layout import RowLoops
 from qdsl.runtime.weight.matrix_unit import SMALL_FLOATS
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import unpack
 
-SETTING, CHOICES = "QDSL_CPU_INTERLEAVE", ("auto", "always", "never")
 GROUPS, LOOPS = (Path(__file__).with_name(name) for name in ("row_groups.h", "row_loops.h"))
 ROWS, BLOCK, MOST_FIELDS, TABLE = 16, 32, 8, 64                  # as in row_groups.h
 FEW = 8                                                          # rows of x that `dot` takes; more have tiles
@@ -42,8 +37,6 @@ SHARE = 1 << 17                                                  # products of w
 KINDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.uint8: "uint8", torch.int8: "int8"}
 
 _libraries: dict[tuple[Any, ...], ctypes.CDLL | None] = {}
-_entries: dict[tuple[int, ...], _Entry | None] = {}             # by addresses of tensors and the description
-_descriptions: dict[tuple[Any, ...], int] = {}
 
 
 class Weight(ctypes.Structure):
@@ -147,15 +140,6 @@ class Way:
         return out if out.dtype is dtype else out.to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A copy that is kept, and versions of the tensors that it was made of: of parameters, which modules check, and others."""
-
-    placed: Placed
-    address: int                                                 # of its Weight
-    versions: dict[bool, tuple[int, ...]]
-
-
 def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A new tensor, without an operator of torch where that is possible."""
     allocate = allocator("cpu")
@@ -188,7 +172,7 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
     bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.  rounds_x: up to 8
     rows are rounded to 8 bits.
     """
-    first, description = placed(packed), _description(packed)
+    first, description = placed(packed), kept.description(packed)
     if first is None:
         return None
     way, n, allocate = Way.of(first, m, dtype, bias, rounds_x), packed.shape[0], allocator("cpu")
@@ -201,15 +185,15 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
         def run(x: Tensor, tensors: Sequence[Tensor], added: Tensor | None) -> Tensor | None:
             own = tensors[:-1] if is_permuted else tensors
             try:
-                entry = _entries.get((*[tensor.data_ptr() for tensor in own], description))
-                if entry is None or not _is_current(entry, own) or not x.is_cpu or not (source := x.data_ptr()):
+                entry = kept.find(own, description)
+                if entry is None or not x.is_cpu or not (source := x.data_ptr()):
                     return None
             except RuntimeError:                                 # tensors of autograd's vmap have no memory
                 return None
             if added is not None and (added.shape != (n,) or not added.is_contiguous() or not added.is_cpu):
                 return None
             if not is_direct or is_permuted or not x.is_contiguous():
-                return way.product(entry.placed, x.index_select(-1, tensors[-1]) if is_permuted else x, added, sizes)
+                return way.product(entry.copy, x.index_select(-1, tensors[-1]) if is_permuted else x, added, sizes)
             out = allocate(sizes, strides, dtype)                # type: ignore[misc]
             if call(described, source, 0 if added is None else added.data_ptr(), out.data_ptr(), m, torch.get_num_threads(),
                     entry.address, *places):
@@ -235,14 +219,6 @@ def _capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def setting() -> str:
-    """The value of QDSL_CPU_INTERLEAVE.  Raises FormatError where it is none of CHOICES."""
-    choice = os.environ.get(SETTING, CHOICES[0])
-    if choice not in CHOICES:
-        raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {choice!r}")
-    return choice
-
-
 def code_bytes(packed: PackedWeight) -> int:
     """The bytes of the codes of a weight's copy; 0 for one that has none."""
     (n, k), loops = packed.shape, packed.variant.row_loops
@@ -252,54 +228,12 @@ def code_bytes(packed: PackedWeight) -> int:
 def placed(packed: PackedWeight, into: Tensor | None = None) -> Placed | None:
     """The interleaved copy of a weight, made at the first call; None for a weight that has none.
 
-    into: memory for the codes [code_bytes] of a new copy, which takes the place of one that was made before.  A changed or
-    replaced tensor gets a new copy; tensors of inference mode, which do not tell that they change, have none.  Memory that is
-    written through `tensor.data` is not noticed: see `forget`.
+    into: memory for the codes [code_bytes] of a new copy, which takes the place of one that was made before.
     """
-    choice = setting()
-    if choice == "never" or (choice == "auto" and not packed.keeps_copy) or packed.variant.row_loops is None:
+    if packed.variant.row_loops is None or not library.has_compiler():
         return None
-    if packed.is_decoded or packed.has_branch or not packed.tensors or not library.has_compiler():
-        return None
-    tensors = [packed.tensors[name] for name in packed.layout.coded
-               if name in packed.tensors and name not in packed.in_order]
-    if any(tensor.is_inference() for tensor in tensors):         # they count no changes, of which a copy must know
-        return None
-    key = (*[tensor.data_ptr() for tensor in tensors], _description(packed))
-    entry = _entries.get(key)
-    if into is None and key in _entries and (entry is None or _is_current(entry, tensors)):
-        return None if entry is None else entry.placed
-    copy = _place(packed, into)
-    _entries[key] = entry = None if copy is None else _Entry(copy, ctypes.addressof(copy.weight), {})
-    if entry is not None:
-        _is_current(entry, tensors)                              # notes their versions
-        for tensor in tensors:                                   # products do not read them any more
-            page_out(tensor.data_ptr(), tensor.nbytes)
-    for tensor in tensors:                                       # its address may be another tensor's afterwards
-        weakref.finalize(tensor.untyped_storage(), _entries.pop, key, None).atexit = False
-    return copy
-
-
-def exchange(copies: Sequence[Placed], others: Sequence[Placed]) -> None:
-    """Keep other copies of the same weights in place of copies."""
-    by_copy = dict(zip(map(id, copies), others, strict=True))
-    for key, entry in list(_entries.items()):
-        if entry is not None and id(entry.placed) in by_copy:
-            other = by_copy[id(entry.placed)]
-            _entries[key] = _Entry(other, ctypes.addressof(other.weight), entry.versions)
-
-
-def _description(packed: PackedWeight) -> int:
-    """A number that tells weights at one address apart."""
-    described = (packed.format, packed.storage, packed.shape, packed.params_text,
-                 *[tensor.stride() for tensor in packed.tensors.values()])
-    return _descriptions.setdefault(described, len(_descriptions))
-
-
-def _is_current(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have not changed since their copy was made."""
-    versions = tuple([tensor._version for tensor in tensors])
-    return entry.versions.setdefault(isinstance(tensors[0], torch.nn.Parameter), versions) == versions
+    entry = kept.kept(packed, partial(_place, packed, into), into is not None)
+    return None if entry is None else entry.copy
 
 
 def takes_bytes(packed: PackedWeight) -> bool:
@@ -307,17 +241,15 @@ def takes_bytes(packed: PackedWeight) -> bool:
     return packed.variant.row_loops is not None and "#define BASE" in packed.variant.row_loops.source
 
 
-def forget(tensors: Mapping[str, Tensor]) -> None:
-    """Drop the copies of weights with these tensors, whose numbers have changed."""
-    places = {tensor.data_ptr() for tensor in tensors.values()}
-    for key in [key for key in list(_entries) if places & set(key[:-1])]:
-        _entries.pop(key, None)
-
-
 # -- placing -----------------------------------------------------------------------------------------------------------
 
 
-def _place(packed: PackedWeight, into: Tensor | None) -> Placed | None:
+def entry_of(copy: Placed) -> kept.Entry[Placed]:
+    """A copy as one that is kept."""
+    return kept.Entry(copy, ctypes.addressof(copy.weight))
+
+
+def _place(packed: PackedWeight, into: Tensor | None) -> kept.Entry[Placed] | None:
     """A new interleaved copy; None where groups of columns are too short or uneven, or without a compiler.
 
     into: memory for its codes, where those of others are.
@@ -348,7 +280,7 @@ def _place(packed: PackedWeight, into: Tensor | None) -> Placed | None:
         factor = _factor(loops, fields)
     if functions is None:
         return None
-    return _assembled(packed, loops, functions, codes, parts, levels, factor, into is None)
+    return entry_of(_assembled(packed, loops, functions, codes, parts, levels, factor, into is None))
 
 
 def _tiles(packed: PackedWeight) -> list[tuple[int, int]]:

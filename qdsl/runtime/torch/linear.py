@@ -99,7 +99,7 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: st
         return out
     if packed.runs_kernels:
         return product(x, packed, bias, mode, mode == INVARIANT)
-    plain = packed.decode_streams()
+    plain = packed if mode != INVARIANT and cpu.has_decoded_copy(x, packed) else packed.decode_streams()
     if mode == INVARIANT:
         return _invariant_product(x, plain, bias)
     return cpu.product(x, plain, bias, mode if plain is packed else None)

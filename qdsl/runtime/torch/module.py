@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from qdsl.runtime.cpu import rows
+from qdsl.runtime.cpu import kept
 from qdsl.runtime.libraries.private_apis import is_fsdp_shard
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
@@ -40,7 +40,7 @@ class PackedModule(SpecializedModule):
     `.to`, `.half()` and similar calls keep their dtypes, and `state_dict` has them as the checkpoint does.  `weight` is a
     NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is the dtype that a dense
     layer's weight would have: the last one that the layer was cast to.  keeps_copy: whether products on a CPU may keep a
-    copy of the weight (runtime/cpu/rows.py); loaders set it.
+    copy of the weight (runtime/cpu/kept.py); loaders set it.
 
     A tensor is validated once, when the layer gets it: its dtype, its shape, and that the groups of an index exist.  Validation
     also records on the tensor whether columns are in order.  A tensor that was replaced without loading has no record and is
@@ -92,7 +92,7 @@ class PackedModule(SpecializedModule):
                      for name, tensor in tensors.items())
         if is_new and is_plain(*tensors.values()):
             self._undo_casts(tensors)
-            rows.forget(tensors)
+            kept.forget(tensors)
             tensors = self._note(tensors)
         packed = self._packed.derive({name: tensor.data for name, tensor in tensors.items()}, in_order=_ordered(tensors))
         packed.plan, packed.dense, packed.keeps_copy = self._packed.plan, self._packed.dense, self.keeps_copy
@@ -268,7 +268,7 @@ class PackedModule(SpecializedModule):
         self._specialize()
         if is_plain(*tensors.values()):
             if not is_same:
-                rows.forget(tensors)
+                kept.forget(tensors)
             try:
                 self._note(tensors)
             except FormatError:

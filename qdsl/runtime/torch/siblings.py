@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.core.siblings import SIBLINGS
+from qdsl.runtime.cpu import kept, loops, rows
 from qdsl.runtime.cpu import linear as cpu
-from qdsl.runtime.cpu import loops, rows
 from qdsl.runtime.cpu.joined import Joined, Run, join
 from qdsl.runtime.gpu.placement import may_change
 from qdsl.runtime.libraries.private_apis import is_autocast_enabled, is_direct
@@ -180,7 +180,7 @@ def make_ready(model: nn.Module, filter: Callable[[str], bool]) -> None:
     filter(name): of which layers.  Where there is an accelerator, to which the model may be moved, the first product does it.
     """
     keep_copies(model, filter)
-    if torch.accelerator.is_available() or rows.setting() == "never":
+    if torch.accelerator.is_available() or kept.setting() == "never":
         return
     groups = _siblings_of(model, filter)
     together = {id(layer) for group in groups for layer in group.layers}
@@ -201,7 +201,7 @@ def _is_filled(layer: QuantizedLinear) -> bool:
 def join_siblings(model: nn.Module, filter: Callable[[str], bool]) -> list[str]:
     """Join the products of a model's layers that have the same x, by their names: the names of the layers.
 
-    filter(name): of which layers.  They have copies on a CPU (runtime/cpu/rows.py).
+    filter(name): of which layers.  They have copies on a CPU (runtime/cpu/kept.py).
     """
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(layer)] for group in _siblings_of(model, filter) if group.place() for layer in group.layers]
