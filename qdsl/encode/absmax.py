@@ -88,11 +88,11 @@ def _compiled(weight: Tensor, code: str, scale: str, columns: int, axes: int, di
     kind, (n, k) = number(code), weight.shape
     if kind is None or kind.is_float or kind.high > 255 or k % columns or axes != 2:
         return None
-    found = native.scaled_codes(weight.float(), columns, divisor, with_sign, offset, (kind.low, kind.high), ties, lost)
-    if found is None:
+    blocks = native.scaled_codes(weight.float(), columns, divisor, with_sign, offset, (kind.low, kind.high), ties, lost)
+    if blocks is None:
         return None
-    exact = found[1].view(n, 1, k // columns, 1)
-    return found[0].view(torch_dtype(code)), exact, stored_scale(exact, scale)
+    exact = blocks[1].view(n, 1, k // columns, 1)
+    return blocks[0].view(torch_dtype(code)), exact, stored_scale(exact, scale)
 
 
 def _with_sums(chosen: Tensor, exact: Tensor, stored: Tensor, axes: int, offset: int, sums: str, columns: int,

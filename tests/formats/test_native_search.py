@@ -68,7 +68,7 @@ def test_blocks_with_one_scale_have_the_same_bytes(module: Any, dtype: torch.dty
     weight[5, ::2], weight[5, 1::2] = -3, 3
     weight[6:10] *= torch.tensor([1e-38, 2e-39, 1e-42, 1e4])[:, None]
     calls, scaled_codes = [], native.scaled_codes
-    monkeypatch.setattr(native, "scaled_codes", lambda *given: calls.append(scaled_codes(*given)) or calls[-1])
+    monkeypatch.setattr(native, "scaled_codes", lambda *arguments: calls.append(scaled_codes(*arguments)) or calls[-1])
     packed = module.quantize(weight.to(dtype))
     library.choose("never")
     plain = module.quantize(weight.to(dtype))
