@@ -58,6 +58,10 @@ def walk_values() -> list[str]:
     return fenced(_stages()[0]["type_decode"])
 
 
+def walk_affine() -> list[str]:
+    return fenced(_stages()[0]["factor_decode"])
+
+
 def walk_units() -> list[str]:
     return fenced(_stages()[0]["choose_units"])
 
@@ -88,5 +92,5 @@ def walk_c() -> list[str]:
     return fenced(_cut("ROW_FUNCTIONS = "))
 
 
-WALK: tuple[Callable[[], list[str]], ...] = (walk_fields, walk_records, walk_layouts, walk_values, walk_units, walk_literal,
-                                             walk_torch, walk_triton, walk_c)
+WALK: tuple[Callable[[], list[str]], ...] = (walk_fields, walk_records, walk_layouts, walk_values, walk_affine, walk_units,
+                                             walk_literal, walk_torch, walk_triton, walk_c)

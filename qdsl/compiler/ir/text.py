@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qdsl.compiler.ir.index import Index
-from qdsl.compiler.ir.program import Placement, Program, Section, Tensor, Value
+from qdsl.compiler.ir.program import Placement, Program, Section, Tensor, Terms, Value
 
 
 def text(program: Program) -> str:
@@ -38,6 +38,7 @@ def _lines(program: Program) -> Iterator[str]:
     if program.values:
         yield "values"
         yield from (f"  %{number:<3} {_value(value)}" for number, value in enumerate(program.values))
+    yield from _affine(program)
     if program.encode is not None:
         encode = program.encode
         shown = [f"{key} = {value}" for key, value in {**encode.roles, **encode.options, **encode.constants}.items()]
@@ -98,3 +99,15 @@ def _value(value: Value) -> str:
 
 def _list(items: tuple[Index, ...]) -> str:
     return f"[{', '.join(map(str, items))}]"
+
+
+def _affine(program: Program) -> Iterator[str]:
+    if (affine := program.affine) is not None:
+        parts = {"code": affine.code, "levels": affine.table, "scale": _terms(affine.scale), "zero": _terms(affine.zero),
+                 "offset": _terms(affine.offset), "columns": affine.columns}
+        yield f"affine {', '.join(f'{key} = {value}' for key, value in parts.items() if value)}"
+
+
+def _terms(terms: Terms) -> str:
+    """A sum of products of fields, '' for none."""
+    return " + ".join(" * ".join([*([f"{factor:g}"] if factor != 1 or not names else []), *names]) for factor, names in terms)

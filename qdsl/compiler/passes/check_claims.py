@@ -13,7 +13,11 @@ from qdsl.core.shapes import axis, seen_shape
 
 
 def check_claims(program: Program, problems: Problems) -> Program:
-    """The program unchanged; adds a problem for each claim that its layout contradicts."""
+    """The program unchanged; adds a problem for each claim that its layout contradicts.
+
+    >>> shown(more="claims: {bytes: 20}")
+    error: the spec claims 20 bytes, and 'p' has 18
+    """
     for claim in program.spec.claims:
         if claim.name.value == "bytes":
             records = [tensor for tensor in program.tensors if tensor.words > 1]

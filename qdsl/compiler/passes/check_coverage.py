@@ -22,7 +22,13 @@ from qdsl.core.text import counted
 
 
 def check_coverage(program: Program, problems: Problems) -> Program:
-    """The program with variables marked exact or padded; adds a problem for bits that are missing or stored twice."""
+    """The program with variables marked exact or padded; adds a problem for bits that are missing or stored twice.
+
+    >>> shown(record="d; l<16: q[l] q[l]")
+    error: bit 0 of q[0, 0] is stored 2 times, at record bits 16 and 20
+    >>> shown(record="d; l<15: q[l] q[l + 16]")
+    error: no item of the record stores bit 0 of q[0, 15]
+    """
     stored: dict[str, set[int]] = {}
     for tensor in program.tensors:
         is_whole = _check_words(tensor, problems)

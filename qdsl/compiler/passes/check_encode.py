@@ -31,7 +31,13 @@ ALIKE = (("scale", "choice"), ("code", "sign"))                  # of schemes th
 
 
 def check_encode(program: Program, problems: Problems) -> Program:
-    """The program with its encode scheme: the fields of its roles, its options, and the constants from decode."""
+    """The program with its encode scheme: the fields of its roles, its options, and the constants from decode.
+
+    >>> shown(more="encode: signmax(code=q, scale=d, divisor=-8, by=exact, ties=up)")   # the offset is that of decode
+    encode signmax: code = q, scale = d, divisor = -8, by = exact, ties = up, offset = 8
+    >>> shown(more="encode: absmax(code=q, scale=d)")
+    error: 'absmax' of codes that are u4 needs 'divisor'
+    """
     call = program.spec.encode
     if call is None:
         for option, _ in program.authored.options:

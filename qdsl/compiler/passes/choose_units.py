@@ -35,7 +35,17 @@ class _Digit:
 
 
 def choose_units(program: Program, problems: Problems) -> Program:
-    """The program with units; never adds problems, because kernels can serve any layout weight by weight."""
+    """The program with units; never adds problems, because kernels can serve any layout weight by weight.
+
+    A unit is a word, and its lanes are the weights that it holds:
+
+    >>> shown(record="d; l<16: q[l] q[l + 16]")
+    units of blocks: t, i < 16 (k + 1 i); contiguous along k
+    lanes h < 2 (k + 16 h)
+    >>> shown(record="d; l<32: q[l]")
+    units of blocks: t, i < 16 (k + 2 i); contiguous along k
+    lanes h < 2 (k + 1 h)
+    """
     return replace(program, units=_units(program) or _rows_of_codes(program))
 
 

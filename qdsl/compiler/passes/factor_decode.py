@@ -22,7 +22,13 @@ _Sum = Mapping[tuple[str, ...], Fraction]                        # coefficient b
 
 
 def factor_decode(program: Program, problems: Problems) -> Program:
-    """The program with `affine`; never adds problems: other formulas are computed weight by weight."""
+    """The program with `affine`; never adds problems: other formulas are computed weight by weight.
+
+    >>> shown(decode="d * (q - 8)")
+    affine code = q, scale = d, zero = -8
+    >>> shown(decode="d * q * q")
+    nothing
+    """
     affine = _affine(program)
     return replace(program, affine=None if isinstance(affine, str) else affine)
 

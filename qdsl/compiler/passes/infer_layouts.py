@@ -15,7 +15,17 @@ from qdsl.core.layout import BYTE, Line, Piece, Slice, gather, split, walk
 
 
 def infer_layouts(program: Program, problems: Problems) -> Program:
-    """The program with slices, the strided layouts of every field's bits."""
+    """The program with slices, the strided layouts of every field's bits.
+
+    Digits of a field's coordinates, their steps in bits, and the first bit, here of d and of q:
+
+    >>> shown(record="d; l<16: q[l] q[l + 16]")
+    bits 0..15 at (1):(0)@0
+    bits 0..3 at (16,2):(8,4)@16
+    >>> shown(record="d; l<32: q[l]")
+    bits 0..15 at (1):(0)@0
+    bits 0..3 at (32):(4)@16
+    """
     return replace(program, tensors=tuple(_infer(tensor, problems) for tensor in program.tensors))
 
 

@@ -27,7 +27,18 @@ assert set(FLOATS) <= TORCH_FLOATS.keys()
 
 
 def read_branches(program: Program, problems: Problems) -> Program:
-    """The program with its branches; adds a problem for a tensor that holds no field of its branch."""
+    """The program with its branches; adds a problem for a tensor that holds no field of its branch.
+
+    >>> shown(more='''plus:
+    ...   csr:
+    ...     rows: {tensor: "i32[n<N + 1]", record: "start[n]"}
+    ...     cols: {tensor: "i32[e<E]", record: "column[e]"}
+    ...     vals: {tensor: "f32[e<E]", record: "value[e]"}''')
+    plus csr
+    rows i32 [N + 1]: start of digits [N + 1], by subscripts ((0,),)
+    cols i32 [E]: column of digits [E], by subscripts ((0,),)
+    vals f32 [E]: value of digits [E], by subscripts ((0,),)
+    """
     spec = program.spec
     if not spec.plus:
         return program

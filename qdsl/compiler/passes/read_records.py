@@ -29,7 +29,14 @@ from qdsl.core.stored import PLANAR
 
 
 def read_records(program: Program, problems: Problems) -> Program:
-    """The program with the tensors of its storage, and the values of fields that it does not store."""
+    """The program with the tensors of its storage, and the values of fields that it does not store.
+
+    >>> shown(record="d; l<16: q[l] q[l + 16]")                    # words of 8 bits, as many as the record needs
+    tensors
+    blocks u8 [n < N, t < K // 32 x 18 words]  144 bits
+    d      tiles [1 n, 1 t]
+    q      tiles [1 n, 32 t]
+    """
     storage = next(s for s in program.spec.storages if s.name.value == program.storage)
     where = _fixed_values(program, storage, problems)
     tensors: list[Tensor] = []

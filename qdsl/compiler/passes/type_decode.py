@@ -28,7 +28,19 @@ MAX_PERIOD = 1024                                                # columns after
 
 
 def type_decode(program: Program, problems: Problems) -> Program:
-    """The program with its decode expression as typed values."""
+    """The program with its decode expression as typed values.
+
+    >>> shown(decode="d * (q // 2 - 4)")
+    values
+    %0   field d          f32              [n, k // 32]
+    %1   field q          int 0..15        [n, k]
+    %2   const 2          int 2..2         []
+    %3   // %1, %2        int 0..7         [n, k]
+    %4   const 4          int 4..4         []
+    %5   - %3, %4         int -4..3        [n, k]
+    %6   float %5         f32              [n, k]
+    %7   * %0, %6         f32              [n, k]
+    """
     builder = _Builder(program, problems)
     root = builder.value(program.spec.decode)
     if root is None:

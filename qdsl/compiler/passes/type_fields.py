@@ -24,7 +24,14 @@ AXES = {"n": "N", "k": "K"}
 
 
 def type_fields(program: Program, problems: Problems) -> Program:
-    """The program with dims, and fields with their number types, subscripts and extents."""
+    """The program with dims, and fields with their number types, subscripts and extents.
+
+    >>> shown(fields="s: 'f16[n, k // 64]', q: 'u3[n, k]'", decode="s * q", record="l<64: q[l]; s")
+    program example.p
+    fields
+    s      f16      [n, k // 64]         of [N, cdiv(K, 64)]
+    q      u3       [n, k]               of [N, K]
+    """
     domain = _domain(program)
     names = {**{axis: name(axis) for axis in ("N", "K")}, **parameters(program)}
     dims: dict[str, Index] = {}
