@@ -74,7 +74,6 @@ PROGRAM = {
     "params": {"real": ("f16", "bf16")},
     "variants": {(): {
         "fields": {"q": ("u16", "N", "K/8"), "cb": ("real", "65536", "8"), "s": ("real", "N")},
-        "cuts": ("N", "K"),
         "storages": {"aqlm": {"tensors": {
             "codes": ("i16", "N", "K/8", "1", {"slices": (("q", 0, [0, 1]),)}),
             "codebooks": ("real", "1", "65536", "1", "8", {"slices": (("cb", 0, [1, 3]),)}),

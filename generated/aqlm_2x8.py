@@ -85,7 +85,6 @@ PROGRAM = {
     "params": {"real": ("f16", "bf16")},
     "variants": {(): {
         "fields": {"a": ("u8", "N", "K/8"), "b": ("u8", "N", "K/8"), "cb": ("real", "2", "256", "8"), "s": ("real", "N")},
-        "cuts": ("N", "K"),
         "storages": {"aqlm": {"tensors": {
             "codes": ("i8", "N", "K/8", "2", {"slices": (("a", 0, [0, 1]), ("b", 8, [0, 1]))}),
             "codebooks": ("real", "2", "256", "1", "8", {"slices": (("cb", 0, [0, 1, 3]),)}),

@@ -164,25 +164,18 @@ PROGRAM = {
         "fields": {"z": ("f16", "N", "ceil(K/group)"), "s": ("f16", "N", "ceil(K/group)"), "q": ("u4", "N", "K")},
         "cuts": ("N", "ceil(K/group)"),
         "storages": {
-            "gemv_fast": {
-                "tensors": {
-                    "qweight": ("i16", "N/4", "64*K/64",
-                        {"slices": (("q", 0, [[(4, 16, 1), (0, 1, 0)], [(8, 1, 1), (4, 4), (2, 8, 1), (0, 64, 1)]]),)}),
-                    "scales": ("f16", "1024*ceil(K/1024)/group", "N", {"slices": (("s", 0, [1, 0]),)}),
-                    "qzeros": ("f16", "1024*ceil(K/1024)/group", "N",
-                        {"aliases": ("scaled_zeros",), "slices": (("z", 0, [1, 0]),)}),
-                },
-                "reads": ("K", "group"), "extents": ("K", "group"),
-            },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "16*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
-                    "s": ("f16", "N", "ceil(K/group)", {"field": "s"}),
-                    "z": ("f16", "N", "ceil(K/group)", {"field": "z"}),
-                },
-                "reads": ("K",),
-            },
+            "gemv_fast": {"tensors": {
+                "qweight": ("i16", "N/4", "64*K/64",
+                    {"slices": (("q", 0, [[(4, 16, 1), (0, 1, 0)], [(8, 1, 1), (4, 4), (2, 8, 1), (0, 64, 1)]]),)}),
+                "scales": ("f16", "1024*ceil(K/1024)/group", "N", {"slices": (("s", 0, [1, 0]),)}),
+                "qzeros": ("f16", "1024*ceil(K/1024)/group", "N", {"aliases": ("scaled_zeros",), "slices": (("z", 0, [1, 0]),)}),
+            }},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                "s": ("f16", "N", "ceil(K/group)", {"field": "s"}),
+                "z": ("f16", "N", "ceil(K/group)", {"field": "z"}),
+            }},
         },
         "codes": {"z": 0},
     }},

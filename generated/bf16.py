@@ -68,7 +68,6 @@ PROGRAM = {
     "detect": {"safetensors": "BF16", "gguf": "BF16"},
     "variants": {(): {
         "fields": {"v": ("bf16", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {"plain": {"tensors": {"weight": ("bf16", "N", "K", {"field": "v"})}}},
         "copies": "v",
     }},

@@ -151,7 +151,6 @@ PROGRAM = {
     "params": {"scale_type": ("bf16", "f16", "f32")},
     "variants": {(): {
         "fields": {"s": ("scale_type",), "q": ("u2", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {
             "transformers": {
                 "tensors": {
@@ -160,14 +159,11 @@ PROGRAM = {
                 },
                 "whole": True,
             },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "16*ceil(K/256)",
-                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
-                    "s": ("scale_type", {"field": "s"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/256)",
+                    {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                "s": ("scale_type", {"field": "s"}),
+            }},
         },
     }},
 }

@@ -294,25 +294,19 @@ PROGRAM = {
         "fields": {"o": ("f32",), "t": ("f32", "ceil(N*K/256*block)"), "s": ("u8", "ceil(N*K/block)"), "q": ("u4", "N", "K")},
         "cuts": ("N", "ceil(N*K/block)"),
         "storages": {
-            "bitsandbytes": {
-                "tensors": {
-                    "weight": ("u8", "ceil(N*K/2)", "1", {"slices": (("q", 4, [[(2, -4), (0, 1, 0)]]),)}),
-                    "weight_absmax": ("u8", "ceil(N*K/block)", {"aliases": ("weight.absmax",), "field": "s"}),
-                    "weight_nested_absmax": ("f32", "ceil(N*K/256*block)", {"aliases": ("weight.nested_absmax",), "field": "t"}),
-                    "weight_nested_offset": ("f32", {"aliases": ("nested_offset",), "field": "o"}),
-                },
-                "reads": ("N", "K"),
-            },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "16*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
-                    "s": ("u8", "N", "K/block", {"slices": (("s", 0, [[("K/block", 1, 1), (0, 1, 0)]]),)}),
-                    "t": ("f32", "ceil(N*K/256*block)", {"field": "t"}),
-                    "o": ("f32", {"field": "o"}),
-                },
-                "reads": ("K",), "extents": ("N", "K", "block"),
-            },
+            "bitsandbytes": {"tensors": {
+                "weight": ("u8", "ceil(N*K/2)", "1", {"slices": (("q", 4, [[(2, -4), (0, 1, 0)]]),)}),
+                "weight_absmax": ("u8", "ceil(N*K/block)", {"aliases": ("weight.absmax",), "field": "s"}),
+                "weight_nested_absmax": ("f32", "ceil(N*K/256*block)", {"aliases": ("weight.nested_absmax",), "field": "t"}),
+                "weight_nested_offset": ("f32", {"aliases": ("nested_offset",), "field": "o"}),
+            }},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                "s": ("u8", "N", "K/block", {"slices": (("s", 0, [[("K/block", 1, 1), (0, 1, 0)]]),)}),
+                "t": ("f32", "ceil(N*K/256*block)", {"field": "t"}),
+                "o": ("f32", {"field": "o"}),
+            }},
         },
     }},
 }

@@ -154,18 +154,14 @@ PROGRAM = {
     "detect": {"tensors": {"weight_format": 0}},
     "variants": {(): {
         "fields": {"s": ("f32", "N"), "q": ("i8", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {
             "bitsandbytes": {"tensors": {"weight": ("i8", "N", "K", {"field": "q"}),
                 "SCB": ("f32", "N", {"aliases": ("weight.SCB",), "field": "s"})}},
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("f32", "N", {"field": "s"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("f32", "N", {"field": "s"}),
+            }},
         },
     }},
 }

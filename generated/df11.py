@@ -86,13 +86,11 @@ PROGRAM = {
     }},
     "variants": {(): {
         "fields": {"v": ("bf16", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {"df11": {
             "tensors": {
                 "luts": ("u8", "?", "256"), "encoded_exponent": ("u8", "?"), "output_positions": ("u8", "?"), "gaps": ("u8", "?"),
                 "sign_mantissa": ("u8", "N*K", {"slices": (("v", 0, [0], 0, 7), ("v", 7, [0], 15, 1))}),
             },
-            "reads": ("N", "K"),
             "streams": {"exponents": ("huffman_windows", ("u8", "N*K", {"slices": (("v", 0, [0], 7, 8),)}),
                 {"tables": "luts", "data": "encoded_exponent", "positions": "output_positions", "gaps": "gaps"})},
         }},

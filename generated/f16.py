@@ -68,7 +68,6 @@ PROGRAM = {
     "detect": {"safetensors": "F16", "gguf": "F16"},
     "variants": {(): {
         "fields": {"v": ("f16", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {"plain": {"tensors": {"weight": ("f16", "N", "K", {"field": "v"})}}},
         "copies": "v",
     }},

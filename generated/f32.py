@@ -68,7 +68,6 @@ PROGRAM = {
     "detect": {"safetensors": "F32", "gguf": "F32"},
     "variants": {(): {
         "fields": {"v": ("f32", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {"plain": {"tensors": {"weight": ("f32", "N", "K", {"field": "v"})}}},
         "copies": "v",
     }},

@@ -143,23 +143,15 @@ PROGRAM = {
     "formula": "s * q + b", "bits": "8.0039", "digest": "fb75fb53a722bf24",
     "variants": {(): {
         "fields": {"s": ("f32", "N"), "b": ("f32", "N"), "q": ("u8", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {
-            "fbgemm": {
-                "tensors": {"rows": ("u8", "N", "K + 8",
-                    {"slices": (("q", 0, [0, 1], {"section": 0}), ("s", 0, [0], {"section": 1}),
-                    ("b", 32, [0], {"section": 1}))})},
-                "reads": ("K",),
-            },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("f32", "N", {"field": "s"}),
-                    "b": ("f32", "N", {"field": "b"}),
-                },
-                "reads": ("K",),
-            },
+            "fbgemm": {"tensors": {"rows": ("u8", "N", "K + 8",
+                {"slices": (("q", 0, [0, 1], {"section": 0}), ("s", 0, [0], {"section": 1}), ("b", 32, [0], {"section": 1}))})}},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("f32", "N", {"field": "s"}),
+                "b": ("f32", "N", {"field": "b"}),
+            }},
         },
         "codes": {"b": 0},
     }},

@@ -100,7 +100,6 @@ PROGRAM = {
     "digest": "cdfbeb3808b84152",
     "variants": {(): {
         "fields": {"v": ("bf16", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {"fix4": {
             "tensors": {
                 "codes": ("i32", "N", "ceil(K/8)"), "base": ("u8", "1"), "patch_start": ("i32", "?"), "patch_index": ("i32", "?"),
@@ -110,7 +109,6 @@ PROGRAM = {
                     ("v", 7, [0, [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]], 15, 1))}),
                 "weight_shape": ("shape", "2"),
             },
-            "reads": ("K",),
             "streams": {"exponents": ("window", ("u8", "N", "K", {"slices": (("v", 0, [0, 1], 7, 8),)}),
                 {"codes": "codes", "base": "base", "start": "patch_start", "index": "patch_index", "value": "patch_exponent"})},
             "shape": "weight_shape",

@@ -149,25 +149,19 @@ PROGRAM = {
         "fields": {"lut": ("level_type", "16"), "s": ("level_type", "N", "ceil(K/group)"), "q": ("u4", "N", "K")},
         "cuts": ("N", "ceil(K/group)"),
         "storages": {
-            "flute": {
-                "tensors": {
-                    "weight": ("i16", "32*N/128", "K/2", "2",
-                        {"seen": ("N/4", "K"),
-                        "slices": (("q", 4, [[(32, 1, 0), (2, 8), (2, 1, 2), (0, 32, 0)], [(2, -4), (0, 1, 1)]]),)}),
-                    "scales": ("level_type", "N", "K/group", {"field": "s"}),
-                    "tables": ("level_type", "16", {"field": "lut"}),
-                },
-                "extents": ("N",),
-            },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "16*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
-                    "s": ("level_type", "N", "ceil(K/group)", {"field": "s"}),
-                    "lut": ("level_type", "16", {"field": "lut"}),
-                },
-                "reads": ("K",),
-            },
+            "flute": {"tensors": {
+                "weight": ("i16", "32*N/128", "K/2", "2",
+                    {"seen": ("N/4", "K"),
+                    "slices": (("q", 4, [[(32, 1, 0), (2, 8), (2, 1, 2), (0, 32, 0)], [(2, -4), (0, 1, 1)]]),)}),
+                "scales": ("level_type", "N", "K/group", {"field": "s"}),
+                "tables": ("level_type", "16", {"field": "lut"}),
+            }},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                "s": ("level_type", "N", "ceil(K/group)", {"field": "s"}),
+                "lut": ("level_type", "16", {"field": "lut"}),
+            }},
         },
     }},
 }

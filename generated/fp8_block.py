@@ -174,14 +174,11 @@ PROGRAM = {
                 "qdata": ("e4m3", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                 "scale": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"aliases": ("_weight_scale",), "field": "s"}),
             }},
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"field": "s"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"field": "s"}),
+            }},
         },
     }},
 }

@@ -206,7 +206,6 @@ PROGRAM = {
     "params": {"scale_type": ("bf16", "f32", "f16", "e8m0")},
     "variants": {(): {
         "fields": {"q": ("e4m3", "N", "K"), "s": ("scale_type", "N")},
-        "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
                 "weight": ("e4m3", "N", "K", {"field": "q"}),
@@ -229,19 +228,15 @@ PROGRAM = {
                     "weight_scale": ("scale_type", "N", "1", {"slices": (("s", 0, [0]),)}),
                     "weight_shape": ("shape", "2"),
                 },
-                "reads": ("K",),
                 "streams": {"exponents": ("huffman_lanes", ("u8", "N", "K", {"slices": (("q", 0, [0, 1], 3, 4),)}),
                     {"words": "words", "starts": "starts", "table": "table"})},
                 "shape": "weight_shape",
             },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", "N", {"field": "s"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("scale_type", "N", {"field": "s"}),
+            }},
         },
     }},
 }

@@ -174,7 +174,6 @@ PROGRAM = {
     "params": {"scale_type": ("f32", "bf16", "f16", "e8m0")},
     "variants": {(): {
         "fields": {"q": ("e4m3", "N", "K"), "s": ("scale_type",)},
-        "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
                 "weight": ("e4m3", "N", "K", {"field": "q"}),
@@ -182,21 +181,15 @@ PROGRAM = {
                     {"aliases": ("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), "optional": "s",
                     "slices": (("s", 0, []),)}),
             }},
-            "torchao": {
-                "tensors": {
-                    "qdata": ("e4m3", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
-                    "scale": ("scale_type", "1", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, []),)}),
-                },
-                "always": ("s",),
-            },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", {"optional": "s", "field": "s"}),
-                },
-                "reads": ("K",),
-            },
+            "torchao": {"tensors": {
+                "qdata": ("e4m3", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
+                "scale": ("scale_type", "1", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, []),)}),
+            }},
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("scale_type", {"optional": "s", "field": "s"}),
+            }},
         },
         "defaults": {"s": 1},
     }},

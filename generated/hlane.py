@@ -101,7 +101,6 @@ PROGRAM = {
     "digest": "c42618a77bfd7560",
     "variants": {(): {
         "fields": {"v": ("bf16", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {"hlane": {
             "tensors": {
                 "words": ("i32", "?"), "starts": ("i32", "?", "?"), "table": ("i16", "256"),
@@ -110,7 +109,6 @@ PROGRAM = {
                     ("v", 7, [0, [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]], 15, 1))}),
                 "weight_shape": ("shape", "2"),
             },
-            "reads": ("K",),
             "streams": {"exponents": ("huffman_lanes", ("u8", "N", "K", {"slices": (("v", 0, [0, 1], 7, 8),)}),
                 {"words": "words", "starts": "starts", "table": "table"})},
             "shape": "weight_shape",

@@ -126,7 +126,6 @@ PROGRAM = {
     "detect": {"gguf": "IQ4_KSS"},
     "variants": {(): {
         "fields": {"d": ("f32", "N"), "sc": ("u7", "N", "K/32"), "h": ("u1", "N", "K/32"), "q": ("u15", "N", "K/32", "8")},
-        "cuts": ("N", "K"),
         "storages": {"ik_llama": {"tensors": {"rows": ("u8", "N", "4 + 16*K/32",
             {"slices": (("d", 0, [0], {"section": 0}), ("h", 0, [0, [(0, 16, 1)]], {"section": 1}),
             ("q", 1, [0, [(0, 16, 1)], [(8, 2, 1)]], {"section": 1}), ("sc", 16, [0, [(0, 16, 1)]], 0, 1, {"section": 1}),

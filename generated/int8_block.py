@@ -151,14 +151,11 @@ PROGRAM = {
                 "weight_scale_inv": ("scale_type", "ceil(N/bn)", "ceil(K/bk)",
                     {"aliases": ("weight_scale", "scale"), "field": "s"}),
             }},
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"field": "s"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"field": "s"}),
+            }},
         },
     }},
 }

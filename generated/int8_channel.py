@@ -241,7 +241,6 @@ PROGRAM = {
     "params": {"scale_type": ("bf16", "f32", "f16")},
     "variants": {(): {
         "fields": {"q": ("i8", "N", "K"), "z": ("i8", "N"), "s": ("scale_type", "N")},
-        "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
                 "weight": ("i8", "N", "K", {"field": "q"}),
@@ -258,7 +257,6 @@ PROGRAM = {
                     "data": ("i8", "N", "K", {"aliases": ("weight._data",), "field": "q"}),
                     "scale": ("scale_type", "N", "1", {"aliases": ("weight._scale",), "slices": (("s", 0, [0]),)}),
                 },
-                "where": ("z",),
                 "options": {"divisor": 127},
             },
             "eetq": {
@@ -269,18 +267,14 @@ PROGRAM = {
                         {"adds": -128}),)}),
                     "weight_scales": ("scale_type", "N", {"field": "s"}),
                 },
-                "where": ("z",),
                 "options": {"divisor": 128, "ties": "away", "by": "exact"},
             },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", "N", {"field": "s"}),
-                    "z": ("i8", "N", {"optional": "z", "field": "z"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("scale_type", "N", {"field": "s"}),
+                "z": ("i8", "N", {"optional": "z", "field": "z"}),
+            }},
         },
         "defaults": {"z": 0},
     }},

@@ -182,7 +182,6 @@ PROGRAM = {
     "params": {"scale_type": ("bf16", "f32", "f16")},
     "variants": {(): {
         "fields": {"q": ("i8", "N", "K"), "z": ("i8",), "s": ("scale_type",)},
-        "cuts": ("N", "K"),
         "storages": {
             "safetensors": {"tensors": {
                 "weight": ("i8", "N", "K", {"field": "q"}),
@@ -194,15 +193,12 @@ PROGRAM = {
                 "scale": ("scale_type", "1", "1", {"aliases": ("_weight_scale",), "slices": (("s", 0, []),)}),
                 "zero_point": ("i8", "1", "1", {"aliases": ("_weight_zero_point",), "optional": "z", "slices": (("z", 0, []),)}),
             }},
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "32*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                    "s": ("scale_type", {"field": "s"}),
-                    "z": ("i8", {"optional": "z", "field": "z"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "32*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                "s": ("scale_type", {"field": "s"}),
+                "z": ("i8", {"optional": "z", "field": "z"}),
+            }},
         },
         "defaults": {"z": 0},
     }},

@@ -217,7 +217,6 @@ PROGRAM = {
     "detect": {"gguf": "IQ3_XXS"},
     "variants": {(): {
         "fields": {"d": ("f16", "N", "K/256"), "sc": ("u4", "N", "K/32"), "g": ("u8", "N", "K/4"), "s": ("u7", "N", "K/8")},
-        "cuts": ("N", "K"),
         "storages": {
             "gguf": {"tensors": {"blocks": ("u8", "N", "98*K/256",
                 {"slices": (("d", 0, [0, [(0, 98, 1)]]), ("g", 16, [0, [(64, 1, 1), (0, 98, 1)]]),

@@ -180,21 +180,15 @@ PROGRAM = {
         "fields": {"s": ("f32", "ceil(N*K/block)"), "q": ("u4", "N", "K")},
         "cuts": ("N", "ceil(N*K/block)"),
         "storages": {
-            "bitsandbytes": {
-                "tensors": {
-                    "weight": ("u8", "ceil(N*K/2)", "1", {"slices": (("q", 4, [[(2, -4), (0, 1, 0)]]),)}),
-                    "weight_absmax": ("f32", "ceil(N*K/block)", {"aliases": ("weight.absmax",), "field": "s"}),
-                },
-                "reads": ("N", "K"),
-            },
-            "planar": {
-                "tensors": {
-                    "code": ("i32", "N", "16*ceil(K/128)",
-                        {"row_codes": (("code", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
-                    "s": ("f32", "N", "K/block", {"slices": (("s", 0, [[("K/block", 1, 1), (0, 1, 0)]]),)}),
-                },
-                "reads": ("K",), "extents": ("N", "K", "block"),
-            },
+            "bitsandbytes": {"tensors": {
+                "weight": ("u8", "ceil(N*K/2)", "1", {"slices": (("q", 4, [[(2, -4), (0, 1, 0)]]),)}),
+                "weight_absmax": ("f32", "ceil(N*K/block)", {"aliases": ("weight.absmax",), "field": "s"}),
+            }},
+            "planar": {"tensors": {
+                "code": ("i32", "N", "16*ceil(K/128)",
+                    {"row_codes": (("code", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                "s": ("f32", "N", "K/block", {"slices": (("s", 0, [[("K/block", 1, 1), (0, 1, 0)]]),)}),
+            }},
         },
     }},
 }

@@ -152,7 +152,6 @@ PROGRAM = {
     "detect": {"bias": "permuted"},
     "variants": {(): {
         "fields": {"q": ("i4", "N", "K"), "s": ("scale_type", "N", "K/64"), "m": ("scale_type", "K")},
-        "cuts": ("N", "K"),
         "storages": {
             "nunchaku": {
                 "tensors": {
@@ -167,7 +166,7 @@ PROGRAM = {
                         {"aliases": ("smooth",), "seen": ("K",),
                         "slices": (("m", 0, [[(2, 1, 4), (4, 1, 2), (2, 1, 3), (8, 1, 1), (0, 1, 0)]]),)}),
                 },
-                "extents": ("N", "K"), "whole": True,
+                "whole": True,
             },
             "planar": {
                 "tensors": {
@@ -176,7 +175,7 @@ PROGRAM = {
                     "s": ("scale_type", "N", "K/64", {"field": "s"}),
                     "m": ("scale_type", "K", {"field": "m"}),
                 },
-                "reads": ("K",), "factor": "/m",
+                "factor": "/m",
             },
         },
         "plus": (("low_rank",

@@ -273,50 +273,39 @@ PROGRAM = {
     "digest": "57bc089ff7ee8846",
     "variants": {(): {
         "fields": {"s": ("e4m3", "N", "K/16"), "g": ("f32",), "q": ("e2m1", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {
-            "modelopt": {
-                "tensors": {
-                    "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
-                    "weight_scale": ("e4m3", "N", "K/16", {"field": "s"}),
-                    "weight_scale_2": ("f32", {"field": "g"}),
-                },
-                "always": ("g",),
-            },
+            "modelopt": {"tensors": {
+                "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                "weight_scale": ("e4m3", "N", "K/16", {"field": "s"}),
+                "weight_scale_2": ("f32", {"field": "g"}),
+            }},
             "torchao": {"tensors": {
                 "qdata": ("u8", "N", "K/2", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
                 "scale": ("e4m3", "N", "K/16", {"aliases": ("_weight_scale",), "field": "s"}),
                 "per_tensor_scale": ("f32", {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "field": "g"}),
             }},
-            "torchao_swizzled": {
-                "tensors": {
-                    "qdata": ("u8", "N", "8*K/16",
-                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (8, 1, 1), (0, 8, 1)]]),)}),
-                    "scale": ("e4m3", "ceil(N/128)", "ceil(K/64)", "512",
-                        {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/64)"),
-                        "slices": (("s", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
-                    "per_tensor_scale": ("f32", {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "field": "g"}),
-                },
-                "reads": ("N", "K"),
-            },
+            "torchao_swizzled": {"tensors": {
+                "qdata": ("u8", "N", "8*K/16",
+                    {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (8, 1, 1), (0, 8, 1)]]),)}),
+                "scale": ("e4m3", "ceil(N/128)", "ceil(K/64)", "512",
+                    {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/64)"),
+                    "slices": (("s", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                "per_tensor_scale": ("f32", {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "field": "g"}),
+            }},
             "mlx": {
                 "tensors": {
                     "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
                     "scales": ("u8", "N", "K/16", {"field": "s"}),
                 },
-                "where": ("g",),
                 "options": {"amax": 2688},
             },
-            "planar": {
-                "tensors": {
-                    "q": ("i32", "N", "16*ceil(K/128)",
-                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
-                        ("q", 4, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
-                    "g": ("f32", {"optional": "g", "field": "g"}),
-                    "s": ("e4m3", "N", "K/16", {"field": "s"}),
-                },
-                "reads": ("K",),
-            },
+            "planar": {"tensors": {
+                "q": ("i32", "N", "16*ceil(K/128)",
+                    {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
+                    ("q", 4, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
+                "g": ("f32", {"optional": "g", "field": "g"}),
+                "s": ("e4m3", "N", "K/16", {"field": "s"}),
+            }},
         },
         "defaults": {"g": 1},
     }},

@@ -177,7 +177,6 @@ PROGRAM = {
     "detect": {"gguf": "Q6_K"},
     "variants": {(): {
         "fields": {"d": ("f16", "N", "K/256"), "sc": ("i8", "N", "K/16"), "q": ("u6", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {
             "gguf": {"tensors": {"blocks": ("u8", "N", "210*K/256",
                 {"slices": (("q", 0, [0, [(64, 1, 1), (2, 4), (2, 64, 1), (0, 210, 1)]], 0, 4),

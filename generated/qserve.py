@@ -176,7 +176,6 @@ PROGRAM = {
     "formula": "(q * s2 + z) * s1", "bits": "4.125", "digest": "a788ad9d1d8cb878",
     "variants": {(): {
         "fields": {"s1": ("f16", "N"), "s2": ("i8", "N", "K/128"), "z": ("i8", "N", "K/128"), "q": ("u4", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {
             "qserve": {"tensors": {
                 "qweight": ("i8", "N/32", "512*K/32",

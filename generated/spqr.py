@@ -173,7 +173,7 @@ PROGRAM = {
                     ("zz", 886, [0, 1], 0, 8, {"copy": True}), ("zz", 1014, [0, 1], 8, 8, {"copy": True}))}),
                 "in_perm": ("i16", "K", {"optional": "in_perm", "within": "i32"}),
             },
-            "where": ("p",), "order": "in_perm",
+            "order": "in_perm",
         }},
         "defaults": {"p": None},
         "plus": (("csr",

@@ -168,7 +168,6 @@ PROGRAM = {
     "detect": {"gguf": "TQ1_0"},
     "variants": {(): {
         "fields": {"d": ("f16", "N", "K/256"), "q": ("u2", "N", "K")},
-        "cuts": ("N", "K"),
         "storages": {
             "gguf": {"tensors": {"blocks": ("u8", "N", "54*K/256",
                 {"slices": (("q", 0, [0, [(32, 1, 1), (5, 0), (0, 54, 1)]],

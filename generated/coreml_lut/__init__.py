@@ -29,86 +29,62 @@ PROGRAM = {
             "fields": {"lut": ("level_type", "ceil(N/rows)", "16"), "q": ("u4", "N", "K")},
             "cuts": ("ceil(N/rows)", "K"),
             "storages": {
-                "coreml": {
-                    "tensors": {
-                        "indices": ("u8", "ceil(N*K/2)", {"slices": (("q", 0, [[(2, 4), (0, 1, 0)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "16", "1", {"slices": (("lut", 0, [0, 2]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "16", {"field": "lut"}),
-                    },
-                    "reads": ("K",),
-                },
+                "coreml": {"tensors": {
+                    "indices": ("u8", "ceil(N*K/2)", {"slices": (("q", 0, [[(2, 4), (0, 1, 0)]]),)}),
+                    "lut": ("level_type", "ceil(N/rows)", "1", "16", "1", {"slices": (("lut", 0, [0, 2]),)}),
+                }},
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "lut": ("level_type", "ceil(N/rows)", "16", {"field": "lut"}),
+                }},
             },
         },
         (2,): {
             "fields": {"lut": ("level_type", "ceil(N/rows)", "4"), "q": ("u2", "N", "K")},
             "cuts": ("ceil(N/rows)", "K"),
             "storages": {
-                "coreml": {
-                    "tensors": {
-                        "indices": ("u8", "ceil(N*K/4)", {"slices": (("q", 0, [[(4, 2), (0, 1, 0)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "4", "1", {"slices": (("lut", 0, [0, 2]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "4", {"field": "lut"}),
-                    },
-                    "reads": ("K",),
-                },
+                "coreml": {"tensors": {
+                    "indices": ("u8", "ceil(N*K/4)", {"slices": (("q", 0, [[(4, 2), (0, 1, 0)]]),)}),
+                    "lut": ("level_type", "ceil(N/rows)", "1", "4", "1", {"slices": (("lut", 0, [0, 2]),)}),
+                }},
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]]),)}),
+                    "lut": ("level_type", "ceil(N/rows)", "4", {"field": "lut"}),
+                }},
             },
         },
         (6,): {
             "fields": {"lut": ("level_type", "ceil(N/rows)", "64"), "q": ("u6", "N", "K")},
             "cuts": ("ceil(N/rows)", "K"),
             "storages": {
-                "coreml": {
-                    "tensors": {
-                        "indices": ("u8", "3*ceil(N*K/4)", {"slices": (("q", 0, [[(4, 6), (0, 3, 0)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "64", "1", {"slices": (("lut", 0, [0, 2]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
-                "planar": {
-                    "tensors": {
-                        "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
-                        "q_1": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "64", {"field": "lut"}),
-                    },
-                    "reads": ("K",),
-                },
+                "coreml": {"tensors": {
+                    "indices": ("u8", "3*ceil(N*K/4)", {"slices": (("q", 0, [[(4, 6), (0, 3, 0)]]),)}),
+                    "lut": ("level_type", "ceil(N/rows)", "1", "64", "1", {"slices": (("lut", 0, [0, 2]),)}),
+                }},
+                "planar": {"tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                    "lut": ("level_type", "ceil(N/rows)", "64", {"field": "lut"}),
+                }},
             },
         },
         (8,): {
             "fields": {"lut": ("level_type", "ceil(N/rows)", "256"), "q": ("u8", "N", "K")},
             "cuts": ("ceil(N/rows)", "K"),
             "storages": {
-                "coreml": {
-                    "tensors": {
-                        "indices": ("u8", "N*K", {"field": "q"}),
-                        "lut": ("level_type", "ceil(N/rows)", "1", "256", "1", {"slices": (("lut", 0, [0, 2]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "lut": ("level_type", "ceil(N/rows)", "256", {"field": "lut"}),
-                    },
-                    "reads": ("K",),
-                },
+                "coreml": {"tensors": {
+                    "indices": ("u8", "N*K", {"field": "q"}),
+                    "lut": ("level_type", "ceil(N/rows)", "1", "256", "1", {"slices": (("lut", 0, [0, 2]),)}),
+                }},
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "lut": ("level_type", "ceil(N/rows)", "256", {"field": "lut"}),
+                }},
             },
         },
     },

@@ -37,7 +37,7 @@ PROGRAM = {
                     "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
                     "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
-                "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
+                "whole": True,
             }},
         },
         (8,): {
@@ -49,7 +49,7 @@ PROGRAM = {
                     "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
                     "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
-                "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
+                "whole": True,
             }},
         },
         (2,): {
@@ -61,7 +61,7 @@ PROGRAM = {
                     "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
                     "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
-                "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
+                "whole": True,
             }},
         },
         (1,): {
@@ -73,7 +73,7 @@ PROGRAM = {
                     "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
                     "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
-                "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
+                "whole": True,
             }},
         },
         (3,): {
@@ -86,7 +86,7 @@ PROGRAM = {
                     "scale": ("scale_type", "1", "N*K/group", {"slices": (("s", 0, [1]),)}),
                     "zero": ("scale_type", "1", "N*K/group", {"slices": (("z", 0, [1]),)}),
                 },
-                "reads": ("N", "K"), "extents": ("N", "K", "group"), "whole": True,
+                "whole": True,
             }},
         },
     },

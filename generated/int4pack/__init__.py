@@ -40,37 +40,26 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "tinygemm": {
-                    "tensors": {
-                        "qdata": ("i32", "N/8", "K/128", "128",
-                            {"slices": (("q", 0,
-                            [[(8, 16, 2), (0, 1, 0)], [(2, 16), (4, 4, 2), (4, 4), (4, 1, 2), (0, 1, 1)]]),)}),
-                        "scale_and_zero": ("scale_type", "K/group", "N", "2",
-                            {"aliases": ("scales_and_zeros",), "slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
-                    },
-                    "where": ("g",),
-                },
-                "tile_packed": {
-                    "tensors": {
-                        "qdata": ("i32", "ceil(N/8)", "8*ceil(K/1024)", "128",
-                            {"aliases": ("_weight_qdata",),
-                            "slices": (("q", 0,
-                            [[(8, 16, 2), (0, 1, 0)], [(2, 16), (4, 4, 2), (4, 4), (4, 1, 2), (0, 1, 1)]]),)}),
-                        "scale_and_zero": ("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
-                            {"aliases": ("_weight_scale_and_zero",), "slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
-                    },
-                    "where": ("g",), "reads": ("N", "K", "group"), "extents": ("N", "K", "group"),
-                },
-                "torchao": {
-                    "tensors": {
-                        "qdata": ("i8", "N", "K/2",
-                            {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]], {"adds": -8}),)}),
-                        "scale": ("scale_type", "K/group", "N", {"aliases": ("_weight_scale",), "slices": (("s", 0, [1, 0]),)}),
-                        "zero_point": ("scale_type", "K/group", "N",
-                            {"aliases": ("_weight_zero_point",), "slices": (("z", 0, [1, 0]),)}),
-                    },
-                    "where": ("g",),
-                },
+                "tinygemm": {"tensors": {
+                    "qdata": ("i32", "N/8", "K/128", "128",
+                        {"slices": (("q", 0, [[(8, 16, 2), (0, 1, 0)], [(2, 16), (4, 4, 2), (4, 4), (4, 1, 2), (0, 1, 1)]]),)}),
+                    "scale_and_zero": ("scale_type", "K/group", "N", "2",
+                        {"aliases": ("scales_and_zeros",), "slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
+                }},
+                "tile_packed": {"tensors": {
+                    "qdata": ("i32", "ceil(N/8)", "8*ceil(K/1024)", "128",
+                        {"aliases": ("_weight_qdata",),
+                        "slices": (("q", 0, [[(8, 16, 2), (0, 1, 0)], [(2, 16), (4, 4, 2), (4, 4), (4, 1, 2), (0, 1, 1)]]),)}),
+                    "scale_and_zero": ("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
+                        {"aliases": ("_weight_scale_and_zero",), "slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
+                }},
+                "torchao": {"tensors": {
+                    "qdata": ("i8", "N", "K/2",
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]], {"adds": -8}),)}),
+                    "scale": ("scale_type", "K/group", "N", {"aliases": ("_weight_scale",), "slices": (("s", 0, [1, 0]),)}),
+                    "zero_point": ("scale_type", "K/group", "N",
+                        {"aliases": ("_weight_zero_point",), "slices": (("z", 0, [1, 0]),)}),
+                }},
                 "cpu_avx512": {
                     "tensors": {
                         "weight": ("u8", "ceil(N/64)", "K", "32", {"slices": (("q", 0, [[(32, 1, 2), (2, 4), (0, 1, 0)], 1]),)}),
@@ -78,7 +67,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "reads": ("N",), "extents": ("N",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "cpu_avx2": {
                     "tensors": {
@@ -87,7 +76,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "reads": ("N",), "extents": ("N",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "cpu_scalar": {
                     "tensors": {
@@ -96,7 +85,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "reads": ("N",), "extents": ("N",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "cpu_rest": {
                     "tensors": {
@@ -105,7 +94,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 16, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "planar": {
                     "tensors": {
@@ -115,7 +104,7 @@ PROGRAM = {
                         "z": ("scale_type", "N", "ceil(K/group)", {"field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "codes": {"z": 8},
@@ -135,7 +124,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 32, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "reads": ("N",), "extents": ("N",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "cpu_avx2": {
                     "tensors": {
@@ -144,7 +133,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 32, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "reads": ("N",), "extents": ("N",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "cpu_scalar": {
                     "tensors": {
@@ -153,7 +142,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 32, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "reads": ("N",), "extents": ("N",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "cpu_rest": {
                     "tensors": {
@@ -162,7 +151,7 @@ PROGRAM = {
                             {"slices": (("s", 0, [1, 0]), ("z", 32, [1, 0]))}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "order": "ret_idx", "transient": True,
+                    "order": "ret_idx", "transient": True,
                 },
                 "planar": {
                     "tensors": {
@@ -172,7 +161,7 @@ PROGRAM = {
                         "z": ("scale_type", "N", "ceil(K/group)", {"field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "codes": {"z": 8},

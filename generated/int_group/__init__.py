@@ -63,32 +63,25 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "gptq_v2": {
-                    "tensors": {
-                        "qweight": ("i32", "K/8", "N", {"slices": (("q", 0, [1, [(8, 4), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "N/8", {"slices": (("z", 0, [[(8, 4), (0, 1, 1)], 0]),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
-                "gptq_v1": {
-                    "tensors": {
-                        "qweight": ("i32", "K/8", "N", {"slices": (("q", 0, [1, [(8, 4), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "N/8",
-                            {"adds": -286331153, "slices": (("z", 0, [[(8, 4), (0, 1, 1)], 0]),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
+                "gptq_v2": {"tensors": {
+                    "qweight": ("i32", "K/8", "N", {"slices": (("q", 0, [1, [(8, 4), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "N/8", {"slices": (("z", 0, [[(8, 4), (0, 1, 1)], 0]),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
+                "gptq_v1": {"tensors": {
+                    "qweight": ("i32", "K/8", "N", {"slices": (("q", 0, [1, [(8, 4), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "N/8",
+                        {"adds": -286331153, "slices": (("z", 0, [[(8, 4), (0, 1, 1)], 0]),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
                 "awq": {
                     "tensors": {
                         "qweight": ("i32", "K", "N/8", {"slices": (("q", 0, [[(2, 16), (4, 4), (0, 1, 1)], 0]),)}),
                         "qzeros": ("i32", "K/group", "N/8", {"slices": (("z", 0, [[(2, 16), (4, 4), (0, 1, 1)], 0]),)}),
                         "scales": ("scale_type", "K/group", "N", {"slices": (("s", 0, [1, 0]),)}),
                     },
-                    "where": ("g",), "always": ("z",),
                     "options": {"span": "tight", "by": "exact"},
                 },
                 "awq_gemv": {
@@ -97,9 +90,7 @@ PROGRAM = {
                         "qzeros": ("i32", "N", "128*ceil(K/1024)/group", {"slices": (("z", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
                         "scales": ("scale_type", "N", "1024*ceil(K/1024)/group", {"field": "s"}),
                     },
-                    "where": ("g",), "always": ("z",),
                     "options": {"span": "tight", "by": "exact"},
-                    "reads": ("K", "group"), "extents": ("K", "group"),
                 },
                 "pack_quantized": {
                     "tensors": {
@@ -112,7 +103,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "pack_quantized_0_8": {
                     "tensors": {
@@ -121,9 +112,8 @@ PROGRAM = {
                         "weight_zero_point": ("i8", "N", "ceil(K/group)", {"adds": -8, "field": "z"}),
                         "weight_shape": ("shape", "2"),
                     },
-                    "where": ("g",), "always": ("z",),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("K",), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "marlin": {
                     "tensors": {
@@ -134,7 +124,6 @@ PROGRAM = {
                         "scales": ("scale_type", "K/group", "64*N/64",
                             {"aliases": ("s",), "slices": (("s", 0, [[(8, 8, 1), (8, 1, 1), (0, 64, 1)], 0]),)}),
                     },
-                    "where": ("z", "g"),
                     "least": {"ceil(K/group)": 2},
                     "options": {"symmetric": True},
                 },
@@ -143,7 +132,6 @@ PROGRAM = {
                         "weight": ("u8", "N/2", "K", {"slices": (("q", 0, [[(2, 4), (0, 1, 0)], 1], {"adds": -8}),)}),
                         "weight_scale": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
                     },
-                    "where": ("z", "g"),
                     "options": {"symmetric": True, "span": "tight", "by": "exact"},
                 },
                 "xpu_int4pack": {
@@ -153,34 +141,27 @@ PROGRAM = {
                         "qzeros": ("i8", "ceil(K/group)", "N", {"padding": 240, "slices": (("z", 0, [1, 0]),)}),
                         "ret_idx": ("i32", "K", {"optional": "ret_idx"}),
                     },
-                    "where": ("g",), "always": ("z",), "order": "ret_idx",
+                    "order": "ret_idx",
                 },
-                "torchao_plain_int32": {
-                    "tensors": {
-                        "qdata": ("i32", "N", "K/8",
-                            {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
-                        "scale": ("scale_type", "K/group", "N", {"aliases": ("_weight_scale",), "slices": (("s", 0, [1, 0]),)}),
-                        "zero_point": ("i8", "K/group", "N",
-                            {"aliases": ("_weight_zero_point",), "padding": 240, "slices": (("z", 0, [1, 0]),)}),
-                    },
-                    "where": ("g",), "always": ("z",),
-                },
-                "onnx_matmul_nbits": {
-                    "tensors": {
-                        "B": ("u8", "N", "K/2", {"seen": ("N", "K/group", "?"), "slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
-                        "scales": ("scale_type", "N", "K/group", {"field": "s"}),
-                        "zero_points": ("u8", "N", "ceil(K/2*group)",
-                            {"optional": "z", "slices": (("z", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
-                    },
-                    "where": ("g",), "reads": ("K", "group"),
-                },
+                "torchao_plain_int32": {"tensors": {
+                    "qdata": ("i32", "N", "K/8",
+                        {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
+                    "scale": ("scale_type", "K/group", "N", {"aliases": ("_weight_scale",), "slices": (("s", 0, [1, 0]),)}),
+                    "zero_point": ("i8", "K/group", "N",
+                        {"aliases": ("_weight_zero_point",), "padding": 240, "slices": (("z", 0, [1, 0]),)}),
+                }},
+                "onnx_matmul_nbits": {"tensors": {
+                    "B": ("u8", "N", "K/2", {"seen": ("N", "K/group", "?"), "slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "zero_points": ("u8", "N", "ceil(K/2*group)",
+                        {"optional": "z", "slices": (("z", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
+                }},
                 "openvino_u4": {
                     "tensors": {
                         "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
                         "zero_point": ("u8", "N", "K/2*group", {"slices": (("z", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
                         "scale": ("scale_type", "N", "K/group", {"field": "s"}),
                     },
-                    "where": ("g",), "always": ("z",),
                     "options": {"by": "exact", "rounds": "code", "span": "signed"},
                 },
                 "openvino_i4": {
@@ -188,7 +169,6 @@ PROGRAM = {
                         "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]], {"adds": -8}),)}),
                         "scale": ("scale_type", "N", "K/group", {"field": "s"}),
                     },
-                    "where": ("z", "g"),
                     "options": {"symmetric": True, "by": "exact", "span": "signed"},
                 },
                 "trt_llm": {
@@ -199,7 +179,6 @@ PROGRAM = {
                             [[(4, 32, 1), (0, 1, 0)], [(8, 2, 1), (2, 4), (2, 1, 1), (2, 16, 1), (0, 128, 1)]]),)}),
                         "weights_scaling_factor": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
                     },
-                    "where": ("z", "g"),
                     "options": {"symmetric": True, "span": "tight", "by": "exact"},
                 },
                 "planar": {
@@ -210,7 +189,7 @@ PROGRAM = {
                         "z": ("u8", "N", "ceil(K/group)", {"optional": "z", "padding": 240, "field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "defaults": {"g": None, "z": 8},
@@ -222,25 +201,19 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "gptq_v2": {
-                    "tensors": {
-                        "qweight": ("i32", "K/16", "N", {"slices": (("q", 0, [1, [(16, 2), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "N/16", {"slices": (("z", 0, [[(16, 2), (0, 1, 1)], 0]),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
-                "gptq_v1": {
-                    "tensors": {
-                        "qweight": ("i32", "K/16", "N", {"slices": (("q", 0, [1, [(16, 2), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "N/16",
-                            {"adds": -1431655765, "slices": (("z", 0, [[(16, 2), (0, 1, 1)], 0]),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
+                "gptq_v2": {"tensors": {
+                    "qweight": ("i32", "K/16", "N", {"slices": (("q", 0, [1, [(16, 2), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "N/16", {"slices": (("z", 0, [[(16, 2), (0, 1, 1)], 0]),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
+                "gptq_v1": {"tensors": {
+                    "qweight": ("i32", "K/16", "N", {"slices": (("q", 0, [1, [(16, 2), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "N/16",
+                        {"adds": -1431655765, "slices": (("z", 0, [[(16, 2), (0, 1, 1)], 0]),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(K/16)", {"slices": (("q", 0, [0, [(16, 2), (0, 1, 1)]]),)}),
@@ -252,17 +225,14 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
-                "onnx_matmul_nbits": {
-                    "tensors": {
-                        "B": ("u8", "N", "K/4", {"seen": ("N", "K/group", "?"), "slices": (("q", 0, [0, [(4, 2), (0, 1, 1)]]),)}),
-                        "scales": ("scale_type", "N", "K/group", {"field": "s"}),
-                        "zero_points": ("u8", "N", "ceil(K/4*group)",
-                            {"optional": "z", "slices": (("z", 0, [0, [(4, 2), (0, 1, 1)]]),)}),
-                    },
-                    "where": ("g",), "reads": ("K", "group"),
-                },
+                "onnx_matmul_nbits": {"tensors": {
+                    "B": ("u8", "N", "K/4", {"seen": ("N", "K/group", "?"), "slices": (("q", 0, [0, [(4, 2), (0, 1, 1)]]),)}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "zero_points": ("u8", "N", "ceil(K/4*group)",
+                        {"optional": "z", "slices": (("z", 0, [0, [(4, 2), (0, 1, 1)]]),)}),
+                }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "16*ceil(K/256)",
@@ -271,7 +241,7 @@ PROGRAM = {
                         "z": ("u8", "N", "ceil(K/group)", {"optional": "z", "padding": 252, "field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "defaults": {"g": None, "z": 2},
@@ -283,38 +253,29 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "gptq_v2": {
-                    "tensors": {
-                        "qweight": ("i32", "3*K/32", "N", {"words": (0, 3), "slices": (("q", 0, [1, [(32, 3), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "3*N/32", {"slices": (("z", 0, [[(32, 3), (0, 3, 1)], 0]),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
-                "gptq_v1": {
-                    "tensors": {
-                        "qweight": ("i32", "3*K/32", "N", {"words": (0, 3), "slices": (("q", 0, [1, [(32, 3), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "3*N/32",
-                            {"slices": (("z", 0, [[(32, 3), (0, 3, 1)], 0], {"adds": -1}),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
-                "gptq_p": {
-                    "tensors": {
-                        "qweight": ("i32", "3*K/32", "N",
-                            {"words": (0, 3),
-                            "slices": (("q", 0, [1, [(32, 2), (0, 1, 0)]], 0, 2), ("q", 64, [1, [(32, 1), (0, 1, 0)]], 2, 1))}),
-                        "qzeros": ("i32", "ceil(K/group)", "3*N/32",
-                            {"slices": (("z", 0, [[(16, 2), (2, 1, 1), (0, 3, 1)], 0], 0, 2),
-                            ("z", 64, [[(32, 1), (0, 3, 1)], 0], 2, 1))}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
+                "gptq_v2": {"tensors": {
+                    "qweight": ("i32", "3*K/32", "N", {"words": (0, 3), "slices": (("q", 0, [1, [(32, 3), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "3*N/32", {"slices": (("z", 0, [[(32, 3), (0, 3, 1)], 0]),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
+                "gptq_v1": {"tensors": {
+                    "qweight": ("i32", "3*K/32", "N", {"words": (0, 3), "slices": (("q", 0, [1, [(32, 3), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "3*N/32",
+                        {"slices": (("z", 0, [[(32, 3), (0, 3, 1)], 0], {"adds": -1}),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
+                "gptq_p": {"tensors": {
+                    "qweight": ("i32", "3*K/32", "N",
+                        {"words": (0, 3),
+                        "slices": (("q", 0, [1, [(32, 2), (0, 1, 0)]], 0, 2), ("q", 64, [1, [(32, 1), (0, 1, 0)]], 2, 1))}),
+                    "qzeros": ("i32", "ceil(K/group)", "3*N/32",
+                        {"slices": (("z", 0, [[(16, 2), (2, 1, 1), (0, 3, 1)], 0], 0, 2),
+                        ("z", 64, [[(32, 1), (0, 3, 1)], 0], 2, 1))}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(3*K/32)", {"slices": (("q", 0, [0, [(32, 3), (0, 3, 1)]]),)}),
@@ -326,7 +287,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "pack_quantized_0_17": {
                     "tensors": {
@@ -340,7 +301,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "planar": {
                     "tensors": {
@@ -354,7 +315,7 @@ PROGRAM = {
                         "z": ("u8", "N", "ceil(K/group)", {"optional": "z", "padding": 248, "field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "defaults": {"g": None, "z": 4},
@@ -366,25 +327,19 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "gptq_v2": {
-                    "tensors": {
-                        "qweight": ("i32", "K/4", "N", {"slices": (("q", 0, [1, [(4, 8), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "N/4", {"slices": (("z", 0, [[(4, 8), (0, 1, 1)], 0]),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
-                "gptq_v1": {
-                    "tensors": {
-                        "qweight": ("i32", "K/4", "N", {"slices": (("q", 0, [1, [(4, 8), (0, 1, 0)]]),)}),
-                        "qzeros": ("i32", "ceil(K/group)", "N/4",
-                            {"adds": -16843009, "slices": (("z", 0, [[(4, 8), (0, 1, 1)], 0]),)}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
+                "gptq_v2": {"tensors": {
+                    "qweight": ("i32", "K/4", "N", {"slices": (("q", 0, [1, [(4, 8), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "N/4", {"slices": (("z", 0, [[(4, 8), (0, 1, 1)], 0]),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
+                "gptq_v1": {"tensors": {
+                    "qweight": ("i32", "K/4", "N", {"slices": (("q", 0, [1, [(4, 8), (0, 1, 0)]]),)}),
+                    "qzeros": ("i32", "ceil(K/group)", "N/4",
+                        {"adds": -16843009, "slices": (("z", 0, [[(4, 8), (0, 1, 1)], 0]),)}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(K/4)", {"slices": (("q", 0, [0, [(4, 8), (0, 1, 1)]]),)}),
@@ -396,7 +351,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "pack_quantized_0_8": {
                     "tensors": {
@@ -405,9 +360,8 @@ PROGRAM = {
                         "weight_zero_point": ("i8", "N", "ceil(K/group)", {"adds": -128, "field": "z"}),
                         "weight_shape": ("shape", "2"),
                     },
-                    "where": ("g",), "always": ("z",),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("K",), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "int_quantized": {
                     "tensors": {
@@ -416,26 +370,20 @@ PROGRAM = {
                         "weight_zero_point": ("i8", "N", "ceil(K/group)",
                             {"optional": "z", "slices": (("z", 0, [0, 1], {"adds": -128}),)}),
                     },
-                    "where": ("g",), "omits": ("z",),
+                    "omits": ("z",),
                     "options": {"rounds": "sum", "span": "full"},
                 },
-                "torchao_int8": {
-                    "tensors": {
-                        "qdata": ("i8", "N", "K", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, 1], {"adds": -128}),)}),
-                        "scale": ("scale_type", "N", "ceil(K/group)", {"aliases": ("_weight_scale",), "field": "s"}),
-                        "zero_point": ("i8", "N", "ceil(K/group)",
-                            {"aliases": ("_weight_zero_point",), "optional": "z", "slices": (("z", 0, [0, 1], {"adds": -128}),)}),
-                    },
-                    "where": ("g",),
-                },
-                "onnx_matmul_nbits": {
-                    "tensors": {
-                        "B": ("u8", "N", "K", {"seen": ("N", "K/group", "?"), "field": "q"}),
-                        "scales": ("scale_type", "N", "K/group", {"field": "s"}),
-                        "zero_points": ("u8", "N", "ceil(K/group)", {"optional": "z", "field": "z"}),
-                    },
-                    "where": ("g",),
-                },
+                "torchao_int8": {"tensors": {
+                    "qdata": ("i8", "N", "K", {"aliases": ("_weight_qdata",), "slices": (("q", 0, [0, 1], {"adds": -128}),)}),
+                    "scale": ("scale_type", "N", "ceil(K/group)", {"aliases": ("_weight_scale",), "field": "s"}),
+                    "zero_point": ("i8", "N", "ceil(K/group)",
+                        {"aliases": ("_weight_zero_point",), "optional": "z", "slices": (("z", 0, [0, 1], {"adds": -128}),)}),
+                }},
+                "onnx_matmul_nbits": {"tensors": {
+                    "B": ("u8", "N", "K", {"seen": ("N", "K/group", "?"), "field": "q"}),
+                    "scales": ("scale_type", "N", "K/group", {"field": "s"}),
+                    "zero_points": ("u8", "N", "ceil(K/group)", {"optional": "z", "field": "z"}),
+                }},
                 "planar": {
                     "tensors": {
                         "q": ("i32", "N", "32*ceil(K/128)",
@@ -444,7 +392,7 @@ PROGRAM = {
                         "z": ("u8", "N", "ceil(K/group)", {"optional": "z", "field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "defaults": {"g": None, "z": 128},
@@ -456,19 +404,16 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "gptq_p": {
-                    "tensors": {
-                        "qweight": ("i32", "5*K/32", "N",
-                            {"words": (0, 5),
-                            "slices": (("q", 0, [1, [(32, 4), (0, 1, 0)]], 0, 4), ("q", 128, [1, [(32, 1), (0, 1, 0)]], 4, 1))}),
-                        "qzeros": ("i32", "ceil(K/group)", "5*N/32",
-                            {"slices": (("z", 0, [[(8, 4), (4, 1, 1), (0, 5, 1)], 0], 0, 4),
-                            ("z", 128, [[(32, 1), (0, 5, 1)], 0], 4, 1))}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
+                "gptq_p": {"tensors": {
+                    "qweight": ("i32", "5*K/32", "N",
+                        {"words": (0, 5),
+                        "slices": (("q", 0, [1, [(32, 4), (0, 1, 0)]], 0, 4), ("q", 128, [1, [(32, 1), (0, 1, 0)]], 4, 1))}),
+                    "qzeros": ("i32", "ceil(K/group)", "5*N/32",
+                        {"slices": (("z", 0, [[(8, 4), (4, 1, 1), (0, 5, 1)], 0], 0, 4),
+                        ("z", 128, [[(32, 1), (0, 5, 1)], 0], 4, 1))}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(5*K/32)", {"slices": (("q", 0, [0, [(32, 5), (0, 5, 1)]]),)}),
@@ -480,7 +425,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "pack_quantized_0_17": {
                     "tensors": {
@@ -494,7 +439,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "planar": {
                     "tensors": {
@@ -506,7 +451,7 @@ PROGRAM = {
                         "z": ("u8", "N", "ceil(K/group)", {"optional": "z", "padding": 224, "field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "defaults": {"g": None, "z": 16},
@@ -518,19 +463,16 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "gptq_p": {
-                    "tensors": {
-                        "qweight": ("i32", "6*K/32", "N",
-                            {"words": (0, 6),
-                            "slices": (("q", 0, [1, [(32, 4), (0, 1, 0)]], 0, 4), ("q", 128, [1, [(32, 2), (0, 1, 0)]], 4, 2))}),
-                        "qzeros": ("i32", "ceil(K/group)", "6*N/32",
-                            {"slices": (("z", 0, [[(8, 4), (4, 1, 1), (0, 6, 1)], 0], 0, 4),
-                            ("z", 128, [[(16, 2), (2, 1, 1), (0, 6, 1)], 0], 4, 2))}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
+                "gptq_p": {"tensors": {
+                    "qweight": ("i32", "6*K/32", "N",
+                        {"words": (0, 6),
+                        "slices": (("q", 0, [1, [(32, 4), (0, 1, 0)]], 0, 4), ("q", 128, [1, [(32, 2), (0, 1, 0)]], 4, 2))}),
+                    "qzeros": ("i32", "ceil(K/group)", "6*N/32",
+                        {"slices": (("z", 0, [[(8, 4), (4, 1, 1), (0, 6, 1)], 0], 0, 4),
+                        ("z", 128, [[(16, 2), (2, 1, 1), (0, 6, 1)], 0], 4, 2))}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(3*K/16)", {"slices": (("q", 0, [0, [(16, 6), (0, 3, 1)]]),)}),
@@ -542,7 +484,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "pack_quantized_0_17": {
                     "tensors": {
@@ -556,7 +498,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "planar": {
                     "tensors": {
@@ -568,7 +510,7 @@ PROGRAM = {
                         "z": ("u8", "N", "ceil(K/group)", {"optional": "z", "padding": 192, "field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "defaults": {"g": None, "z": 32},
@@ -580,21 +522,17 @@ PROGRAM = {
             },
             "cuts": ("N", "ceil(K/group)"),
             "storages": {
-                "gptq_p": {
-                    "tensors": {
-                        "qweight": ("i32", "7*K/32", "N",
-                            {"words": (0, 7),
-                            "slices": (("q", 0, [1, [(32, 4), (0, 1, 0)]], 0, 4), ("q", 128, [1, [(32, 2), (0, 1, 0)]], 4, 2),
-                            ("q", 192, [1, [(32, 1), (0, 1, 0)]], 6, 1))}),
-                        "qzeros": ("i32", "ceil(K/group)", "7*N/32",
-                            {"slices": (("z", 0, [[(8, 4), (4, 1, 1), (0, 7, 1)], 0], 0, 4),
-                            ("z", 128, [[(16, 2), (2, 1, 1), (0, 7, 1)], 0], 4, 2),
-                            ("z", 192, [[(32, 1), (0, 7, 1)], 0], 6, 1))}),
-                        "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
-                        "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
-                    },
-                    "always": ("z",),
-                },
+                "gptq_p": {"tensors": {
+                    "qweight": ("i32", "7*K/32", "N",
+                        {"words": (0, 7),
+                        "slices": (("q", 0, [1, [(32, 4), (0, 1, 0)]], 0, 4), ("q", 128, [1, [(32, 2), (0, 1, 0)]], 4, 2),
+                        ("q", 192, [1, [(32, 1), (0, 1, 0)]], 6, 1))}),
+                    "qzeros": ("i32", "ceil(K/group)", "7*N/32",
+                        {"slices": (("z", 0, [[(8, 4), (4, 1, 1), (0, 7, 1)], 0], 0, 4),
+                        ("z", 128, [[(16, 2), (2, 1, 1), (0, 7, 1)], 0], 4, 2), ("z", 192, [[(32, 1), (0, 7, 1)], 0], 6, 1))}),
+                    "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
+                }},
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(7*K/32)", {"slices": (("q", 0, [0, [(32, 7), (0, 7, 1)]]),)}),
@@ -606,7 +544,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "pack_quantized_0_17": {
                     "tensors": {
@@ -620,7 +558,7 @@ PROGRAM = {
                     },
                     "omits": ("z", "g"),
                     "options": {"rounds": "sum", "span": "full"},
-                    "reads": ("N", "K"), "shape": "weight_shape",
+                    "shape": "weight_shape",
                 },
                 "planar": {
                     "tensors": {
@@ -634,7 +572,7 @@ PROGRAM = {
                         "z": ("u8", "N", "ceil(K/group)", {"optional": "z", "padding": 128, "field": "z"}),
                         "order": ("i32", "K", {"optional": "order"}),
                     },
-                    "where": ("g",), "reads": ("K",), "order": "order",
+                    "order": "order",
                 },
             },
             "defaults": {"g": None, "z": 64},

@@ -39,15 +39,12 @@ PROGRAM = {
                     "scale": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
                     "minimum": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
                 }},
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
-                        "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
-                    },
-                    "reads": ("K",),
-                },
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                    "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
+                    "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
+                }},
             },
             "codes": {"m": 0},
         },
@@ -63,15 +60,12 @@ PROGRAM = {
                     "scale": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
                     "minimum": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
                 }},
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
-                        "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
-                    },
-                    "reads": ("K",),
-                },
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "s"}),
+                    "m": ("scale_type", "ceil(N/gn)", "ceil(K/gk)", {"field": "m"}),
+                }},
             },
             "codes": {"m": 0},
         },

@@ -39,25 +39,19 @@ PROGRAM = {
                     "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
                     "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
-                "torchao_swizzled": {
-                    "tensors": {
-                        "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
-                        "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
-                            {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
-                            "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
-                "planar": {
-                    "tensors": {
-                        "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
-                        "q_1": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
-                    },
-                    "reads": ("K",),
-                },
+                "torchao_swizzled": {"tensors": {
+                    "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
+                    "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                        {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                        "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                }},
+                "planar": {"tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                    "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
+                }},
             },
         },
         ("e3m2",): {
@@ -73,25 +67,19 @@ PROGRAM = {
                     "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
                     "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
-                "torchao_swizzled": {
-                    "tensors": {
-                        "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
-                        "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
-                            {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
-                            "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
-                "planar": {
-                    "tensors": {
-                        "q_0": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
-                        "q_1": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
-                    },
-                    "reads": ("K",),
-                },
+                "torchao_swizzled": {"tensors": {
+                    "qdata": ("u8", "N", "K", {"aliases": ("_weight_qdata",), "padding": 192, "field": "q"}),
+                    "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                        {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                        "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                }},
+                "planar": {"tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]], 0, 4),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
+                    "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
+                }},
             },
         },
     },

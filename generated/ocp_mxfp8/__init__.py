@@ -37,27 +37,21 @@ PROGRAM = {
                     "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                     "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
-                "torchao_swizzled": {
-                    "tensors": {
-                        "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
-                        "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
-                            {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
-                            "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
+                "torchao_swizzled": {"tensors": {
+                    "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
+                    "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                        {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                        "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                }},
                 "mlx": {"tensors": {
                     "weight": ("u32", "N", "K/4", {"slices": (("q", 0, [0, [(4, 8), (0, 1, 1)]]),)}),
                     "scales": ("u8", "N", "K/32", {"field": "e"}),
                 }},
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
-                    },
-                    "reads": ("K",),
-                },
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
+                }},
             },
         },
         ("e5m2",): {
@@ -70,23 +64,17 @@ PROGRAM = {
                     "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                     "scale": ("e8m0", "N", "K/32", {"aliases": ("_weight_scale",), "field": "e"}),
                 }},
-                "torchao_swizzled": {
-                    "tensors": {
-                        "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
-                        "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
-                            {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
-                            "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
-                    },
-                    "reads": ("N", "K"),
-                },
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "32*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
-                        "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
-                    },
-                    "reads": ("K",),
-                },
+                "torchao_swizzled": {"tensors": {
+                    "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
+                    "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                        {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                        "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                }},
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "32*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
+                    "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
+                }},
             },
         },
     },

@@ -45,15 +45,12 @@ PROGRAM = {
                     },
                     "whole": True,
                 },
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
-                        "z": ("scale_type", "N", "ceil(K/group)", {"field": "z"}),
-                    },
-                    "reads": ("K",),
-                },
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                    "z": ("scale_type", "N", "ceil(K/group)", {"field": "z"}),
+                }},
             },
         },
         (2,): {
@@ -74,15 +71,12 @@ PROGRAM = {
                     },
                     "whole": True,
                 },
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
-                        "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
-                        "z": ("scale_type", "N", "ceil(K/group)", {"field": "z"}),
-                    },
-                    "reads": ("K",),
-                },
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (2, 2), (2, 8), (4, 1, 1), (2, 4), (0, 16, 1)]]),)}),
+                    "s": ("scale_type", "N", "ceil(K/group)", {"field": "s"}),
+                    "z": ("scale_type", "N", "ceil(K/group)", {"field": "z"}),
+                }},
             },
         },
     },

@@ -28,20 +28,16 @@ PROGRAM = {
     "variants": {
         (4,): {
             "fields": {"lut": ("level_type", "N", "16"), "q": ("u4", "N", "K")},
-            "cuts": ("N", "K"),
             "storages": {
                 "squeezellm": {"tensors": {
                     "qweight": ("i32", "4*K/32", "N", {"slices": (("q", 0, [1, [(8, 4), (4, 1, 0), (0, 4, 0)]]),)}),
                     "lookup_table": ("level_type", "N", "16", {"field": "lut"}),
                 }},
-                "planar": {
-                    "tensors": {
-                        "q": ("i32", "N", "16*ceil(K/128)",
-                            {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
-                        "lut": ("level_type", "N", "16", {"field": "lut"}),
-                    },
-                    "reads": ("K",),
-                },
+                "planar": {"tensors": {
+                    "q": ("i32", "N", "16*ceil(K/128)",
+                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (0, 16, 1)]]),)}),
+                    "lut": ("level_type", "N", "16", {"field": "lut"}),
+                }},
             },
             "plus": (("csr", {"start": ("rows", "i32", "?"), "column": ("cols", "i32", "?"), "value": ("vals", "f32", "?")},
                 False), ("dense_rows",
@@ -50,24 +46,19 @@ PROGRAM = {
         },
         (3,): {
             "fields": {"lut": ("level_type", "N", "8"), "q": ("u3", "N", "K")},
-            "cuts": ("N", "K"),
             "storages": {
                 "squeezellm": {"tensors": {
                     "qweight": ("i32", "3*K/32", "N", {"words": (0, 3), "slices": (("q", 0, [1, [(32, 3), (0, 1, 0)]]),)}),
                     "lookup_table": ("level_type", "N", "8", {"field": "lut"}),
                 }},
-                "planar": {
-                    "tensors": {
-                        "q_0": ("i32", "N", "16*ceil(K/256)",
-                            {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]], 0,
-                            2),)}),
-                        "q_1": ("i32", "N", "16*ceil(K/512)",
-                            {"slices": (("q", 0,
-                            [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (2, 1), (0, 16, 1)]], 2, 1),)}),
-                        "lut": ("level_type", "N", "8", {"field": "lut"}),
-                    },
-                    "reads": ("K",),
-                },
+                "planar": {"tensors": {
+                    "q_0": ("i32", "N", "16*ceil(K/256)",
+                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (0, 16, 1)]], 0, 2),)}),
+                    "q_1": ("i32", "N", "16*ceil(K/512)",
+                        {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 4), (2, 16), (4, 1, 1), (2, 2), (2, 1), (0, 16, 1)]], 2,
+                        1),)}),
+                    "lut": ("level_type", "N", "8", {"field": "lut"}),
+                }},
             },
             "plus": (("csr", {"start": ("rows", "i32", "?"), "column": ("cols", "i32", "?"), "value": ("vals", "f32", "?")},
                 False), ("dense_rows",

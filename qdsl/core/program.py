@@ -83,6 +83,6 @@ def description(program: Mapping[str, Any], in_files: bool = False) -> Descripti
          for key, variant in variants.items()},
         program.get("detect", {}), program.get("tables", {}),
         {key: {name: called(_axes, data) for name, data in variant["fields"].items()}
-         for key, variant in variants.items() if variant["cuts"][1] != "1"},
+         for key, variant in variants.items() if variant.get("cuts", ("N", "K"))[1] != "1"},
         frozenset(key for key, variant in variants.items() if PLANAR in variant["storages"]),
         program.get("fixed", {}), tuple(name for name in storages(program) if name in left))

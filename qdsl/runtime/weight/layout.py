@@ -173,13 +173,17 @@ class Storage:
     factor: str = ""
     unordered: tuple[str, ...] = ()
 
-    def described(self, data: Mapping[str, Any]) -> Storage:
-        """The storage with what its format's program says of it."""
+    def described(self, data: Mapping[str, Any], defaults: Iterable[str]) -> Storage:
+        """The storage with what its format's program says of it.  defaults: the fields that have one."""
         tensors = {name: called(Stored, tensor) for name, tensor in data["tensors"].items()}
         streams = {name: Stream(code, called(Stored, plain), **names)
                    for name, (code, plain, names) in data.get("streams", {}).items()}
         further = {key: value for key, value in data.items() if key not in ("tensors", "streams", "transient")}
-        return replace(self, tensors=tensors, streams=streams, **further)
+        further |= {"reads": _keywords(self.unpack), "extents": _keywords(self.pack)}
+        own = replace(self, tensors=tensors, streams=streams, **further)
+        optional = {field: stored.optional for stored in own.decoded.tensors.values() for field in stored.fields}
+        return replace(own, where=tuple(name for name in defaults if name not in optional),
+                       always=tuple(name for name in defaults if optional.get(name) == ""))
 
     @property
     def is_order_plain(self) -> bool:
@@ -216,6 +220,12 @@ class Storage:
     def coded(self) -> list[str]:
         """The tensors that hold the fields, as unpack and the kernels take them."""
         return [name for name in self.tensors if name not in (self.order, self.shape)]
+
+
+def _keywords(function: Callable[..., object]) -> tuple[str, ...]:
+    """The arguments of a function that have to be named."""
+    code = function.__code__
+    return code.co_varnames[code.co_argcount:code.co_argcount + code.co_kwonlyargcount]
 
 
 def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -258,8 +268,9 @@ class Variant:
         """The variant with what its format's program says of it; the module's own has functions only."""
         plus = tuple(Branch(kind, ordered, **{role: called(BranchTensor, tensor) for role, tensor in parts.items()})
                      for kind, parts, ordered in data.get("plus", ()))
-        storages = {name: storage.described(data["storages"][name]) for name, storage in self.storages.items()}
         fields = {name: called(Field, field) for name, field in data["fields"].items()}
+        storages = {name: storage.described(data["storages"][name], data.get("defaults", ()))
+                    for name, storage in self.storages.items()}
         further = {key: value for key, value in data.items() if key not in ("plus", "storages", "fields")}
         return replace(self, storages=storages, fields=fields, plus=plus, **further)
 

@@ -135,13 +135,12 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
 
 def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
     first, decoded = programs[0], decode(programs)
-    references = [reference(program) for program in programs]
-    packing = (part for storage in references for part in (storage.unpack, storage.pack))
+    packing = (part for program in programs for part in reference(program))
     lines = [*constants(programs), *row_functions(programs), *packing, decode_function(programs, decoded),
              *([encode_function(first)] if first.encode is not None else [])]
     functions, names = shared_by_storages(programs, [definitions(kernels(program)) for program in programs])
     return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
-                tuple(renamed(variant(programs), names)), variant_data(programs, decoded, references))
+                tuple(renamed(variant(programs), names)), variant_data(programs, decoded))
 
 
 def _body(part: Part, own: Sequence[Definition]) -> list[str]:

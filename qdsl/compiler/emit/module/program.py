@@ -14,7 +14,6 @@ from qdsl.compiler.emit.module.slices import slices_of
 from qdsl.compiler.emit.show.page import bits_per_weight
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import Decode
-from qdsl.compiler.emit.torch.reference import Reference
 from qdsl.compiler.emit.triton.matrix_unit_layout import matrix_unit_plan
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
@@ -45,18 +44,15 @@ def digest_of(spec: Spec) -> str:
     return hashlib.sha256(spec.source.text.encode()).hexdigest()[:16]
 
 
-def variant_data(programs: Sequence[Program], decoded: Decode, references: Sequence[Reference]) -> Data:
+def variant_data(programs: Sequence[Program], decoded: Decode) -> Data:
     """The fields and storages of a variant."""
     first = programs[0]
     fields = {field.name: (field.kind, *field_axes(programs, field), *options(groups=field.groups and axis_text(field.groups)))
               for field in first.fields}
-    defaults = _defaults(programs)
-    storages: Data = {}
-    for program, reference in zip(programs, references, strict=True):
-        always = tuple(name for name in defaults if name not in program.unstored)
-        storages[program.storage] = {"tensors": _tensors(program), **_further(program, reference, always)}
-    return {"fields": fields, "cuts": _cuts(decoded), "storages": storages,
-            **not_empty(codes=_codes(first), defaults=defaults, plus=branch_data(first),
+    storages = {program.storage: {"tensors": _tensors(program), **_further(program)} for program in programs}
+    cuts = _cuts(decoded)
+    return {"fields": fields, **({} if cuts == ("N", "K") else {"cuts": cuts}), "storages": storages,
+            **not_empty(codes=_codes(first), defaults=_defaults(programs), plus=branch_data(first),
                         appended=first.appended if first.encode is not None else (), copies=decoded.copies)}
 
 
@@ -150,17 +146,16 @@ def _padding(tensor: Tensor) -> int:
     return (1 << tensor.record_bits) - 1 - used
 
 
-def _further(program: Program, reference: Reference, always: Sequence[str]) -> Data:
+def _further(program: Program) -> Data:
     """What a storage's description has beside its tensors."""
     authored, affine = program.authored, program.affine
     order = order_name(program)
     factor = affine.columns if affine is not None and affine.columns and matrix_unit_plan(program) is not None else ""
     return not_empty(
-        where=tuple(program.where), always=tuple(always),
         omits=tuple(tensor.placements[0].field for tensor in program.tensors if tensor.omitted),
         least={axis_text(program.dims[key.value]): extent for key, extent in authored.least}, fixed=dict(program.spec.fixed),
         options={key.value: _option(word.value) for key, word in authored.options},
-        reads=tuple(reference.unpack_extents), extents=tuple(reference.pack_extents), whole=_is_whole(program), order=order,
+        whole=_is_whole(program), order=order,
         unordered=tuple(tensor.name.value for tensor in authored.tensors if tensor.ordered is False),
         streams={tensor.name: _stream(program, tensor, tensor.stream) for tensor in program.tensors if tensor.stream},
         shape=authored.shape and authored.shape.value, factor=factor, transient=authored.transient)

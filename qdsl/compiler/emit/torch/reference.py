@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from qdsl.compiler.emit.axes import field_axes, stored_axes
 from qdsl.compiler.emit.formula import constant
@@ -20,26 +19,14 @@ from qdsl.compiler.ir.program import Encode, Field, Program
 from qdsl.core.schemes import SCHEMES
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+def reference(program: Program) -> tuple[list[str], list[str]]:
     """Lines of `unpack_STORAGE`, from stored tensors to fields, and of its inverse `pack_STORAGE`.
 
-    unpack_extents: N, K or sizes that unpack takes, because the last record may be padded or rows are concatenated.
-    pack_extents: those that pack takes, because the fields' shapes do not determine the digits of a coordinate.
+    Both have keyword arguments for the extents that they need: N, K or sizes that shapes do not determine.
     """
-
-    unpack: list[str]
-    pack: list[str]
-    unpack_extents: list[str]
-    pack_extents: list[str]
-
-
-def reference(program: Program) -> Reference:
-    """The functions of a storage."""
     unpacked, packed = unpack_body(program), pack_body(program)
-    to_unpack = _extents(program, unpacked)
-    to_pack = _extents(program, packed)
-    return Reference(_unpack_function(program, unpacked, to_unpack), _pack_function(program, packed, to_pack), to_unpack, to_pack)
+    return (_unpack_function(program, unpacked, _extents(program, unpacked)),
+            _pack_function(program, packed, _extents(program, packed)))
 
 
 def _extents(program: Program, body: list[str]) -> list[str]:
