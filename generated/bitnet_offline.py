@@ -9,7 +9,7 @@
     transformers: 2 bits per weight
     planar: 2 bits per weight
 
-Built from the spec bitnet_offline (sha256 91e2bbdd22d8d6db) by qdsl 0.1.0.
+Built from the spec bitnet_offline (sha256 f43a76fcb0c4a47d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -147,8 +147,9 @@ PROGRAM = {
     "name": "bitnet_offline",
     "title": "BitNet b1.58 of transformers, codes of three values quantized offline, and a scale that multiplies",
     "source": "transformers integrations/bitnet.py pack_weights, AutoBitLinear", "formula": "(q - 1) * s", "bits": "2",
-    "digest": "91e2bbdd22d8d6db",
+    "digest": "f43a76fcb0c4a47d",
     "params": {"scale_type": ("bf16", "f16", "f32")},
+    "detect": {"bias": "scaled"},
     "variants": {(): {
         "fields": {"s": ("scale_type",), "q": ("u2", "N", "K")},
         "storages": {

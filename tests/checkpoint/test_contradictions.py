@@ -105,10 +105,11 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def detected(path: Path, settings: Mapping[str, Any]) -> Layers:
+def detected(path: Path, settings: Mapping[str, Any], shape: tuple[int, int] | None = None) -> Layers:
+    """shape: of the layer, where tensors do not state it."""
     (path / "config.json").write_text(json.dumps({"quantization_config": nested(settings)}))
     with Folder(path) as folder:
-        return detected_layers(folder)
+        return detected_layers(folder, shapes=None if shape is None else {"model.up": shape})
 
 
 @pytest.mark.parametrize(("producer", "format", "number"), rules())
@@ -118,11 +119,12 @@ def test_each_setting_of_each_producer(tmp_path: Path, producer: str, format: st
     packed = weight_of(format, rule)
     write(tmp_path / "model.safetensors", producer_folders.named("model.up", packed))
     true = settings_of(producer, rule, packed)
-    [layer] = detected(tmp_path, true).layers
+    shape = packed.shape if format == "quanto" else None
+    [layer] = detected(tmp_path, true, shape).layers
     assert (layer.format, layer.contradictions, layer.problems) == (format, (), ()), layer.why
     for key, value in true.items():
         for other in others(value, alternatives(producer, rule, key)):
-            survey = detected(tmp_path, {**true, key: other})
+            survey = detected(tmp_path, {**true, key: other}, shape)
             [changed] = survey.layers
             is_obeyed = (changed.format, changed.storage, changed.params) != (layer.format, layer.storage, layer.params)
             is_ours = key == "quant_method" and value == OWN     # whose tensors need no settings

@@ -80,7 +80,7 @@ class Judge:
         assert best is not None
         if "bias" in module.tensors and (order := best.format.detect.get("bias")):
             return Layer(module.name, others=module.tensors, by=scheme.by,
-                         why=f"it is {best.label}, whose bias is {order}, and models take biases by rows")
+                         why=f"it is {best.label}, whose bias is {order}; qdsl adds biases as they are")
         problems: list[str] = []
         if is_denied:
             is_padded = _is_padded(best, str(settings.get("storage", "")), candidates)

@@ -179,7 +179,7 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     registry = producers()
     method = str(data.get("quant_method") or method or registry.unnamed(data)).lower()
     names, keys = registry.of(method).settings, registry.keys(method)
-    settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": method}
+    settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": registry.of(method).name}
     read = Quantization(source, method, settings, findings=findings(method, source, settings), budget=budget)
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)
                   for dialect in dialects]
