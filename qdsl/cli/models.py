@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, needs, one_of, read_param, reported, without_controls
+from qdsl.cli.progress import progress
 from qdsl.cli.words import DTYPES
+from qdsl.host.progress import SAMPLES
 
 if TYPE_CHECKING:
     from qdsl.models.language import LanguageModel
@@ -60,6 +62,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
             content = file.read().decode()
         from qdsl.models import evaluate as measure
         from qdsl.models import language
+        from qdsl.models.calibrate import token_bytes
 
         def load(ref: str, form: str | None = None, **options: Any) -> LanguageModel:
             return language.load_language_model(ref, form, device, language.portable_dtype(ref, dtype), match_dense=match_dense,
@@ -74,7 +77,8 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
             loaded = load(name, quantized, params=dict(map(read_param, params)))
             print_allowed(loaded)
             own = chunks or measure.chunks(loaded.tokenizer, content, context)
-            results.append(measure.evaluate(loaded, own, base))
+            with progress({SAMPLES: sum(map(token_bytes, own))}):
+                results.append(measure.evaluate(loaded, own, base))
             del loaded
             if not as_json:                                      # models may take hours
                 typer.echo(measure.last_row(results, width))

@@ -10,10 +10,11 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-from qdsl.host.progress import FINISHED, Counters, counting, under_way
+from qdsl.host.progress import FINISHED, SAMPLES, Counters, counting, under_way
 
 MINUTE = 60.0                                                    # seconds between lines where there is no terminal
-TITLES = {FINISHED: "comparing finished work with checksums"}      # of work that a command was not asked for, by its kind
+# What a command does first, or does not write, by the kind of work.
+TITLES = {FINISHED: "comparing finished work with checksums", SAMPLES: "running the model on the text"}
 NAME = 40                                                        # characters of a tensor's name
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 

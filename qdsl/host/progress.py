@@ -17,6 +17,7 @@ Piece = TypeVar("Piece", bound="bytes | bytearray | memoryview")
 COPY = "copy"
 FINISHED = "finished"                                            # work that a resumed job compares with checksums
 CHECK, COMPARE, ENCODE = "check", "compare", "encode"
+SAMPLES, SOLVE = RUNS = ("samples", "solve")                     # of a model that runs: bytes of tokens, and of weights
 COPY_PACE = 1e-9                                                 # seconds for a byte, before one is copied
 COLUMNS = 5
 SLOTS = 256                                                      # of memory: a process counts in its own, so that none waits
@@ -80,8 +81,8 @@ class Counters:
         for kind, row in rows.items():
             if missing := max(0.0, self.amounts[kind] - row.done):
                 own = _pace(row.seconds, row.nbytes)
-                pace = own or COPY_PACE if kind == COPY else own or usual or first
-                if pace is None:
+                unseen = COPY_PACE if kind == COPY else _pace(row.first_seconds, row.first) if kind in RUNS else usual or first
+                if (pace := own or unseen) is None:
                     return None
                 left += missing * pace
         return left / self.jobs

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.host.files import digest, open_input
+from qdsl.host.progress import SAMPLES
 from qdsl.host.system import processor_flags
 from qdsl.jobs.gguf.mixes import EMBEDDINGS, OUTPUT
 
@@ -62,10 +63,10 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
 
     target(name): the format and options that a layer is quantized to, None where it stays.  has_stored_names: names are those of
     layers in the model's folder, and moments are found by them, too; else they are those of `calibrate`.  progress(amounts): a
-    context with a function that counts the bytes of tokens.  Raises LoadError, CheckpointError and OSError.
+    context that shows the work.  Raises LoadError, CheckpointError and OSError.
     """
     from qdsl.encode.calibrated.store import Moments, save, save_names
-    from qdsl.models.calibrate import block_list, calibrate
+    from qdsl.models.calibrate import calibrate, work
     from qdsl.models.conversions import stored_names
 
     language, tokens = _loaded(model, sampling, device, fast=True)
@@ -73,11 +74,9 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
     stored = stored_names(language.model, Path(language.path)) if has_stored_names else {}
     save_names(folder, stored)
     by_model = {own: name for name, own in stored.items()}
-    nbytes = 8 * tokens[0].numel()
-    with progress({"samples": nbytes * len(tokens) * len(block_list(language.model)[1])}) as tell:
-        calibrate(language.model, tokens, (lambda name: target(by_model.get(name, name))) if sampling.sequential else None,
-                  lambda block, hessians: save(folder, block, hessians), Moments(folder),
-                  lambda count, name: tell(nbytes * count, name))
+    targets: Target | None = (lambda name: target(by_model.get(name, name))) if sampling.sequential else None
+    with progress(work(language.model, tokens, targets, Moments(folder))):
+        calibrate(language.model, tokens, targets, lambda block, hessians: save(folder, block, hessians), Moments(folder))
 
 
 def _loaded(model: str, sampling: Sampling, device: str | None, fast: bool = False) -> tuple[LanguageModel, list[Tensor]]:
@@ -106,12 +105,11 @@ def write_imatrix(model: Path, sampling: Sampling, out: Path, progress: Callable
     from qdsl.checkpoint.files.gguf_metadata import Value
     from qdsl.checkpoint.files.gguf_write import NewTensor, write
     from qdsl.checkpoint.files.safetensors import bytes_of
-    from qdsl.models.calibrate import square_sums
+    from qdsl.models.calibrate import square_sums, token_bytes
 
     language, tokens = _loaded(str(model), sampling, device)
-    nbytes = 8 * tokens[0].numel()
-    with progress({"samples": nbytes * len(tokens)}) as tell:
-        sums = square_sums(language.model, tokens, lambda count, name: tell(nbytes * count, name))
+    with progress({SAMPLES: sum(map(token_bytes, tokens))}):
+        sums = square_sums(language.model, tokens)
     own = _map_of(model)
     tensors, left = [], []
     for name, matrices in _matrices(sums, language.model).items():

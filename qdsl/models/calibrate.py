@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from qdsl.encode.calibrated.hessian import Hessian
 from qdsl.encode.calibrated.solve import quantize
+from qdsl.host import progress
 from qdsl.models.plan import LoadError
 from qdsl.models.private_apis import experts_one_by_one
 from qdsl.models.stacks import is_transposed
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 Target = Callable[[str], "tuple[Format, Mapping[str, Any]] | None"]
-Tell = Callable[[int, str], None]                                # samples that ran through a block, and the block's name
 HIDDEN = "hidden_states"                                         # the input of a block that is given by name
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Count = Callable[[str, Tensor], None]                            # a weight's name, and rows that are multiplied with it
@@ -45,14 +45,14 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 @torch.no_grad()
 def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None = None,
               keep: Callable[[str, Mapping[str, Hessian]], None] | None = None, measured: Mapping[str, Hessian] | None = None,
-              tell: Tell = lambda count, name: None) -> dict[str, Hessian]:
+              ) -> dict[str, Hessian]:
     """The moments of the inputs of a language model's linear layers, by the layers' names.
 
     Experts in a stacked parameter count the tokens that they get, under its name with the expert's number, 'up_proj.3'.
     samples: tokens [1, length], of one length.  target(name): the format of a layer, and options of `quantize`; a block's layers
     are quantized so, before the next block gets its outputs.  At the end all weights are as they were.
     keep: is given each block's moments, which are then not returned.  measured: moments of layers by name; a block that has them
-    all runs once.  tell: progress in samples that ran through a block.
+    all runs once.  Progress: that of `work`.
     Memory: the activations of all samples, before and after a block without `target`; a copy of one block with it; and one
     block's moments with `keep`.  Raises LoadError for a model that is not a list of blocks, or whose blocks take arguments that
     depend on the sample.
@@ -63,39 +63,114 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
         raise LoadError(f"{type(model).__name__}: its blocks take arguments that differ between samples")
     states = [_first_input(model, blocks[0], sample) for sample in samples]
     moments: dict[str, Hessian] = {}
+    if target is not None and progress.counters:
+        _solve_trials(block_name(path, 0), blocks[0], states[0], arguments[0], target)
     for number, block in enumerate(blocks):
-        name = f"{path}.{number}"
-        layers = linear_layers(block, name).keys()
+        name, is_last = block_name(path, number), number == len(blocks) - 1
         outputs: list[Tensor] | None = None
-        if measured is not None and measured.keys() >= layers:
+        if _is_measured(measured, block, name):
             hessians = {weight: measured[weight] for weight in weights_of(block, name) if weight in measured}
         else:
             with collecting(name, block) as hessians:
-                outputs = _run(block, states, arguments[number], tell, name, number * len(states))
+                outputs = _run(block, states, arguments[number])
             if keep is not None:
                 keep(name, hessians)
         if keep is None:
             moments |= hessians
-        if target is not None:
-            weights = weights_of(block, name)
-            originals = _round(weights, hessians, target)
-            outputs = _run(block, states, arguments[number])
-            for layer, weight in originals.items():
-                weights[layer].copy_(weight)
-        states = outputs or _run(block, states, arguments[number])
+        if target is not None and not is_last:
+            outputs = _run_rounded(block, weights_of(block, name), hessians, target, states, arguments[number])
+        if not is_last:
+            states = outputs or _run(block, states, arguments[number])
     return moments
 
 
-def _run(block: nn.Module, states: Sequence[Tensor], arguments: Arguments, tell: Tell = lambda count, name: None,
-         name: str = "", before: int = 0) -> list[Tensor]:
-    """The outputs of a block for the hidden states of all samples.  name, before: for `tell`, and samples of earlier blocks."""
+def block_name(path: str, number: int) -> str:
+    """The name of a block of a list."""
+    return f"{path}.{number}"
+
+
+def _is_measured(measured: Mapping[str, Hessian] | None, block: nn.Module, name: str) -> TypeGuard[Mapping[str, Hessian]]:
+    """Whether all layers of a block have moments."""
+    return measured is not None and measured.keys() >= linear_layers(block, name).keys()
+
+
+def work(model: nn.Module, samples: Sequence[Tensor], target: Target | None = None,
+         measured: Mapping[str, Hessian] | None = None) -> dict[str, int]:
+    """The bytes that `calibrate` counts: of tokens that run through blocks (SAMPLES), and of weights that are solved (SOLVE)."""
+    path, blocks = block_list(model)
+    runs = solved = 0
+    for number, block in enumerate(blocks):
+        name = block_name(path, number)
+        is_measured, is_last = _is_measured(measured, block, name), number == len(blocks) - 1
+        runs += (not is_measured) + (not is_last and (is_measured or target is not None))
+        if target is not None and not is_last:
+            solved += sum(solved_bytes(weight) for layer, weight in weights_of(block, name).items() if target(layer))
+    runs *= sum(map(token_bytes, samples))
+    if target is None:
+        return {progress.SAMPLES: runs}
+    trials = _trials(block_name(path, 0), blocks[0], target).values()
+    return {progress.SAMPLES: runs + token_bytes(samples[0]), progress.SOLVE: solved + sum(map(solved_bytes, trials))}
+
+
+def token_bytes(tokens: Tensor) -> int:
+    """The bytes of tokens, which are int64."""
+    return 8 * tokens.numel()
+
+
+def solved_bytes(weight: Tensor) -> int:
+    """The bytes of a weight in float32, as it is solved."""
+    return 4 * weight.numel()
+
+
+def _trials(name: str, block: nn.Module, target: Target) -> dict[str, Tensor]:
+    """The smallest and the largest weight of a block's linear layers that are quantized."""
+    weights = weights_of(block, name)
+    layers = sorted((layer for layer in linear_layers(block, name) if target(layer)), key=lambda layer: weights[layer].numel())
+    return {layer: weights[layer] for layer in layers[:1] + layers[-1:]}
+
+
+def _solve_trials(name: str, block: nn.Module, state: Tensor, arguments: Arguments, target: Target) -> None:
+    """Solve two weights for one sample, so that the time that solving takes is known while the samples run."""
+    trials = _trials(name, block, target)
+    with collecting(name, block) as hessians:
+        _run(block, [state], arguments)
+    for layer, weight in _round(trials, hessians, target).items():
+        trials[layer].copy_(weight)
+
+
+def _run_rounded(block: nn.Module, weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], target: Target,
+                 states: Sequence[Tensor], arguments: Arguments) -> list[Tensor]:
+    """The outputs of a block with the numbers of its quantized weights; its own are then as they were."""
+    originals = _round(weights, hessians, target)
+    outputs = _run(block, states, arguments)
+    for layer, weight in originals.items():
+        weights[layer].copy_(weight)
+    return outputs
+
+
+def _run(block: nn.Module, states: Sequence[Tensor], arguments: Arguments) -> list[Tensor]:
+    """The outputs of a block for the hidden states [1, length, ...] of all samples."""
     positional, named = arguments
     outputs = []
-    for count, state in enumerate(states, before + 1):
-        result = block(state, *positional, **named)
+    for state in states:
+        with progress.step(progress.SAMPLES, token_bytes(state[..., 0])):
+            result = block(state, *positional, **named)
         outputs.append(result[0] if isinstance(result, tuple) else result)
-        tell(count, name)
     return outputs
+
+
+@contextmanager
+def counted_run(model: nn.Module, tokens: Tensor) -> Iterator[None]:
+    """Counts the bytes of tokens that run through a model, a part of them after each of its blocks."""
+    nbytes = token_bytes(tokens)
+    with ExitStack() as stack:
+        stack.enter_context(progress.step(progress.SAMPLES, nbytes))
+        with suppress(LoadError):
+            blocks = block_list(model)[1]
+            stack.enter_context(progress.part(nbytes, len(blocks) + 1))
+            for block in blocks:
+                stack.enter_context(block.register_forward_hook(lambda *_: progress.passed(1)))
+        yield
 
 
 def linear_layers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
@@ -129,10 +204,13 @@ def _round(weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], targe
     """Give weights the values that they have when they are quantized; returns the numbers of those that changed."""
     originals = {}
     for name, weight in weights.items():
-        if name not in hessians or (chosen := target(name)) is None:
+        if (chosen := target(name)) is None:
             continue
-        format, options = chosen
-        with suppress(FormatError):                              # it stays plain in the quantized model, too
+        (format, options), nbytes = chosen, solved_bytes(weight)
+        with progress.step(progress.SOLVE, nbytes), progress.part(nbytes, weight.numel()), \
+                suppress(FormatError):                           # it stays plain in the quantized model, too
+            if name not in hessians:
+                continue
             packed = quantize(format, weight, hessians[name], **options)
             originals[name] = weight.clone()
             weight.copy_(format.dequantize(packed, weight.dtype))
@@ -140,8 +218,7 @@ def _round(weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], targe
 
 
 @torch.no_grad()
-def square_sums(model: nn.Module, samples: Sequence[Tensor], tell: Tell = lambda count, name: None,
-                ) -> dict[str, tuple[Tensor, int]]:
+def square_sums(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, tuple[Tensor, int]]:
     """The sums of squared inputs of each linear layer or expert, float32 [K], and the number of rows, by `calibrate`'s names."""
     sums: dict[str, tuple[Tensor, int]] = {}
 
@@ -151,9 +228,9 @@ def square_sums(model: nn.Module, samples: Sequence[Tensor], tell: Tell = lambda
         sums[name] = total + rows.square().sum(0), number + len(rows)
 
     with _inputs("", model, count):
-        for number, sample in enumerate(samples, 1):
-            model(sample, use_cache=False)
-            tell(number, "")
+        for sample in samples:
+            with counted_run(model, sample):
+                model(sample, use_cache=False)
     return sums
 
 

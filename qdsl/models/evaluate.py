@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.core.drawing import drawing, text
+from qdsl.models.calibrate import counted_run
 from qdsl.models.experts import Experts
 from qdsl.models.language import CLEAR, LanguageModel, named_errors
 from qdsl.models.plan import LoadError
@@ -69,10 +70,11 @@ def evaluate(language: LanguageModel, chunks: Sequence[Tensor], base: Base | Non
     """Score chunks of tokens, and compare with a base.  Raises LoadError where the base has another vocabulary."""
     losses, divergences, same = [], [], []
     for number, chunk in enumerate(chunks):
-        own = _log_probabilities(language.model, chunk)
+        with counted_run(language.model, chunk):
+            own = _log_probabilities(language.model, chunk)
+            expected = None if base is None else base.log_probabilities(number, chunk).to(own.device)
         losses.append(-own.gather(1, chunk[-len(own):, None].to(own.device))[:, 0])
-        if base is not None:
-            expected = base.log_probabilities(number, chunk).to(own.device)
+        if base is not None and expected is not None:
             if expected.shape != own.shape:
                 raise LoadError(f"{base.language.name} has {expected.shape[1]} tokens, and {language.name} {own.shape[1]}")
             divergences.append((expected.exp() * (expected - own)).sum(1))
