@@ -68,8 +68,9 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, skip: Skip = No
     from functools import partial
 
     from qdsl.encode.calibrated.solve import quantize
-    from qdsl.runtime.torch.model import quantize_model
+    from qdsl.runtime.torch.model import check_model, quantize_model
 
+    check_model(model)
     module, options = _module(format, options)
     calibrated = {name: partial(quantize, module.FORMAT, hessian=hessian) for name, hessian in (hessians or {}).items()}
     return quantize_model(model, module.FORMAT, skip, calibrated, **options)

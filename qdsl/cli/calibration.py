@@ -59,7 +59,7 @@ class CalibrationRun:
         def target(name: str) -> Any:
             return None if is_skipped(name, aim.ignore or ()) else (format, options)
 
-        with _text_errors():
+        with reported():
             return replace(aim, calibration=self.sampling.data()), partial(self._write, model, target, has_stored_names=True)
 
     def for_gguf(self, model: Path, plan: Plan, out: Path) -> Calibration:
@@ -71,7 +71,7 @@ class CalibrationRun:
 
         folder = out.with_name(f"{out.name}.moments")
         files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
-        with _text_errors():
+        with reported():
             what = digest(self.sampling.data(), [identity(path) for path in files], [step.type for step in plan.steps])
         tensors = tensor_layers(model, [step.tensor for step in plan.steps if not step.copied])
         types = {name: step.type for step in plan.steps for name in tensors.get(step.tensor.name, ())}
@@ -92,7 +92,7 @@ class CalibrationRun:
         from qdsl.cli.progress import progress
         from qdsl.jobs.calibrate import write_moments
 
-        with running(), _text_errors():
+        with running(), reported():
             write_moments(str(model), self.sampling, folder, target, progress, self.device, has_stored_names)
 
 
@@ -105,12 +105,3 @@ def moments_of(run: CalibrationRun | None, model: Path, plan: Plan, out: Path) -
     moments = run.for_gguf(model, plan, out)
     yield moments
     moments.remove()
-
-
-@contextmanager
-def _text_errors() -> Iterator[None]:
-    with reported():
-        try:
-            yield
-        except UnicodeDecodeError as error:
-            fail(f"the text is not UTF-8: {error}", 2)

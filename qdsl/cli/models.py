@@ -54,12 +54,11 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
     format = [" ".join([format_name(name), *params]) for name, *params in map(str.split, filter(str.strip, format or ()))]
     needs("running a language model", "models", "transformers")
     with running():
-        from qdsl.host.files import check_output, open_input, write_text
+        from qdsl.host.files import check_output, read_utf8, write_text
 
         if svg is not None:
             check_output(svg, text, force=force)
-        with open_input(text) as file:
-            content = file.read().decode()
+        content = read_utf8(text)
         from qdsl.models import evaluate as measure
         from qdsl.models import language
         from qdsl.models.calibrate import token_bytes

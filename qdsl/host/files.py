@@ -148,6 +148,14 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def read_utf8(path: str | os.PathLike[str]) -> str:
+    """The text of a regular file as it is.  Raises as `open_input` does, InputError where it is not UTF-8."""
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """The UTF-8 text of a regular file, with any line ends as line feeds.  Raises as `open_input` does, UnicodeDecodeError."""
     with TextIOWrapper(open_input(path), "utf-8") as file:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdsl.host.files import digest, open_input
+from qdsl.host.files import digest, read_utf8
 from qdsl.host.progress import SAMPLES
 from qdsl.host.system import processor_flags
 from qdsl.jobs.gguf.mixes import EMBEDDINGS, OUTPUT
@@ -39,9 +39,8 @@ class Sampling:
     sequential: bool = True
 
     def content(self) -> str:
-        """The text.  Raises OSError and UnicodeDecodeError."""
-        with open_input(self.text) as file:
-            return file.read().decode()
+        """The text.  Raises OSError, InputError where it is not UTF-8."""
+        return read_utf8(self.text)
 
     def data(self) -> dict[str, int | str | bool]:
         """What the moments depend on, for the request of a job: the text by its digest."""
@@ -52,7 +51,7 @@ def samples_of(tokenizer: Any, content: str, samples: int, length: int) -> list[
     """Runs of tokens [1, length] at even distances in a text; fewer of a short one.  Raises LoadError for less than one."""
     from qdsl.models.evaluate import chunks
 
-    every = chunks(tokenizer, content, length)
+    every = chunks(tokenizer, content, length, "--length")
     step = max(1, len(every) / samples)
     return [every[int(number * step)][None] for number in range(min(samples, len(every)))]
 
@@ -87,11 +86,12 @@ def _loaded(model: str, sampling: Sampling, device: str | None, fast: bool = Fal
     from qdsl.models.language import load_language_model
     from qdsl.models.plugin import usable_device
 
+    content = sampling.content()                                 # before the model, which takes longer
     of_cpu = "bfloat16" if fast and processor_flags() & BFLOAT16 else "float32"
     language = load_language_model(model, device=device, dtype=of_cpu if usable_device(device) == "cpu" else "auto")
     if language.packed_layers:
         language.model.dequantize()
-    tokens = samples_of(language.tokenizer, sampling.content(), sampling.samples, sampling.length)
+    tokens = samples_of(language.tokenizer, content, sampling.samples, sampling.length)
     return language, [sample.to(language.model.device) for sample in tokens]
 
 

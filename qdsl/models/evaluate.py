@@ -91,15 +91,16 @@ def evaluate(language: LanguageModel, chunks: Sequence[Tensor], base: Base | Non
     return Evaluation(language.name, language.bits_per_weight, language.packed_layers, len(loss), perplexity, error, **figures)
 
 
-def chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
+def chunks(tokenizer: Any, content: str, context: int, option: str = "--context") -> list[Tensor]:
     """Divides a text into chunks of tokens [context]; each begins with the BOS token if the tokenizer adds one.
 
-    An incomplete last chunk is not scored.  Raises LoadError for a text shorter than one chunk.
+    An incomplete last chunk is not scored.  option: that sets `context`, for the message.  Raises LoadError for a text shorter
+    than one chunk.
     """
     with named_errors("transformers does not divide the text into tokens", *CLEAR):
         tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"], dtype=torch.int64, device="cpu")
     if len(tokens) < context:
-        raise LoadError(f"the text has {len(tokens)} tokens, and a chunk takes {context}: give more text or a smaller context")
+        raise LoadError(f"the text has {len(tokens)} tokens, and a chunk takes {context}: give more text or a smaller {option}")
     cut = list(tokens[:len(tokens) // context * context].view(-1, context).clone())
     if tokenizer.bos_token_id is not None and int(tokens[0]) == tokenizer.bos_token_id:
         for chunk in cut:

@@ -68,7 +68,7 @@ class Format:
                 raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}{further}"
                                   f"{did_you_mean(name, (*self.params, *options))}")
             if value not in self.params[name]:
-                raise FormatError(f"{self.name}: {name} is one of {values_text(self.params[name])}, not {value}")
+                raise FormatError(f"{self.name}: {name} is one of {values_text(self.params[name])}, not {value!r}")
         return {name: own_value(values, params.get(name, values[0])) for name, values in self.params.items()}
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:

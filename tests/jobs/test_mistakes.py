@@ -37,6 +37,10 @@ MISTAKES = {
     "an output that is the input": ("convert model --to awq --out model", 2, "the output is the input"),
     "an output that is there": ("convert model --to awq --out plain", 2, "--force replaces"),
     "a size without a unit": ("plan plain --vram 20", 2, "write 20GB or 20GiB"),
+    "a file as a model": ("inspect text.txt", 1, "is not how a GGUF file begins: a model is a folder, or a file .safetensors or"),
+    "a file as a folder to write": ("quantize plain --format q4_0 --out text.txt", 2, "is a file: the output is a folder"),
+    "a text as tensors": ("infer text.txt", 1, "neither a .safetensors nor a .npz file"),
+    "a text that is none": ("imatrix plain latin.txt --out i.gguf", 1, "latin.txt: not UTF-8 text: unexpected end"),
     "a GGUF file, converted": ("convert a.gguf --to awq --out x", 1, "`qdsl dequantize` makes one of a GGUF file"),
 }
 
@@ -49,6 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folders.folder(Path("plain"), {"up.weight": torch.ones(128, 128, dtype=torch.bfloat16)}, config={"model_type": "llama"})
     Path("models/qwen").mkdir(parents=True)
     Path("a.gguf").write_bytes(b"GGUF")
+    Path("text.txt").write_text("Some words.")
+    Path("latin.txt").write_bytes(b"caf\xe9")
     monkeypatch.setattr(references, "getproxies", dict)
     monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
     return tmp_path

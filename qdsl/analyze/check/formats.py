@@ -209,7 +209,9 @@ def read_golden(path: Path, names: Collection[str] | None = None) -> tuple[dict[
                 _expect(names, file.names())
                 return ({name: file.tensor(name) for name in (file.names() if names is None else names)},
                         dict(file.header.metadata))
-        with np.load(regular(path), allow_pickle=False) as arrays:
+        if not zipfile.is_zipfile(regular(path)):
+            raise GoldenError(f"{path}: neither a .safetensors nor a .npz file")
+        with np.load(path, allow_pickle=False) as arrays:
             _expect(names, arrays.files)
             if names is not None:
                 return {name: torch.from_numpy(arrays[name]) for name in names}, {}

@@ -92,7 +92,8 @@ def parse(file: BinaryIO, size: int, path: Path) -> Header:
 def _version(cursor: Cursor) -> int:
     cursor.skip(4, "magic")
     if (magic := bytes(cursor.data[:4])) != MAGIC:
-        raise cursor.fail(f"{magic!r} is not how a GGUF file begins", 0)
+        hint = "" if cursor.path.suffix == ".gguf" else ": a model is a folder, or a file .safetensors or .gguf"
+        raise cursor.fail(f"{magic!r} is not how a GGUF file begins{hint}", 0)
     version = cursor.u32("version")
     if version in VERSIONS:
         return version

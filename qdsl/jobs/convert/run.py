@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
         return _report(models, aim, out, shards, 0, [f"{out} was complete already; what it cost is not measured again"], {})
     place = stage.begin(out, request, force)
     if calibrate is not None:
-        calibrate(Path(aim.moments))
+        _calibrate(calibrate, Path(aim.moments), out)
     pieces = encoded.pieces(shards, place)
     if pieces:
         _encode(pieces if part is None else share(pieces, *part), jobs, models, tell)
@@ -141,6 +141,18 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
     written = _write(mine, place, jobs, models, tell)
     costs = stage.reports(mine, out)
     return _report(models, aim, out, mine, written, [] if part else _complete(path, models, shards, out), costs)
+
+
+def _calibrate(calibrate: Callable[[Path], None], moments: Path, out: Path) -> None:
+    """Write the moments of inputs; where that fails before any are there, the output is as it was."""
+    try:
+        calibrate(moments)
+    except Exception:
+        if not any(moments.glob("*.safetensors")):
+            stage.remove(out)
+            with suppress(OSError):                              # it held other files before
+                out.rmdir()
+        raise
 
 
 def _default_jobs(shards: Sequence[Shard]) -> int:

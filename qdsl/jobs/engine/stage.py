@@ -39,6 +39,8 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
     Raises OccupiedFolder where the folder has anything else, or the stage of another request.
     """
     stage = out / STAGE
+    if out.is_file():
+        raise OccupiedFolder(f"{out} is a file: the output is a folder")
     _refuse_links(stage)
     begun = read(stage / REQUEST) if (stage / REQUEST).exists() else {}
     is_resumed = {**begun, "from": request["from"]} == request
@@ -123,7 +125,7 @@ def fits(value: object, kind: Any) -> bool:
 def end(out: Path) -> None:
     """Remove the stage, and last the request, from which a repeated call sees that the work is complete."""
     os.replace(out / STAGE / REQUEST, out / DONE)
-    _remove(out)
+    remove(out)
 
 
 def was_ended(out: Path, request: dict[str, Any]) -> bool:
@@ -134,7 +136,7 @@ def was_ended(out: Path, request: dict[str, Any]) -> bool:
     if not (out / DONE).is_file() or (out / DONE).is_symlink():
         return False
     done = read(out / DONE)
-    _remove(out)
+    remove(out)
     if {**done, "from": request["from"]} != request:
         raise OccupiedFolder(f"{out}: {done.get('work', 'another work')} is complete here; write another folder")
     return True
@@ -144,11 +146,12 @@ def was_merged(out: Path) -> bool:
     """Whether an earlier process merged all parts, but was killed before it removed the stage; removes it."""
     is_done = (out / DONE).is_file() and not (out / DONE).is_symlink()
     if is_done:
-        _remove(out)
+        remove(out)
     return is_done
 
 
-def _remove(out: Path) -> None:
+def remove(out: Path) -> None:
+    """Removes the stage of an output folder."""
     _refuse_links(out / STAGE)
     shutil.rmtree(out / STAGE, ignore_errors=True)               # another process may be at it, too
     unfinished.end(out / STAGE)
