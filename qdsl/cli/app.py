@@ -57,7 +57,7 @@ class _Commands(Group):
 
 app = Commands(name="qdsl", cls=_Commands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
                context_settings={"help_option_names": ["-h", "--help"]},
-               help="A compiler for quantized weight formats: one YAML file becomes a reference, kernels and a linear layer.")
+               help="Read, convert, quantize and run models with quantized weights, and compile formats of your own from a spec.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."

@@ -60,8 +60,8 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
 
 
 @app.command()
-def verify(a: Annotated[Path, input_argument("A, a folder of safetensors files, one file, or a GGUF file.")],
-           b: Annotated[Path | None, input_argument("B, another; without it, A is compared with its checksums.")] = None,
+def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one file, or a GGUF file.")],
+           b: Annotated[Path | None, input_argument("What it is compared with; without it, its own checksums.")] = None,
            jobs: Jobs = None,
            decoded: Annotated[bool, typer.Option("--decoded", help="Compare the weights that quantized layers stand for, "
                                                                    "whatever their formats and storages.")] = False,

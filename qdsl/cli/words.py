@@ -19,7 +19,13 @@ WORDS = {**dict.fromkeys(("file", "folder", "model", "models", "a", "like", "bas
          "tensor_type": "PATTERN=TYPE", "param": "KEY=VALUE", "skip": "PATTERN", "component": "NAME", "resident": "NAME",
          "kernel": "linear|dequantize", "x": "bf16|f16", "shape": "N K", "shard": "I/N", "programs": "FIRST:END",
          "patterns": "JSON", "vram": "SIZE", "shared_memory": "SIZE", "size": "WxH",
-         **dict.fromkeys(("jobs", "rows", "ranks", "bits", "group", "threads", "steps", "context", "max_new_tokens"), "N")}
+         **dict.fromkeys(("jobs", "rows", "ranks", "bits", "group", "threads", "steps", "context", "max_new_tokens", "samples",
+                          "length", "seed"), "N")}
+# Headings of the help, and the commands below each, in the order in which a newcomer meets them.
+COMMANDS = {
+    "Models": ("example", "generate", "serve", "evaluate", "plan", "serve-check"),
+    "Checkpoints": ("inspect", "quantize", "imatrix", "convert", "merge-index", "dequantize", "compress", "decompress", "verify"),
+    "Formats": ("list", "show", "new", "infer", "check", "test", "build", "explain", "analyze", "demo")}
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DTYPE_NAMES = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f64": "float64"}
 
@@ -130,6 +136,10 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """The commands of the command line."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands, in the order of the help."""
+        return [name for names in COMMANDS.values() for name in names]
+
     def get_params(self, ctx: Any) -> Any:
         """The parameters, with that of --help."""
         return list(map(_worded, super().get_params(ctx)))
@@ -139,5 +149,12 @@ class Commands(typer.Typer):
     """The command line, each command of which is a Command."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[CommandFunctionType], CommandFunctionType]:
-        """A decorator that registers a command."""
-        return super().command(name, **{"cls": Command, **settings})
+        """A decorator that registers a command, below its heading in the help."""
+        register = super().command
+
+        def named(function: CommandFunctionType) -> CommandFunctionType:
+            own = name or function.__name__
+            heading = next(heading for heading, names in COMMANDS.items() if own in names)
+            return register(own, cls=Command, rich_help_panel=heading, **settings)(function)
+
+        return named

@@ -14,6 +14,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from qdsl.cli import app
+from qdsl.cli.words import COMMANDS as HEADINGS
 from qdsl.cli.words import VALUES, completions
 
 GROUP = typer.main.get_command(app)
@@ -41,6 +42,12 @@ def test_help_has_words_and_no_types_in_80_columns(command: str) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert not TYPES.findall(result.stdout)
     assert "REF" not in result.stdout
+
+
+def test_every_command_has_a_heading() -> None:
+    assert sorted(COMMANDS) == sorted(name for names in HEADINGS.values() for name in names)
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"})
+    assert re.findall(r"╭─ (\w+) ─", result.stdout) == ["Options", "Models", "Checkpoints", "Formats"]
 
 
 def test_a_model_has_one_word() -> None:
