@@ -129,18 +129,18 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--chunks", type=int, default=10**6, help="most chunks of the text")
     parser.add_argument("--first", action="store_true", help="each format with the parameters that come first alone")
-    given = parser.parse_args()
-    if (given.model is None) != (given.text is None):
+    options = parser.parse_args()
+    if (options.model is None) != (options.text is None):
         parser.error("--model and --text go together")
-    done = [row for row in json.loads(given.out.read_text())["formats"] if row["perplexity"]] if given.out.exists() else []
-    head = {"command": f"python -m bench.perplexity {given.out}", "date": date.today().isoformat(),
-            "text": given.text.name if given.text else example.TEXT, "model": given.about, "context": given.context,
+    done = [row for row in json.loads(options.out.read_text())["formats"] if row["perplexity"]] if options.out.exists() else []
+    head = {"command": f"python -m bench.perplexity {options.out}", "date": date.today().isoformat(),
+            "text": options.text.name if options.text else example.TEXT, "model": options.about, "context": options.context,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
-    with sources(given.model, given.text) as (model, text):
-        for result in rows(done, given.names, given.first, model, text, given.context, given.chunks):
+    with sources(options.model, options.text) as (model, text):
+        for result in rows(done, options.names, options.first, model, text, options.context, options.chunks):
             done.append(result)
             print(json.dumps(result), flush=True)
-            with replacing(given.out) as file:
+            with replacing(options.out) as file:
                 lines = ",\n".join(map(json.dumps, done))
                 file.write(f"{json.dumps(head)[:-1]}, \"formats\": [\n{lines}\n]}}\n".encode())
 

@@ -26,7 +26,7 @@ from qdsl.jobs.gguf import run
 from qdsl.models import calibrate, gguf_vocabulary
 from tests.support import language_models
 
-Told = list[tuple[Counters, float, float | None]]                # the counters, the time, and the seconds left
+Counts = list[tuple[Counters, float, float | None]]                # the counters, the time, and the seconds left
 BLOCKS = 6
 SOON = 0.1                                                       # of a job's time: 5 s of one that takes 50
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 60
@@ -93,9 +93,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Told:
+def counts(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Counts:
     """The counters, the time, and the seconds left, at every count."""
-    times: Told = []
+    times: Counts = []
     add, start = Counters.add, Counters.__init__
 
     def started(self: Counters, *amounts: Any) -> None:
@@ -122,7 +122,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_time_left_is_right_within_a_factor_of_two(name: str, model: Path, told: Told, tmp_path: Path,
+def test_the_time_left_is_right_within_a_factor_of_two(name: str, model: Path, counts: Counts, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the bar that is shown, at each count after the start and before the end."""
     monkeypatch.chdir(tmp_path)
@@ -130,17 +130,17 @@ def test_the_time_left_is_right_within_a_factor_of_two(name: str, model: Path, t
     shutil.copytree(model, "model")
     Path("text.txt").write_text(TEXT)
     for line in COMMANDS[name]:
-        told.clear()
+        counts.clear()
         result = CliRunner().invoke(app, list(line), catch_exceptions=False)
         assert result.exit_code == 0, result.output
-    judged = [pair for one in {id(one): one for one, *_ in told}.values() for pair in estimates(told, one)]
+    judged = [pair for one in {id(one): one for one, *_ in counts}.values() for pair in estimates(counts, one)]
     assert len(judged) >= BLOCKS
     assert [(left, actual) for left, actual in judged if left is None or not 0.5 <= left / actual <= 2] == []
 
 
-def estimates(told: Told, counters: Counters) -> list[tuple[float | None, float]]:
+def estimates(counts: Counts, counters: Counters) -> list[tuple[float | None, float]]:
     """The seconds left of one bar, as shown and as they are, from soon after its start until shortly before its end."""
-    own = [(now, left) for one, now, left in told if one is counters]
+    own = [(now, left) for one, now, left in counts if one is counters]
     begin, end = own[0][0], own[-1][0]
     assert counters.done == pytest.approx(sum(counters.amounts.values()))
     return [(left, end - now) for now, left in own if begin + SOON * (end - begin) < now < begin + 0.9 * (end - begin)]

@@ -17,6 +17,7 @@ from qdsl.runtime.weight.layout import Field, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, UnrepresentableValue
 
 TILE = 1 << 20                                                   # weights per tile: they fit a cache, and calls stay few
+SEARCHED = 8                                                     # of a tile, the part that a search takes: some seconds
 ALIGNED = 128                                                    # rows of w per block of the vendor's matmul
 
 
@@ -113,7 +114,7 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") and not at_once else n
               for field in chosen]
     least = max(1, math.lcm(step, *blocks))
-    rows = max(1, TILE // max(1, k) // least) * least
+    rows = max(1, (TILE // SEARCHED if variant.importance else TILE) // max(1, k) // least) * least
     for start in range(0, n, rows):
         part = weight[start:start + rows]
         part = part.float() if part.element_size() in (1, 8) else part                 # torch does not compute in FP8
