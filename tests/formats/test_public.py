@@ -293,11 +293,14 @@ def test_a_wrong_pattern_is_told_before_anything_changes(function: Any) -> None:
     (lambda: q4_0.requantize(PACKED, "q8_0"), r"other is a format, such as qdsl.load\('q8_0'\).FORMAT, not 'q8_0'"),
     (lambda: q4_0.wrap(PACKED.tensors["blocks"]), r"tensors are a mapping of their names, \{'blocks': ...\}, not a Tensor"),
     (lambda: qdsl.quantize_("model", "q4_0"), "a model is a torch.nn.Module, not a str"),
+    (lambda: qdsl.quantize_("q4_0", Mlp()), "a model is a torch.nn.Module, not a str"),
+    (lambda: qdsl.quantize_(Mlp(), "q4_0", ignore="up"), r"quantize_ has no option 'ignore': skip=\.\.\. names the layers"),
+    (lambda: int_group.quantize(WEIGHT, bits="4"), "int_group: bits is one of 4, .*, not '4'"),
     (lambda: qdsl.planar_("model"), "a model is a torch.nn.Module"),
     (lambda: qdsl.fuse_("model"), "a model is a torch.nn.Module"),
     (lambda: qdsl.match_dense_("model"), "a model is a torch.nn.Module"),
     (lambda: qdsl.load_weights_("folder", Mlp()), "a model is a torch.nn.Module, not a str"),
-    (lambda: qdsl.save_model("folder", "model"), "a model is a torch.nn.Module, not a str")], ids=range(13))
+    (lambda: qdsl.save_model("folder", "model"), "a model is a torch.nn.Module, not a str")], ids=range(16))
 def test_mistakes_of_a_first_session(call: Any, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         call()
