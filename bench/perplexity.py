@@ -34,7 +34,7 @@ JOINED = (1, 4, 16)                                              # rows that are
 CACHED = 512                                                     # columns of rows of a cache, which have formats of their own
 
 
-def variants(is_first: bool) -> list[tuple[str, dict[str, Any]]]:
+def variants(is_first: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Formats and parameters that have a quantizer: first those that do not search, and of these the first of every format.
 
     is_first: with the parameters that come first alone.
