@@ -102,6 +102,8 @@ def by_words(format: WeightFormat, packed: PackedWeight, other: PackedWeight, ch
         return {}                                                # entropy-coded bits have no fixed place
     moved, columns = ordered
     change = _Change(packed, other, format.stored(other), columns, changed)
+    if 2 * change.unpacked_bytes > packed.nbytes:
+        return {}
     for name in change.wanted:
         if name not in moved and (tensor := change.tensor(name)) is not None:
             moved[name] = tensor
@@ -180,6 +182,13 @@ class _Change:
         """The pieces of the source's tensors; none for tensors whose bits are not at digits."""
         return {name: self.packed.layout.tensors[name].slices for name in self.packed.tensors
                 if name not in (self.packed.layout.order, self.packed.layout.shape)}
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """The bytes of the weight's tensors with pieces that no tensor of the result has."""
+        kept = {piece.key for name in self.wanted for piece in self.other.layout.tensors[name].slices}
+        return sum(self.packed.tensors[name].nbytes for name, pieces in self.source_pieces.items()
+                   if any(piece.key not in kept and piece.field not in self.other.layout.where for piece in pieces))
 
     def tensor(self, name: str) -> Tensor | None:
         """A tensor of the result; None if moves of words cannot make it."""
