@@ -20,7 +20,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from qdsl.codecs.bfloat16 import FIX4, HLANE
 
 from bench import codes
 from qdsl.checkpoint.files.folder import Folder
@@ -31,6 +30,7 @@ from qdsl.codecs.lookup import StreamError, code_of, tables_of
 from qdsl.core.codecs import CODECS
 from qdsl.host import library
 from qdsl.jobs.compress import df11
+from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
 from qdsl.runtime import FormatError
 from qdsl.runtime.weight import bfloat16
 from qdsl.runtime.weight.streams import CODINGS

@@ -1,15 +1,22 @@
-"""Random formats, from codes of all widths in all kinds of layouts: storage, reference and kernels against plain arithmetic."""
+"""Formats drawn by hypothesis, codes of all widths in all kinds of layouts: storages, reference and kernels against arithmetic.
+
+A format has up to three storages.  Weights go from each to each, `planar` too, and are cut and joined.  What fails is printed as
+the shortest spec, and as fields that have one value but for a few elements.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import qdsl
@@ -18,48 +25,58 @@ from qdsl.core.numbers import number
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.weight.match import torch_dtype
-from tests.support.formats import same_bits
+from tests.support.formats import raw, same_bits
 from tests.support.interpreter import INTERPRETED, guarded
+from tests.support.quick import examples
 
-SPECS = 150
+EXAMPLES = 40                                                    # of each way to lay codes
 DEVICE = "cpu" if INTERPRETED else "cuda"
-ROWS, COLUMNS = (1, 2, 3, 8, 32, 65), (1, 5, 8, 12, 20, 64, 70, 192)
+ROWS, COLUMNS = (1, 2, 3, 8, 32, 65), (1, 5, 8, 12, 20, 64, 70, 128, 192)
 ELEMENTS = {8: "u8", 16: "i16", 32: "i32"}
 FLOATS = ("f16", "bf16", "f32")
+WAYS = ("along k", "along n", "stream along k", "stream along n", "planes", "byte", "split", "digits")
+SPECIAL = (0.0, 1.0, -1.0, 0.5, -3.0, 1e-7, 60000.0)             # scales, the simplest first
 VALUES = {"s": FLOATS, "a": FLOATS, "z": ("u4", "i4", "u8", "i8", "i6", "f16", "u12", "i16", "u16")}
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A spec's text, its fields (type, subscripts), and its formula."""
+    """A spec's text, its fields (type, subscripts), its formula, and the number of its codes, 0 if they are all of their type."""
 
     text: str
     fields: dict[str, tuple[str, tuple[str, ...]]]
     decode: str
+    codes: int
 
 
-def drawn(seed: int) -> Drawn:
-    draw = random.Random(seed)
-    bits = draw.choice((1, 2, 3, 4, 4, 4, 5, 6, 7, 8))
-    fields = {"q": (f"{draw.choice('ui') if bits > 1 else 'u'}{bits}", ("n", "k"))}
-    for name in ("s", "a", "z")[:draw.choice((1, 2, 2, 3))]:
+def drawn(draw: random.Random, way: str) -> Drawn:
+    """A format whose first storage lays codes in a way."""
+    bits = 2 if way == "digits" else draw.choice((4, 1, 2, 3, 5, 6, 7, 8))
+    fields = {"q": (f"{draw.choice('ui') if bits > 1 and way != 'digits' else 'u'}{bits}", ("n", "k"))}
+    for name in ("s", "z", "a")[:draw.choice((1, 2, 3))]:
         fields[name] = (draw.choice(VALUES[name]), subscripts(draw))
-    code = draw.choice(("q", "q", "(q - 8)", "(q - 3)"))
+    code = draw.choice(("q", "(q - 8)", "(q - 3)"))
     code = f"({code} - z)" if "z" in fields else code
     decode = draw.choice((f"{code} * s", f"s * {code}"))
     if "a" in fields:
         decode = draw.choice((f"{decode} * a", f"a * {decode}", f"{decode} - a", f"{decode} + a * s", f"-{decode} / a"))
-    in_base3 = fields["q"][0] == "u2" and draw.random() < 0.7
-    tensors = digits(draw) if in_base3 else codes(draw, bits)
-    tensors += "".join(values(draw, name, *fields[name]) for name in fields if name != "q")
     params = "params: {group: [32, 7, -1]}\n" if any("group" in i for _, index in fields.values() for i in index) else ""
     shown = "".join(f"  {name}: {kind}[{', '.join(index)}]\n" for name, (kind, index) in fields.items())
-    text = f"format: drawn\nweight: [N, K]\n{params}fields:\n{shown}decode: {decode}\nstorage:\n  p:\n{tensors}"
-    return Drawn(joined(text, random.Random(seed)), fields, decode)
+    storages = "".join(storage(draw, name, fields, way if name == "p" else draw.choice(WAYS[:-1]))
+                       for name in ("p", "r", "t")[:draw.choice((1, 2, 3))])
+    return Drawn(f"format: drawn\nweight: [N, K]\n{params}fields:\n{shown}decode: {decode}\nstorage:\n{storages}", fields, decode,
+                 3 if way == "digits" else 0)
+
+
+def storage(draw: random.Random, name: str, fields: Mapping[str, tuple[str, tuple[str, ...]]], way: str) -> str:
+    """A storage of fields with codes in a way."""
+    tensors = digits(draw) if way == "digits" else codes(draw, int(fields["q"][0][1:]), way)
+    tensors += "".join(values(draw, field, *fields[field]) for field in fields if field != "q")
+    return joined(f"  {name}:\n{tensors}", draw)
 
 
 def joined(text: str, draw: random.Random) -> str:
-    """The spec with tensors of one element type as sections of rows, or regions, of one tensor, where there are several."""
+    """The storage with tensors of one element type as sections of rows, or regions, of one tensor, where there are several."""
     head, *tensors = re.split(r"(?m)^(?=    \w)", text)
     kinds = {chunk: chunk.partition("tensor: ")[2].partition("[")[0] for chunk in tensors}
     alike = [chunk for chunk in tensors if list(kinds.values()).count(kinds[chunk]) > 1 and "p<" not in chunk]
@@ -83,11 +100,11 @@ def tensor(name: str, kind: str, axes: list[str], record: str) -> str:
     return f"    {name}:\n      tensor: {kind}[{', '.join(axes)}]\n      record: \"{record}\"\n"
 
 
-def codes(draw: random.Random, bits: int) -> str:
-    """One of the ways to lay codes: words along K or N, streams, planes of bits, a code in a byte, split records."""
+def codes(draw: random.Random, bits: int, way: str = "") -> str:
+    """Codes in a way, or in one that is drawn: words along K or N, streams, planes of bits, a code in a byte, split records."""
     width = draw.choice((8, 16, 32))
     kind, run = ELEMENTS[width], math.lcm(bits, width) // bits
-    match draw.choice(("along k", "along n", "stream along k", "stream along n", "planes", "byte", "split")):
+    match way or draw.choice(WAYS[:-1]):
         case "along k":
             axes = [f"t<{draw.choice((f'K/{run}', f'ceil(K/{run})'))} word", "n<N"]
             return tensor("codes", kind, axes[::draw.choice((1, -1))], f"i<{run}: q[n, {run}*t + i]")
@@ -166,21 +183,36 @@ def block(index: str, length: int, group: int | None) -> int:
     return (length if group == -1 else group or 1) if by == "group" else int(by)
 
 
-def filled(spec: Drawn, n: int, k: int, group: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Random fields, and each spread over the whole weight, floats in float32."""
-    generator = torch.Generator().manual_seed(n * 1000 + k)
+def numbers(draw: random.Random, kind: str, shape: Sequence[int], count: int) -> Tensor:
+    """A field: one number but for a few elements, or pseudo-random ones.  count: of codes, 0 for all of the type."""
+    form = number(kind)
+    assert form is not None
+    low, high = int(form.low) if not form.is_float else 0, count - 1 if count else int(form.high) if not form.is_float else 0
+
+    def one() -> float:
+        return draw.choice(SPECIAL) if form.is_float else draw.choice((low, high, draw.randint(low, high)))
+
+    if draw.choice((True, False)):
+        generator = torch.Generator().manual_seed(draw.randint(0, 99))
+        field = torch.randn(tuple(shape), generator=generator) if form.is_float else \
+            torch.randint(low, high + 1, tuple(shape), generator=generator)
+    else:
+        field = torch.full(tuple(shape), one())
+        for _ in range(draw.choice((0, 1, 2, 3)) if field.numel() else 0):
+            field.view(-1)[draw.randint(0, field.numel() - 1)] = one()
+    return field.to(torch_dtype(kind))
+
+
+def filled(draw: random.Random, spec: Drawn, n: int, k: int, group: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Drawn fields, and each spread over the whole weight, floats in float32."""
     fields: dict[str, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, (kind, index) in spec.fields.items():
         lengths = [n if subscript[0] == "n" else k for subscript in index]
         blocks = [block(subscript, length, group) for subscript, length in zip(index, lengths, strict=True)]
-        shape = [-(-length // by) for length, by in zip(lengths, blocks, strict=True)]
-        form = number(kind)
-        assert form is not None
-        fields[name] = torch.randn(shape, generator=generator).to(torch_dtype(kind)) if form.is_float else \
-            torch.randint(int(form.low), 3 if name == "q" and "base3" in spec.text else int(form.high) + 1, shape,
-                          generator=generator).to(torch_dtype(kind))
-        spread = fields[name].float() if form.is_float else fields[name].to(torch.int32)
+        fields[name] = numbers(draw, kind, [-(-length // by) for length, by in zip(lengths, blocks, strict=True)],
+                               spec.codes if name == "q" else 0)
+        spread = fields[name].float() if fields[name].is_floating_point() else fields[name].to(torch.int32)
         for axis, (length, by) in enumerate(zip(lengths, blocks, strict=True)):
             spread = spread.repeat_interleave(by, axis).narrow(axis, 0, length)
         whole[name] = (spread[:, None] if [subscript[0] for subscript in index] == ["n"] else spread).expand(n, k)
@@ -188,38 +220,76 @@ def filled(spec: Drawn, n: int, k: int, group: int | None) -> tuple[dict[str, Te
 
 
 @pytest.mark.filterwarnings("ignore:(divide|invalid|overflow).*:RuntimeWarning")   # lanes that are masked divide 0 by 0
-@pytest.mark.parametrize("seed", range(SPECS))
-def test_a_drawn_format(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    spec = drawn(seed)
-    (tmp_path / "drawn.yaml").write_text(spec.text)
-    try:
-        module = qdsl.load(tmp_path / "drawn.yaml")
-    except SpecError as error:
-        assert "need not nest" in str(error), spec.text           # blocks of group and of a constant
-        return
-    sizes = random.Random(seed).sample([(n, k) for n in ROWS for k in COLUMNS], 12)
-    for group in (32, 7, -1) if "group" in module.SPEC.params else (None,):
-        params = {} if group is None else {"group": group}
-        checked = 0
-        for n, k in sizes:
-            fields, whole = filled(spec, n, k, group)
+@pytest.mark.parametrize("way", WAYS)
+def test_drawn_formats(way: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=examples(EXAMPLES), deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.randoms(use_true_random=False))
+    def run(draw: random.Random) -> None:
+        folder = tmp_path_factory.mktemp("drawn")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QDSL_CACHE", str(folder / "cache"))
+            spec = drawn(draw, way)
+            note(spec.text)
+            (folder / "drawn.yaml").write_text(spec.text)
             try:
-                packed = module.pack(fields, **params)
-            except FormatError as error:
-                assert "must be a multiple of" in str(error)
-                continue
-            unpacked = module.unpack(packed)
-            assert all(same_bits(unpacked[name], field) for name, field in fields.items()), (spec.text, n, k, group)
-            exact = eval(spec.decode, {}, whole)  # noqa: S307
-            check(module, packed, exact, (spec.text, n, k, group))
-            checked += 1
-            if checked == 2:
-                break
+                module = qdsl.load(folder / "drawn.yaml")
+            except SpecError as error:
+                assert "need not nest" in str(error), spec.text   # blocks of group and of a constant
+                return
+            check_format(draw, spec, module)
+
+    run()
 
 
-def check(module: object, packed: PackedWeight, exact: Tensor, what: object) -> None:
-    assert same_bits(module.dequantize(packed, torch.float32).nan_to_num(9), exact.nan_to_num(9)), what  # type: ignore[attr-defined]
+def check_format(draw: random.Random, spec: Drawn, module: Any) -> None:
+    """A weight in every storage that holds its shape, converted from each to each, cut, and multiplied."""
+    n, k = draw.choice(ROWS), draw.choice(COLUMNS)
+    group = draw.choice((32, 7, -1)) if "group" in module.SPEC.params else None
+    params = {} if group is None else {"group": group}
+    fields, whole = filled(draw, spec, n, k, group)
+    note(f"N, K = {n}, {k}  {params}  {fields}")
+    exact = eval(spec.decode, {}, whole)  # noqa: S307
+    weights: list[PackedWeight] = []
+    for storage in dict.fromkeys(name for variant in module.FORMAT.variants.values() for name in variant.storages):
+        try:
+            weights.append(module.pack(fields, storage, **params))
+        except FormatError as error:
+            assert "must be a multiple of" in str(error) or storage == "planar", storage
+    for packed in weights:
+        unpacked = module.unpack(packed)
+        assert all(same_bits(unpacked[name], field) for name, field in fields.items()), packed.storage
+        assert same_bits(module.dequantize(packed, torch.float32).nan_to_num(9), exact.nan_to_num(9)), packed.storage
+        for other in weights:
+            converted = module.convert(packed, other.storage)
+            assert all(same_bits(raw(converted.tensors[name]), raw(tensor)) for name, tensor in other.tensors.items()), \
+                (packed.storage, other.storage)
+    if weights:
+        packed = draw.choice(weights)
+        check_pieces(draw, packed, exact)
+        check_kernels(packed, exact, packed.storage)
+
+
+def check_pieces(draw: random.Random, packed: PackedWeight, exact: Tensor) -> None:
+    """Two pieces have the weight's numbers, and their join has all of them."""
+    dim = draw.choice("NK")
+    axis, size = "NK".index(dim), packed.shape["NK".index(dim)]
+    border = draw.randint(0, size)
+    try:
+        pieces = [packed.shard(dim, 0, border), packed.shard(dim, border, size)]
+    except FormatError as error:
+        assert "cannot be cut" in str(error)
+        return
+    shown = [piece.dequantize(torch.float32).nan_to_num(9) for piece in pieces]
+    assert same_bits(torch.cat(shown, axis), exact.nan_to_num(9)), (dim, border)
+    if pieces[0].storage == pieces[1].storage and pieces[0].params == pieces[1].params and 0 < border < size:
+        try:
+            joined = PackedWeight.join(pieces, dim)
+        except FormatError:                                      # blocks that all pieces share, or that end inside them
+            return
+        assert same_bits(joined.dequantize(torch.float32).nan_to_num(9), exact.nan_to_num(9)), (dim, border)
+
+
+def check_kernels(packed: PackedWeight, exact: Tensor, what: object) -> None:
     packed = packed.to(DEVICE)
     out = torch.full(packed.shape, torch.nan, device=DEVICE)
     with guarded(packed, out):

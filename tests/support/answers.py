@@ -195,8 +195,8 @@ def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape
     fields = {name: torch.zeros([axis.rounded(*shape, sizes) for axis in field.axes],
                                 dtype=torch_dtype(str(params.get(field.type, field.type))))
               for name, field in variant.fields.items() if name not in variant.storages[storage].where}
-    fields |= {name: default_field(format, variant, name, shape, params, torch.device("cpu"))      # one value for all means none
-               for name in fields if variant.fields[name].type == "index"}
+    fields |= {name: default_field(format.description, variant, name, shape, params, torch.device("cpu"))
+               for name in fields if variant.fields[name].type == "index"}       # one value for all means none
     try:
         return format.pack(fields, storage=storage, **params).shape != shape
     except FormatError:

@@ -206,7 +206,7 @@ class _Change:
         filled = sum(move.plan.filled for move in moved) == 8 * dtype.itemsize * math.prod(shape)
         filled_tensor = empty(shape, dtype, before.device)
         if not filled:
-            filled_tensor.view(torch.uint8).zero_()
+            filled_tensor.view(-1).view(torch.uint8).zero_()       # of one number, too
         if not all(self._fill(filled_tensor, move) for move in moved):
             return None
         return filled_tensor.add_(stored.adds) if stored.adds else filled_tensor
