@@ -28,7 +28,7 @@ SPLIT = {"compiler", "runtime", "checkpoint", "jobs", "codecs"}
 COMPILER = ("compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", "compiler")
 # The runtime in its order: libraries, weights, kernels, CPUs, torch's operations and modules, formats.
 RUNTIME = ("runtime/libraries", "runtime/weight", "runtime/gpu", "runtime/cpu", "runtime/torch", "runtime")
-CODECS = {f"codecs/{code}" for code in codecs.CODECS}
+CODECS = [f"codecs/{code}" for code in codecs.CODECS]
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
     "core": set(), "host": {""}, "codecs": {"core", "host"},

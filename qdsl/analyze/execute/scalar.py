@@ -82,13 +82,13 @@ def shift(context: Context) -> Step:
     """Shifts; by the width or more gives 0, or the sign."""
     bits, left, signed = type_bits(context.kind), context.instruction.name == "shl", context.kind[0] == "s"
 
-    def function(value: Bits, by: Bits) -> Bits:
+    def shift_bits(value: Bits, by: Bits) -> Bits:
         far = by >= bits
         by = np.where(far, bits - 1, by).astype(value.dtype)
         if signed:
             return (value.view(SIGNED[bits]) >> by.view(SIGNED[bits])).view(UNSIGNED[bits])
         return np.where(far, value.dtype.type(0), value << by if left else value >> by)
-    return _map(context, [context.source(1, bits), context.source(2, 32)], function)
+    return _map(context, [context.source(1, bits), context.source(2, 32)], shift_bits)
 
 
 @opcode("shf")
@@ -96,11 +96,11 @@ def funnel_shift(context: Context) -> Step:
     """A word cut from two neighbours."""
     left, clamp = "l" in context.modifiers, "clamp" in context.modifiers
 
-    def function(low: Bits, high: Bits, by: Bits) -> Bits:
+    def cut_word(low: Bits, high: Bits, by: Bits) -> Bits:
         both = high.astype(np.uint64) << np.uint64(32) | low
         by = (np.minimum(by, 32) if clamp else by & 31).astype(np.uint64)
         return ((both << by) >> np.uint64(32) if left else both >> by).astype(np.uint32)
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], function)
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], cut_word)
 
 
 def _ones(count: Bits, bits: int) -> Bits:
@@ -114,7 +114,7 @@ def extract(context: Context) -> Step:
     """A field of bits, with its sign where the type has one."""
     bits, signed = type_bits(context.kind), context.kind[0] == "s"
 
-    def function(value: Bits, start: Bits, length: Bits) -> Bits:
+    def cut_bits(value: Bits, start: Bits, length: Bits) -> Bits:
         start, length = (start & 255).astype(np.int64), (length & 255).astype(np.int64)
         wide = value.view(SIGNED[bits]) if signed else value
         last = np.minimum(start + length - 1, bits - 1)
@@ -126,7 +126,7 @@ def extract(context: Context) -> Step:
         kept = np.where(length >= bits - start, bits - start, length)
         mask = _ones(np.clip(kept, 0, bits), bits)
         return np.where(negative, field | ~mask, field & mask)
-    return _map(context, [context.source(1, bits), context.source(2, 32), context.source(3, 32)], function)
+    return _map(context, [context.source(1, bits), context.source(2, 32), context.source(3, 32)], cut_bits)
 
 
 @opcode("bfi")
@@ -134,25 +134,25 @@ def insert(context: Context) -> Step:
     """A field of bits put into a word."""
     bits = type_bits(context.kind)
 
-    def function(value: Bits, into: Bits, start: Bits, length: Bits) -> Bits:
+    def replace_bits(value: Bits, into: Bits, start: Bits, length: Bits) -> Bits:
         start, length = (start & 255).astype(np.int64), (length & 255).astype(np.int64)
         mask = _ones(length, bits)
         by = np.minimum(start, bits - 1).astype(value.dtype)
         mask = np.where(start < bits, mask << by, 0).astype(value.dtype)
         return (into & ~mask) | ((value << by) & mask)
-    return _map(context, [context.source(place, bits if place < 3 else 32) for place in (1, 2, 3, 4)], function)
+    return _map(context, [context.source(place, bits if place < 3 else 32) for place in (1, 2, 3, 4)], replace_bits)
 
 
 @opcode("lop3")
 def logic(context: Context) -> Step:
     """Any function of three bits, by its table of 8 entries."""
-    def function(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
+    def combine_bits(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
         out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
         for row in range(8):
             if int(table[0]) >> row & 1:
                 out |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
         return out
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3, 4)], function)
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3, 4)], combine_bits)
 
 
 @opcode("popc", "clz", "brev", "bfind")
@@ -179,7 +179,7 @@ def permute_bytes(context: Context) -> Step:
     if context.modifiers - {"b32"}:
         raise context.unknown()
 
-    def function(a: Bits, b: Bits, selector: Bits) -> Bits:
+    def choose_bytes(a: Bits, b: Bits, selector: Bits) -> Bits:
         both = b.astype(np.uint64) << np.uint64(32) | a
         out: Any = np.uint32(0)
         for place in range(4):
@@ -188,7 +188,7 @@ def permute_bytes(context: Context) -> Step:
             byte = np.where(nibble & 8, np.where(byte & 128, np.uint32(255), np.uint32(0)), byte)
             out = out | byte << np.uint32(8 * place)
         return out
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], function)
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], choose_bytes)
 
 
 @opcode("selp")
@@ -331,12 +331,12 @@ def _wide(context: Context, added: bool) -> Step:
     wide = (SIGNED if signed else UNSIGNED)[2 * bits]
     narrow = SIGNED[bits] if signed else UNSIGNED[bits]
 
-    def function(a: Bits, b: Bits, *added_to: Bits) -> Bits:
+    def multiply_add_values(a: Bits, b: Bits, *added_to: Bits) -> Bits:
         product = (a.view(narrow).astype(wide) * b.view(narrow).astype(wide)).view(UNSIGNED[2 * bits])
         result = (product >> product.dtype.type(bits)).astype(UNSIGNED[bits]) if high else product
         return result + added_to[0] if added_to else result
     last = [context.source(3, bits if high else 2 * bits)] if added else []
-    return _map(context, [context.source(1, bits), context.source(2, bits), *last], function)
+    return _map(context, [context.source(1, bits), context.source(2, bits), *last], multiply_add_values)
 
 
 def _high64(a: Bits, b: Bits, signed: bool) -> Bits:
@@ -372,11 +372,11 @@ def fma(context: Context) -> Step:
     if part == "f64" and context.rounding != "rn":
         raise context.unknown("f64 is rounded to the nearest alone")
 
-    def function(a: Floats, b: Floats, c: Floats) -> Floats:
+    def fused_values(a: Floats, b: Floats, c: Floats) -> Floats:
         value = numbers.fused(a, b, c, part)
         value = _rounded_down(value, a.astype(np.float64) * b, c) if context.rounding == "rm" else value
         return np.where(value < 0, 0, value) if relu else value
-    return _floats(context, 3, function)
+    return _floats(context, 3, fused_values)
 
 
 @opcode("div", "rem")
@@ -388,12 +388,12 @@ def divide(context: Context) -> Step:
             return _floats(context, 2, np.divide)
         return _floats(context, 2, numbers.quotient)             # .approx and .full may miss by 2 ulp
 
-    def function(a: Bits, b: Bits) -> Bits:
+    def apply_values(a: Bits, b: Bits) -> Bits:
         one = np.where(b == 0, b.dtype.type(1), b)
         left = np.fmod(a, one)
         value = left if remainder else (a - left) // one
         return np.where(b == 0, a if remainder else a.dtype.type(-1 if kind[0] == "s" else np.iinfo(a.dtype).max), value)
-    return _integers(context, 2, function)
+    return _integers(context, 2, apply_values)
 
 
 @opcode("abs", "neg")
@@ -417,11 +417,11 @@ def dot_of_bytes(context: Context) -> Step:
     if context.instruction.name == "dp2a":
         raise context.unknown()
 
-    def function(a: Bits, b: Bits, c: Bits) -> Bits:
+    def dot_values(a: Bits, b: Bits, c: Bits) -> Bits:
         left, right = (np.ascontiguousarray(value)[:, None].view(kind).astype(np.int64)
                        for value, kind in zip((a, b), kinds, strict=True))
         return ((left * right).sum(1) + c).astype(np.uint64).astype(np.uint32)
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], function)
+    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], dot_values)
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
