@@ -148,12 +148,17 @@ int best_rows(const float *linear /* groups * columns */, const float *square /*
 }
 
 static inline vi larger(vi a, vi b) { const vi more = a > b; return a & more | b & ~more; }
+#ifdef __clang__
+#define EXCHANGE(a, by) __builtin_shufflevector(a, a, 0 ^ by, 1 ^ by, 2 ^ by, 3 ^ by, 4 ^ by, 5 ^ by, 6 ^ by, 7 ^ by, 8 ^ by, 9 ^ by, \
+                                                10 ^ by, 11 ^ by, 12 ^ by, 13 ^ by, 14 ^ by, 15 ^ by)
+#else
+#define EXCHANGE(a, by) __builtin_shuffle(a, (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ by)
+#endif
 static inline int32_t largest(vi a) {                            /* the largest lane */
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    a = larger(a, __builtin_shuffle(a, lane ^ 8));
-    a = larger(a, __builtin_shuffle(a, lane ^ 4));
-    a = larger(a, __builtin_shuffle(a, lane ^ 2));
-    return larger(a, __builtin_shuffle(a, lane ^ 1))[0];
+    a = larger(a, EXCHANGE(a, 8));
+    a = larger(a, EXCHANGE(a, 4));
+    a = larger(a, EXCHANGE(a, 2));
+    return larger(a, EXCHANGE(a, 1))[0];
 }
 
 /* The number of largest magnitude of a block, of which NaN is one, and of equals the first; without its sign, or with it. */

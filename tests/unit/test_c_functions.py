@@ -96,3 +96,18 @@ def test_an_address_is_that_of_the_first_element() -> None:
     for unfit in (tensor.to("meta"), tensor.float(), tensor[1:], torch.stack([tensor, tensor], 1)[:, 0]):
         with pytest.raises(UnfitArray):
             address(unfit, "bfloat16", 4)
+
+
+# Builtin functions that GCC, from 9 on, and clang have.
+BUILTINS = {"bswap32", "bswap64", "convertvector", "inff", "isinf", "prefetch", "rintf"}
+
+
+def test_c_sources_call_builtin_functions_of_both_compilers() -> None:
+    """Others have to be in `#ifdef __clang__`, with what the other compiler takes."""
+    count = 0
+    for path in (path for suffix in ("c", "h") for path in (ROOT / "qdsl").rglob(f"*.{suffix}")):
+        text = re.sub(r"^#ifdef __clang__$.*?^#else$.*?^#endif$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+        names = set(re.findall(r"__builtin_(\w+)", text))
+        assert names <= BUILTINS, path
+        count += len(names)
+    assert count >= len(BUILTINS)
