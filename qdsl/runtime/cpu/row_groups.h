@@ -23,7 +23,7 @@
 #define PARTS (GROUP_ROWS / LANES)
 #define BLOCK 32
 #define BLOCK_BYTES (4 * GROUP_ROWS * BITS)
-#define AHEAD 4096                                               /* bytes between a load and its prefetch */
+#define AHEAD 8192                                               /* bytes between a load and its prefetch */
 
 /* codes: blocks of 16 rows.  fields: numbers of groups, [row groups, groups of columns, 16].  shift: log2 of columns in a group.
    bytes: of a row group. */
