@@ -360,7 +360,7 @@ def test_a_layer_that_multiplies_by_its_weight_stays_dense(tmp_path: Path) -> No
 def test_no_matrix_is_left_random(own: Path, tmp_path: Path) -> None:
     """A head that no file holds is an error, unless the caller names it."""
     classifier = transformers.AutoModelForSequenceClassification
-    with pytest.raises(LoadError, match=r"1 weights of the model are not in the checkpoint: score\.weight"):
+    with pytest.raises(LoadError, match=r"1 parameters of the model are not in the checkpoint: score\.weight"):
         classifier.from_pretrained(own)
     model = classifier.from_pretrained(own, quantization_config=QdslConfig(skip=["score"]))
     assert model.score.weight.float().std() > 0

@@ -64,7 +64,6 @@ class QdslHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})   # the files tell whether layers are packed
         self.report: LoadReport | None = None
         self._files: list[Path] = []
-        self._is_whole = False                                   # whether the checkpoint has to have every parameter
         self._device_map: Any = None
         self._ties: Ties = {}                                    # what the model would share if the files had it once
         self._initial_config = ""                                        # the config from which the model is built
@@ -148,7 +147,6 @@ class QdslHfQuantizer(HfQuantizer):
         if left:
             raise LoadError(f"{checkpoint.path}: {len(left)} tensors have no place in {type(model).__name__}: {listed(left)}; "
                             "name those to leave out in QdslConfig(skip=...)")
-        self._is_whole = bool(source.groups)
         model.mark_tied_weights_as_initialized = partial(self._finish_loading, model, hook, targets, placed)
         if any(isinstance(module, Experts) for module in model.modules()):
             model.set_experts_implementation(moe.NAME)
@@ -156,17 +154,16 @@ class QdslHfQuantizer(HfQuantizer):
     def _finish_loading(self, model: Any, hook: Any, unexpected: set[str], placed: set[str], loading_info: Any) -> None:
         """Move packed tensors to their devices, after transformers has loaded all others.
 
-        Raises LoadError for a matrix that would be left with random numbers, and for any parameter beside weights of one code.
+        Raises LoadError for a parameter that would be left with the numbers of a new model.
         """
         hook.remove()
         del model.mark_tied_weights_as_initialized
         loading_info.unexpected_keys = unexpected                # the tensors of packed layers are not among them
-        axes = 1 if self._is_whole else 2
-        missing = _missing_parameters(model, loading_info.missing_keys, self.quantization_config.skip, axes)
+        missing = _missing_parameters(model, loading_info.missing_keys, self.quantization_config.skip)
         if missing:
             unused = self.report.unused if self.report else []
             hint = f"; the checkpoint has, and the model does not: {listed(unused)}" if unused else ""
-            raise LoadError(f"{len(missing)} weights of the model are not in the checkpoint: {listed(missing)}{hint}; "
+            raise LoadError(f"{len(missing)} parameters of the model are not in the checkpoint: {listed(missing)}{hint}; "
                             "name those that transformers shall initialise in QdslConfig(skip=...)")
         if isinstance(self._device_map, Mapping):
             move(model, placed, self._device_map)
@@ -342,14 +339,14 @@ def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix
         state.pop(prefix + name, None)
 
 
-def _missing_parameters(model: Any, missing: set[str], skip: Sequence[str], axes: int) -> list[str]:
-    """Parameters of so many axes or more that were not loaded, and share no loaded tensor."""
+def _missing_parameters(model: Any, missing: set[str], skip: Sequence[str]) -> list[str]:
+    """Parameters that were not loaded, and share no loaded tensor."""
     shared: dict[str, set[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
         shared.setdefault(source, {source}).add(target)
     loaded = {name for group in shared.values() if not group <= missing for name in group}
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    return sorted(name for name in missing - loaded if name in tensors and tensors[name].dim() >= axes
+    return sorted(name for name in missing - loaded if name in tensors
                   and not ignored(name, skip) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))
 
 
