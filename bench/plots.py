@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUT = ROOT / "bench" / "results", ROOT / "docs" / "plots"
 FORMATS, QUALITY = RESULTS / "formats-minilm.json", RESULTS / "smollm2-quality.json"
 PERPLEXITIES = RESULTS / "formats-smollm2.json"
+CALIBRATED = RESULTS / "calibrated-trained.json"
 CANDIDATES = RESULTS / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3.6-candidates.json"
 TIMES = RESULTS / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3.6.json"
 LIGHT, DARK = "--paper:#ffffff;--ink:#1f2328;--grid:#d8dee4", "--paper:#0d1117;--ink:#e6edf3;--grid:#30363d"
@@ -190,6 +191,24 @@ def formats() -> str:
                                      is_log=True), by_family(points))
 
 
+def calibrated() -> str:
+    """What a token costs more than in the model itself, over bits: without calibration, GGUF's types by ggml, and with it."""
+    rows = [row for row in json.loads(CALIBRATED.read_text())["rows"] if "texts" in row]
+    by_ggml = {row["format"] for row in rows if row["method"] == "ggml"}
+    series: dict[str, list[tuple[float, float, str]]] = {}
+    for row in rows:
+        nats = sum(text["nats"] for text in row["texts"]) / len(row["texts"])
+        if row["method"] != "rounded" or row["format"] not in by_ggml:
+            name = {"calibrated": "calibrated", "ggml": "by ggml with an importance matrix"}.get(row["method"], "rounded")
+            label = f"{_label(row)}: {row['bits_per_weight']:.2f} bits, {nats:.5f} nats"
+            series.setdefault(name, []).append((row["bits_per_weight"], max(nats, LEAST_NATS), label))
+    marks = (LEAST_NATS, 0.0003, 0.001, 0.003, 0.01, 0.03)
+    return chart("A Llama of 13 million weights, all layers in a format", Axis("bits per weight of the layers", range(2, 10)),
+                 Axis("nats per token more than the model itself, less is better", marks, is_log=True),
+                 [Series(name, points) for name, points in sorted(series.items())])
+
+
+LEAST_NATS = 0.0001                                              # of the figure: less is within the error
 MOST_PERPLEXITY = 50.0                                           # of the figure; a model with more is not usable
 SPEEDS = {"int_group.planar bits=4": "int4", "q4_0.planar": "q4_0", "q4_k.planar": "q4_k", "nf4.planar": "nf4",
           "fp8_block.planar": "fp8_block", "q8_0.planar": "q8_0"}
@@ -212,7 +231,8 @@ def speed() -> str:
                  Axis("microseconds, less is better", (10, 20, 50, 100, 200, 400), is_log=True), series)
 
 
-FIGURES: dict[str, Callable[[], str]] = {"snr": signal_to_noise, "perplexity": perplexity, "formats": formats, "speed": speed}
+FIGURES: dict[str, Callable[[], str]] = {"snr": signal_to_noise, "perplexity": perplexity, "formats": formats, "speed": speed,
+                                          "calibrated": calibrated}
 
 
 def main() -> None:
