@@ -164,8 +164,9 @@ def main() -> None:
         language.model.dequantize()
     measured = Measured(language, options)
     every = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    head = {"model": Path(language.name).name, "date": date.today().isoformat(), "calibration": [options.calibrate.name, options.samples,
-            options.length], "collecting_cpu_s": round(measured.seconds, 1),
+    head = {"model": Path(language.name).name, "date": date.today().isoformat(),
+            "calibration": {"text": options.calibrate.name, "samples": options.samples, "length": options.length},
+            "collecting_cpu_s": round(measured.seconds, 1),
             "texts": [{"name": path.name, "tokens": len(base), "perplexity": round(float(base.mean().exp()), 4)}
                       for path, base in zip(options.test, measured.base, strict=True)],
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
