@@ -218,7 +218,7 @@ VARIANT = Variant(
                     unit=(2.0, 1.0), base=(0, 0), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "block", 8, table=STEPS), GroupField("t", 1, "block", shared=256),
-                    GroupField("o", 0, 0)), blocks=("block",), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    GroupField("o", 0, 0)), blocks=("block",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
                     tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "t", "o"), lookups={"s": STEPS}),

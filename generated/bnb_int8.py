@@ -142,7 +142,7 @@ VARIANT = Variant(
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
                     base=(128, 2304)), Sums(finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), ones=True),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(-128, -128), double=True)))),
+                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(-128, 0))))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )

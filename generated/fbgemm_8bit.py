@@ -131,7 +131,7 @@ VARIANT = Variant(
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u8, words=bitplanes.words_8, width=8, bits=8, base=(0, 2176)),
                     Sums(finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 0), sums=True, double=True)))),
+                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 128), sums=True)))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "b")),
 )

@@ -202,7 +202,7 @@ VARIANT = Variant(
                     base=(0, 0), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar, finish=group_sums.scaled,
                     group_fields=(GroupField("sc", 1, 32, 7, at=0), GroupField("sc", 1, 32, 1, at=7)),
-                    row_fields=(GroupField("d", 1, 0),), blocks=("32",), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    row_fields=(GroupField("d", 1, 0),), blocks=("32",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
                     tile_gemm=TileGemm(tile_gemm, zero=(0, 0), sums=True)))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "h")),

@@ -299,7 +299,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3, at=0), GroupField("sc", 1, 32, 1, at=3)),
-                    blocks=("256", "32"), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv),
                     tile_gemm=TileGemm(tile_gemm, sums=True, spans=(4,))))),
     },
     decode=decode, encode=encode, importance=True,

@@ -215,7 +215,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.entries_of_8, words=bitplanes.words_3, width=8, bits=0,
                     base=(43, 171), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)),
-                    blocks=("256", "32"), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv),
                     tile_gemm=TileGemm(tile_gemm, zero=(-43, -171), spans=(2, 2))))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),

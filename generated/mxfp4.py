@@ -148,7 +148,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m1, words=bitplanes.words_4, width=8, bits=0,
                     unit=(32768.0, 2.0), base=(0, 0), levels=Levels(codebook.two_part_table)),
-                    Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32),
+                    Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",)),
                     skinny=Skinny(skinny), gemv=Gemv(gemv, bitplanes.raw_e2m1), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"}, settings={"level": LEVEL},

@@ -155,7 +155,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(PAIRED,),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.paired_entries_of_16, words=bitplanes.words_4, width=8, bits=0,
                     unit=(2.0, 1.0), base=(0, 0), levels=Levels(_table_planar)),
-                    Sums(scale=group_sums.scaled, group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32),
+                    Sums(scale=group_sums.scaled, group_fields=(GroupField("s", 1, "block"),), blocks=("block",)),
                     skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s",), row_codes=ROW_CODES),

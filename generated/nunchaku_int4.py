@@ -138,7 +138,7 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5), divides=True,
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i4, words=bitplanes.words_4, signed=True, base=(8, 136)),
-                    Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",), size=32),
+                    Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",)),
                     skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(-8, -136))))),
     },
     decode=decode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), columns="/m"),

@@ -289,7 +289,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m1, words=bitplanes.words_4, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0), levels=Levels(codebook.two_part_table)),
-                    Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32),
+                    Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",)),
                     skinny=Skinny(skinny), gemv=Gemv(gemv, bitplanes.raw_e2m1), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
     },
     decode=decode, encode=encode,

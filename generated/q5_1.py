@@ -160,7 +160,7 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u5, words=bitplanes.words_5, width=4, bits=5),
                     Sums(scale=group_sums.with_offset, group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)),
-                    blocks=("32",), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    blocks=("32",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
                     tile_gemm=TileGemm(tile_gemm, sums=True, spans=(0, 1))))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "m")),

@@ -203,7 +203,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u5, words=bitplanes.words_5, width=4, bits=5),
                     Sums(scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
-                    GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    GroupField("mn", 1, 32, 6)), blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv),
                     tile_gemm=TileGemm(tile_gemm, sums=True, spans=(0, 1))))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "sc", "dmin", "mn")),

@@ -17,6 +17,8 @@ from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, R
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
+from .bits_4 import _scale_planar
+
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -385,10 +387,10 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u8, words=bitplanes.words_8, width=8, bits=8, base=(0, 2176)),
-                    Sums(scale=group_sums.with_zero,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)), blocks=("group",),
-                    size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(0, 0), sums=True, double=True)))),
+                    Sums(scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
+                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    tile_gemm=TileGemm(tile_gemm, point=1, zero=(0, 0), exact=True)))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),

@@ -140,7 +140,7 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u5, words=bitplanes.words_5, width=4, bits=5),
                     Sums(scale=group_sums.with_offset, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
-                    blocks=("group",), size=32), skinny=Skinny(skinny), gemv=Gemv(gemv),
+                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
                     tile_gemm=TileGemm(tile_gemm, sums=True, spans=(0, 1))))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},

@@ -63,6 +63,10 @@ class Tall:
 TALL = (Tall(2, 8, 1, True, 3.1), Tall(2, 4, 1, True, 3.3), Tall(1, 4, 2, True, 3.5), Tall(1, 4, 2, False, 3.7))
 
 
+# Tiles of `tile_gemm` for scaled weights by compute capability: R and rows of x, as counts and modelled times chose them.
+SCALED = {8: ((2, 32), (2, 64)), 9: ((1, 64), (2, 64), (1, 128)), 10: ((2, 64), (1, 128)), 12: ((2, 32),)}
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a launch depends on: the major compute capability (9: Hopper; 0 elsewhere) and the number of multiprocessors."""
@@ -133,10 +137,9 @@ def _gpu(device: torch.device) -> Gpu:
 
 
 def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `tile_gemm` runs: on NVIDIA GPUs from Ampere on, for types of which one operand holds a code."""
+    """Whether `tile_gemm` runs: on NVIDIA GPUs from Ampere on."""
     kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and kernels.tile_gemm is not None and target(device).capability >= 8 and not (
-        kernels.tile_gemm.double and dtype == torch.bfloat16)
+    return kernels is not None and kernels.tile_gemm is not None and target(device).capability >= 8
 
 
 def overlaps(device: torch.device) -> bool:
@@ -174,8 +177,18 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     configs = [rule, *(other for i, other in enumerate(others) if other != rule and other not in others[:i])]
     if kind != "tile_gemm":
         return configs
+    configs += scaled_tiles(packed, m, device)
     return [{**config, "SPLIT": split} for split in range(1, MOST_PARTS + 1) for config in configs
             if split == 1 or _may_split(config, split, m, n, k, device)]
+
+
+def scaled_tiles(packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
+    """`tile_gemm` tiles for scaled weights, if groups have sums of their own: else nothing is scaled before the last sum."""
+    kernels = packed.layout.kernels.matrix_unit
+    if kernels is None or kernels.sums.scale is None:
+        return []
+    return [{"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SCALED": 1}
+            for r, bm in SCALED.get(target(device).capability, ()) if bm < 2 * m]
 
 
 def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, device: torch.device) -> bool:
@@ -241,7 +254,7 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
     """The default `tile_gemm` tile: R tiles of 64 rows of w and BM rows of x per program."""
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
-    return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
+    return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SCALED": 0}
 
 
 def most_columns(packed: PackedWeight) -> int:
@@ -268,7 +281,8 @@ def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
         return cdiv(cdiv(n, rows) * cdiv(m, 128), target(device).multiprocessors) * rows * tile.count
 
     fit = [tile for tile in TALL if not tile.whole or (m % 128 == 0 and n % (16 * tile.R * tile.W) == 0)]
-    return [{"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": k if tile.whole else 0}
+    return [{"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": k if tile.whole else 0,
+             "SCALED": 0}
             for tile in sorted(fit, key=cost)]
 
 

@@ -49,6 +49,7 @@ DECODED = 1 << 28                                                # bytes of a we
 QUANTIZE = 12                                                    # instructions per number of x that `w8a8` quantizes, on sm_90
 TRIP, LONG_TRIP = 470, 955                                       # cycles per 128 columns: x quantized before, or in the loop
 RESIDENT, MOST_SPLIT = 3, 8                                      # its programs per SM at a time; the most that share K
+SCALED = " S=1"                                                  # ends the table's key of a kernel that scales weights
 LANES = 128                                                      # thread instructions that an SM issues per cycle
 TABLE = Path(__file__).with_name("costs.json")
 
@@ -131,7 +132,8 @@ def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torc
     columns = k if split == 1 else cdiv(k // 128, split) * 128
     sums = 0 if split == 1 else programs * _part_bytes(candidate, n)    # bytes of all partial sums: stored, then loaded
     work = Work(nbytes, passes, dtype.itemsize * m * columns * (programs // passes) + 2 * sums, is_tiled,
-                128 // min((128, *kernels.sizes(packed.sizes))) - 1 if is_tiled and kernels else 0)
+                128 // min((128, *kernels.sizes(packed.sizes))) - 1 if is_tiled and kernels and not candidate.config.get("SCALED")
+                else 0)
     trips = cdiv(_rows(candidate.config, n, candidate.grid[0]) * columns, cost.step)
     return terms(cost, programs, trips, nbytes + dtype.itemsize * m * (n + k), work, target)
 
@@ -249,12 +251,13 @@ def configuration(config: Mapping[str, int]) -> tuple[int, int]:
 def variant(config: Mapping[str, int]) -> str:
     """The part of config_key for constants other than the table's usual ones: ' W=8', ' E=0' or ''.
 
-    W: warps.  E=0: partial tiles.  B: BN of `matvec`, whose usual one the shape decides.
+    W: warps.  E=0: partial tiles.  B: BN of `matvec`, whose usual one the shape decides.  S=1: scaled weights.
     """
     if "BLOCKS" in config:
         return ""
     rows = config["BN"] if "BK" in config and "BM" not in config else 0
-    parts = ("W", _warps(config) or WARPS, WARPS), ("E", int(config.get("EVEN", 1)), 1), ("B", rows, 0)
+    parts = ("W", _warps(config) or WARPS, WARPS), ("E", int(config.get("EVEN", 1)), 1), ("B", rows, 0), (
+        "S", config.get("SCALED", 0), 0)
     return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
 
 
@@ -288,13 +291,14 @@ def _cost(storage: str, kind: str, r: int, columns: int, warps: int, variant: st
     if (own := _own(entry, kind, r, columns, variant)) is not None:
         return _with_warps(own, warps)
     keys = [key for key in entry if key.split()[0] == kind]
-    usual = [key for key in keys if "=" not in key.replace("R=", "")] or keys
+    own_keys = [key for key in keys if (SCALED in key) == (SCALED in variant)] or keys
+    usual = [key for key in own_keys if "=" not in key.replace("R=", "").replace(SCALED, "")] or own_keys
     return _with_warps(_read(entry[min(usual, key=lambda key: _distance(key, r, columns))]), warps)
 
 
 def _own(entry: Mapping[str, Sequence[float]], kind: str, r: int, columns: int, variant: str) -> Cost | None:
     """A storage's counts for a configuration, or of the usual kernel for its rows; None if the table has none."""
-    keys = (config_key(kind, r, columns, text) for text in (variant, ""))
+    keys = (config_key(kind, r, columns, text) for text in ((variant,) if SCALED in variant else (variant, "")))
     return next((_read(entry[key]) for key in keys if key in entry), None)
 
 

@@ -97,22 +97,24 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
 
-def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor, rows: Tensor | None = None) -> None:
     """Run `skinny` over experts: x [M, K], weight [E * N, K], bias [E, N], out [M, N], all contiguous.
 
-    tiles: int32 [T, 3] of (expert, first row of x, end of the expert's rows); a program takes up to 8 of these rows.
+    tiles: int32 [T, 3] of (expert, first row, end of the expert's rows); a program takes up to 8 of these rows.  rows: integers
+    [M], the row of x [T, K] for each of the M rows.
     """
-    for call in grouped_calls(x, packed, tiles, bias, out):
+    for call in grouped_calls(x, packed, tiles, bias, out, rows):
         call.run()
 
 
-def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor, rows: Tensor | None = None,
+                  ) -> Iterator[Call]:
     """The launch of `grouped`, for tensors on any device, meta too; requires fits_matrix_units(x, packed, skinny=True)."""
     if out.numel():
         packed = strides.readable(packed)
-        config = configure.lane_tiles(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
+        config = configure.lane_tiles(out.shape[1] * cdiv(out.shape[0], 8), x.shape[1], x.device)
         x = yield from _scaled(x, packed)
-        yield _few_call(x, packed, bias, out, config, tiles)
+        yield _few_call(x, packed, bias, out, config, tiles, rows)
 
 
 def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None,
@@ -228,7 +230,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     assert kernels is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors, pitch = _lane_tensors(packed), strides.pitch(packed)
-    constants = {**_lane_constants(packed, which, x.dtype, config["R"]), **config}
+    constants = {**_lane_constants(packed, which, x.dtype, config["R"], bool(config.get("SCALED"))), **config}
     if which == "tile_gemm":
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
@@ -259,7 +261,7 @@ def _gemm_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
 
 
 def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Mapping[str, int],
-              tiles: Tensor | None = None) -> Call:
+              tiles: Tensor | None = None, rows: Tensor | None = None) -> Call:
     """The launch of `skinny`, with or without experts; the grid's second axis counts blocks of 8 rows of x."""
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None
@@ -267,7 +269,7 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     tensors, pitch = _lane_tensors(packed), strides.pitch(packed)
     early = _early(tensors, pitch) if tiles is None else None
     config = {"BM": 8, **config}
-    return Call(kernels.kernel("skinny"), (tensors, x.view(torch.int32), bias, out, m, n, k, pitch, tiles, early),
+    return Call(kernels.kernel("skinny"), (tensors, x.view(torch.int32), bias, out, m, n, k, pitch, tiles, rows, early),
                 {**_lane_constants(packed, "skinny", x.dtype), **config, "FENCE": _has_fence(packed, x)},
                 (cdiv(n, _lane_rows(config)), cdiv(m, config["BM"]) if tiles is None else tiles.shape[0]),
                 _lane_options(config, early),
@@ -282,10 +284,11 @@ def _has_fence(packed: PackedWeight, x: Tensor) -> bool:
     return compiles and x.device.type != "xpu" and not kernels.skinny.in_order
 
 
-def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype, r: int = 1) -> dict[str, Any]:
+def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype, r: int = 1, is_scaled: bool = False) -> dict[str, Any]:
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None
-    return {**kernels.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded, r), "F": TYPES[dtype]}
+    own = kernels.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded, r, is_scaled)
+    return {**own, "F": TYPES[dtype]}
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:

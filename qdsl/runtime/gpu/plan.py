@@ -131,6 +131,8 @@ def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.de
 
 def rounds_weights(packed: PackedWeight, candidate: Candidate, dtype: torch.dtype) -> bool:
     """Whether a candidate rounds weights, or the numbers of their table, to x's dtype before it multiplies."""
+    if candidate.config.get("SCALED"):
+        return True
     if candidate.kind in ("decode", "gemm"):
         copied = packed.variant.copies                           # weights that are stored numbers; others are float32
         kind = "f32" if copied is None else str(packed.params.get(copied, packed.variant.fields[copied].type))
@@ -182,8 +184,8 @@ def _has_registers(candidate: Candidate, packed: PackedWeight, arch: str) -> boo
         if counted is None or costs.matrix_unit(counted) != costs.matrix_unit(arch):
             return False
     cost, rows = costs.own_cost(packed, candidate, arch), candidate.config.get("BM", 8)
-    if cost is not None:
-        return cost.spills == 0
+    if cost is not None or candidate.config.get("SCALED"):
+        return cost is not None and cost.spills == 0
     return rows <= {"skinny": 8, "tile_gemm": 32 if configure.has_short_groups(packed) else 128}.get(candidate.kind, rows)
 
 

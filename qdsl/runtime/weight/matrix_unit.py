@@ -107,8 +107,7 @@ class Sums:
     """How kernels scale sums of products with codes.
 
     scale, finish: functions, once per group and once per row, with the numbers in group_fields and row_fields.  blocks: columns
-    per value, for each field that varies along K, as numbers or size parameters.  size: columns per sum if a block is shorter
-    than 128 columns.  ones: `finish` takes the sums of x.
+    per value, for each field that varies along K, as numbers or size parameters.  ones: `finish` takes the sums of x.
     """
 
     scale: Any = None
@@ -116,12 +115,7 @@ class Sums:
     group_fields: tuple[GroupField, ...] = ()
     row_fields: tuple[GroupField, ...] = ()
     blocks: tuple[str, ...] = ()
-    size: int = CHUNK
     ones: bool = False
-
-    def __post_init__(self) -> None:
-        if self.size not in (*SHORT, CHUNK):
-            raise ValueError(f"a sum has 16, 32, 64 or 128 columns, not {self.size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +140,7 @@ class TileGemm:
 
     zero: the number that it adds to codes, for float16 and bfloat16; exact: this subtracts their zero point, or `point` does, the
     index in group_fields of a zero point.  sums: it needs the sums of x.  spans: by plane, how many bits higher the second chunk
-    of a span is.  tall: it can keep sums of 128 rows of x in registers for groups of 128 columns or more; else of 64.  double: in
-    bfloat16 a code takes two products, because it has only 8 bits.
+    of a span is.  tall: it can keep sums of 128 rows of x in registers for groups of 128 columns or more; else of 64.
     """
 
     kernel: Any
@@ -157,7 +150,6 @@ class TileGemm:
     sums: bool = False
     spans: tuple[int, ...] = (0, 0, 0)
     tall: bool = False
-    double: bool = False
 
     def __post_init__(self) -> None:
         if self.point is not None and not self.exact:
@@ -240,10 +232,11 @@ class MatrixUnitKernels:
         """Whether the kernels support blocks of so many columns."""
         return size >= self.least and (size in SHORT or size % CHUNK == 0)
 
-    def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str], r: int = 1) -> dict[str, Any]:
+    def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str], r: int = 1,
+                  is_scaled: bool = False) -> dict[str, Any]:
         """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'w8a8'); half: x is float16, not bfloat16.
 
-        tensors: the names of the kernel's tensors.  r: tiles of rows per program.
+        tensors: the names of the kernel's tensors.  r: tiles of rows per program.  is_scaled: `tile_gemm` rounds scaled weights.
         """
         place, codes, sums = int(not half), self.codes, self.sums
         converted = {"numbers": codes.numbers, "WIDTH": codes.width, "BITS": codes.bits, "SIGNED": codes.signed,
@@ -262,13 +255,17 @@ class MatrixUnitKernels:
             is_lifted = self.gemv.raw is not None and not half and r > 1    # scaling x pays if several tiles share it
             lifted = {"numbers": self.gemv.raw, "LIFT": RAW} if is_lifted else {"LIFT": 0}
             return {**loaded, **lifted, "STEP": min([64, *blocks])}
-        loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else sums.size
+        loaded["SIZE"] = CHUNK if (least := min(blocks, default=CHUNK)) >= CHUNK else min(32, least)    # columns per sum
         if kind == "skinny" and self.skinny is not None:
             return {**loaded, "ONES": sums.ones, "IN_ORDER": self.skinny.in_order}
         assert kind == "tile_gemm" and self.tile_gemm is not None
         tiled = self.tile_gemm
-        return {**loaded, "BASE": None if tiled.exact else 0, "POINT": tiled.point, "ZERO": tiled.zero[place], "ONES": tiled.sums,
-                "SPANS": tiled.spans}
+        constants = {**loaded, "BASE": None if tiled.exact else 0, "POINT": tiled.point, "ZERO": tiled.zero[place],
+                     "ONES": tiled.sums, "SPANS": tiled.spans}
+        if not is_scaled:
+            return constants
+        base = (0 if codes.signed else -128) if codes.bits == 8 and not half else codes.base[place]     # lanes.whole_bytes
+        return {**constants, "POINT": None, "BASE": base, "ONES": bool(base or tiled.exact or tiled.sums)}
 
     def _levels(self, tensors: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Any]:
         """The function that loads the lookup table of codes; or the table's place, rows and entries."""

@@ -18,7 +18,7 @@ from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
 from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable
-from qdsl.compiler.emit.triton.matrix_unit_layout import CHUNK, Group, Plan, argument, matrix_unit_plan
+from qdsl.compiler.emit.triton.matrix_unit_layout import Group, Plan, argument, matrix_unit_plan
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
 from qdsl.compiler.passes.derive_planar import IN_REGISTERS
@@ -94,7 +94,7 @@ def _sums_record(plan: Plan) -> str:
                       for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
     takes_ones = plan.late and plan.has_skinny and (plan.integer or plan.takes_sums)
     return _call("Sums", *functions, f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}" if plan.blocks else "",
-                 f"size={plan.size}" if plan.has_skinny and plan.size != CHUNK else "", "ones=True" if takes_ones else "")
+                 "ones=True" if takes_ones else "")
 
 
 def _tile_gemm_record(plan: Plan) -> str:
@@ -103,8 +103,7 @@ def _tile_gemm_record(plan: Plan) -> str:
     return _call(
         "TileGemm", "tile_gemm", f"point={plan.inner.index(plan.point)}" if plan.point else "",
         f"zero={_zero(plan)}" if _zero(plan) != (0, -128) else "", "exact=True" if plan.affine.zero and _is_exact(plan) else "",
-        "sums=True" if plan.sums_in_tile_gemm else "", f"spans={steps}" if any(steps) else "", "tall=True" if plan.tall else "",
-        "double=True" if plan.integer and plan.code.bits == 8 else "")
+        "sums=True" if plan.sums_in_tile_gemm else "", f"spans={steps}" if any(steps) else "", "tall=True" if plan.tall else "")
 
 
 # -- codes ------------------------------------------------------------------------------------------------------------
@@ -131,8 +130,10 @@ def _zero(plan: Plan) -> tuple[int, int]:
     """The number to add to codes for operands of many rows, minus the operands' base: for float16 and bfloat16."""
     if not plan.integer or plan.point is not None:               # a zero point includes the operands' base
         return 0, 0
-    halves, brains = ((plan.exact_zero or 0) - base for base in plan.base)
-    return halves, halves if plan.code.bits == 8 else brains
+    halves, brains = plan.base
+    if plan.code.bits == 8:                                      # whole bytes are signed (lanes.whole_bytes)
+        brains = halves - 128
+    return (plan.exact_zero or 0) - halves, (plan.exact_zero or 0) - brains
 
 
 # By how many bits the second chunk of a span of 256 columns is higher, by the widths of the first plane and of a plane (orders of

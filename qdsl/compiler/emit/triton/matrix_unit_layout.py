@@ -89,19 +89,9 @@ class Plan:
         values = {p.name.value: [int(v) for v in p.values if isinstance(v, int)] for p in self.program.spec.params}
         return {b: [int(b)] if b.isdigit() else [v if v > 0 else 1 << 30 for v in values[b]] for b in self.blocks}
 
-    @property
-    def smallest(self) -> int:
-        """The smallest block of columns that the kernels support; 2^30 without any."""
-        return min((v for sizes in self.sizes.values() for v in sizes if self.serves(v)), default=1 << 30)
-
     def serves(self, size: int) -> bool:
         """Whether the kernels support a block of so many columns."""
         return size >= self.least and (size in SHORT or size % CHUNK == 0)
-
-    @property
-    def size(self) -> int:
-        """Columns of a chunk that share one sum if a group is smaller than the chunk: 32, or 16."""
-        return CHUNK if self.stored or self.smallest >= CHUNK else min(32, self.smallest)
 
     @property
     def supported(self) -> bool:
@@ -191,7 +181,7 @@ class Plan:
     @property
     def has_tile_gemm(self) -> bool:
         """Whether there is a kernel `tile_gemm`, for many rows of x."""
-        return self.has_skinny and not self.stored and self.smallest >= 32
+        return self.has_skinny and not self.stored
 
     @property
     def tall(self) -> bool:
@@ -215,19 +205,20 @@ class Plan:
 
     @property
     def exact_zero(self) -> int | None:
-        """The zero, if it is an integer that operands can include."""
+        """The zero, if it is an integer that operands can include: bfloat16 holds integers up to 256."""
         zero = self.affine.zero
         if not zero:
             return 0
-        value = zero[0][0]
-        simple = [p for _, p in zero] == [()] and value == int(value) and abs(value) < 256
+        value, lowest = zero[0][0], -(1 << self.code.bits - 1) if self.code.kind == "signed" else 0
+        simple = [p for _, p in zero] == [()] and value == int(value) and \
+            -256 <= lowest + value <= 256 - (1 << self.code.bits) + 1
         return int(value) if self.integer and not self.book and simple else None
 
     @property
     def point(self) -> Group | None:
         """The zero point, if operands can have it subtracted: an unsigned integer of few bits per group."""
         zero = self.affine.zero
-        if not self.has_tile_gemm or self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
+        if not self.has_tile_gemm or self.code.kind != "unsigned" or self.book:
             return None
         if [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
             return None

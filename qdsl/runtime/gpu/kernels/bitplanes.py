@@ -135,8 +135,11 @@ def u7(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.c
 
 @triton.jit
 def u8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Codes of 8 bits as numbers."""
-    return lanes.halves(code(words, half, i, digit, to, 8, F) ^ flip, F)
+    """Codes of 8 bits as numbers; digit 2: whole codes in bfloat16 (lanes.whole_bytes), with the masks `flip`."""
+    if digit == 2 and F == tl.bfloat16:
+        return lanes.whole_bytes(words[half % 2] >> 8 * i, flip)
+    else:
+        return lanes.halves(code(words, half, i, digit, to, 8, F) ^ flip, F)
 
 
 i1, i2, i3, i4, i5, i6, i7, i8 = u1, u2, u3, u4, u5, u6, u7, u8   # signed ones have another flip (lanes.flips)

@@ -30,6 +30,17 @@ def halves(word, F: tl.constexpr):
 
 
 @triton.jit
+def whole_bytes(word, masks):
+    """The low bytes of both halves as bfloat16, exactly: signed, or unsigned ones minus 128.  masks: of flips().
+
+    The bits 0x4300 | low are 128 plus the low seven bits.  The bits 0x4300 | sign are 128, or 256 if the sign is set, so that
+    the difference is the signed byte.  Unsigned bytes have the sign flipped.
+    """
+    low = halves((word & 0x007F007F) | masks[0], tl.bfloat16)
+    return low - halves((word & 0x00800080) ^ masks[1], tl.bfloat16)
+
+
+@triton.jit
 def warps(W: tl.constexpr):
     """For a lane tile of W warps: the warp and g, [8 * W, 1], and c, [1, 4]."""
     p = tl.arange(0, 8 * W)[:, None]
@@ -181,9 +192,12 @@ def pairs(p, live, even: tl.constexpr):
 
 
 @triton.jit
-def token_rows(x, m, M, K):
-    """Pointers to rows m of x, clamped to the last row; x is int32 with two columns per element."""
-    return x + tl.minimum(m, M - 1).to(tl.int64) * (K // 2)
+def token_rows(x, gather, m, M, K):
+    """Pointers to rows m of x, clamped to the last row, or to those that `gather` names; x is int32, two columns per element."""
+    row = tl.minimum(m, M - 1)
+    if gather is not None:
+        row = tl.load(gather + row)
+    return x + row.to(tl.int64) * (K // 2)
 
 
 @triton.jit
@@ -331,13 +345,13 @@ def by_word(words):
 def flips(N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
     """The XOR masks that turn codes into numbers, by the place of a float16 code or the digit of a bfloat16 one.
 
-    They make signed codes unsigned, and add bfloat16's 128.
+    They make signed codes unsigned, and add bfloat16's 128.  The third of 8 bits in bfloat16 is the second of whole_bytes().
     """
     sign: tl.constexpr = (0x00010001 << (bits - 1)) if signed else 0
     if F == tl.float16:
         return hidden(sign, N), hidden(sign << width, N), hidden(sign << 2 * width, N), hidden(sign << 3 * width, N)
     elif bits == 8:
-        return hidden(0x43004300, N), hidden(0x43004300 ^ (sign >> 4), N)
+        return hidden(0x43004300, N), hidden(0x43004300 ^ (sign >> 4), N), hidden(0x43004300 if signed else 0x43804380, N)
     else:
         return hidden(0x43004300 ^ sign, N), hidden(0x43004300 ^ sign, N)
 

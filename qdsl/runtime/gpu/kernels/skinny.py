@@ -52,7 +52,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit(do_not_specialize=["M"])
 def skinny(
-    tensors, x, bias, out, M, N, K, pitch, tiles, early,
+    tensors, x, bias, out, M, N, K, pitch, tiles, gather, early,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, LEVELS: tl.constexpr, scale: tl.constexpr,
     finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ONES: tl.constexpr, IN_ORDER: tl.constexpr,
@@ -62,7 +62,8 @@ def skinny(
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     x: [M, K] of type F, pairs of columns as int32.  tiles: int32 [T, 3] of (expert, first row of x, end), or None.  With tiles, w
-    and bias have N rows per expert, and a row of x meets those of its expert.  pitch: columns from a row of w to the next, if w
+    and bias have N rows per expert, and a row of x meets those of its expert.  gather: int [M], the row of x for each row of out;
+    None if they are the same.  pitch: columns from a row of w to the next, if w
     is a slice along K of a longer weight; else None.  early: words per row of the first tensor, if the launch may begin before
     the previous one ends; else None, as with tiles.
 
@@ -78,7 +79,7 @@ def skinny(
             return
     tokens, acc, ones = (), (), ()
     for b in tl.static_range(BLOCKS):
-        tokens = tokens + (lanes.token_rows(x, m + 8 * b + g, M, K),)
+        tokens = tokens + (lanes.token_rows(x, gather, m + 8 * b + g, M, K),)
         acc = acc + lanes.zeros(R, WN * WK)                      # tile r of block b is at b * R + r
         ones = ones + lanes.zeros(1, WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g

@@ -57,24 +57,64 @@ def group_operand(v00, v01, v10, v11):
 
 
 @triton.jit
-def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
-    """Unsigned zero points of rows g and g + 8 at a column, in the number form of codes: [8 * W, 16 or 4, 2, 2]."""
+def short_operand(v0, v1):
+    """The rows [16 * W, 16] of w from numbers [8 * W, 4, 2, 2] of h, columns in order."""
+    W: tl.constexpr = v0.shape[0] // 8
+    v = tl.join(v0, v1).reshape(W, 8, 4, 2, 2, 2)                                           # w g c r e h
+    return v.permute(0, 3, 1, 5, 2, 4).reshape(W * 16, 16)
+
+
+@triton.jit
+def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
+    """Unsigned zero points of rows g and g + 8 at a column, in the number form of codes of `bits`: [8 * W, 16 or 4, 2, 2]."""
     at = column // block + tl.zeros((1, 4), tl.int32)
     v = tl.join(tl.load(plane + (row[0] * count + at)), tl.load(plane + (row[1] * count + at))).to(tl.int32)
     if size == 128:
         v = tl.join(tl.join(v, v), tl.join(v, v)).permute(0, 1, 3, 4, 2).reshape(v.shape[0], 16, 2)
     v = v | (v << 16)
-    if F == tl.bfloat16:
-        v = v | 0x43004300
-    return lanes.halves(v, F)
+    if F == tl.bfloat16 and bits == 8:
+        return lanes.whole_bytes(v, (0x43004300, 0x43804380))
+    else:
+        return lanes.halves(v | 0x43004300 if F == tl.bfloat16 else v, F)
 
 
 @triton.jit
-def point(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr, F: tl.constexpr):
+def by_words(plane, row, chunk, stored, i: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
+    """A field's values at pairs i of a chunk's words, [8 * W, 16, 2, 1]; `block` columns share one, 0: all of K.
+
+    row: rows g and g + 8, or the blocks of rows that they are in.
+    """
+    if block == 0 or block >= 128:
+        at = tl.zeros((1, 4), tl.int32)
+        count = 1
+        if block != 0:
+            at += chunk * 128 // block
+            count = group_numbers.count(stored, block)
+        v = tl.join(group_numbers.loaded(plane, row[0] * count + at, kind),
+                    group_numbers.loaded(plane, row[1] * count + at, kind))
+        v = tl.join(tl.join(v, v), tl.join(v, v)).permute(0, 1, 3, 4, 2).reshape(v.shape[0], 16, 2)
+    else:
+        count = group_numbers.count(stored, block)
+        v = tl.join(in_words(group_numbers.of_chunk(plane, row[0] * count, chunk, block, kind), i, block),
+                    in_words(group_numbers.of_chunk(plane, row[1] * count, chunk, block, kind), i, block))
+    return v[:, :, :, None]
+
+
+@triton.jit
+def in_words(values, i: tl.constexpr, block: tl.constexpr):
+    """The values of a chunk's blocks, [8 * W, 4] each, at pairs i of its words: [8 * W, 16]; word u begins at column 32 * u."""
+    even = tl.join(values[16 * i // block], values[(64 + 16 * i) // block])
+    odd = tl.join(values[(32 + 16 * i) // block], values[(96 + 16 * i) // block])
+    return tl.join(even, odd).reshape(values[0].shape[0], 16)
+
+
+@triton.jit
+def point(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
     """The zero points of field i in the number form of codes; the default as a number if it has no tensor."""
     if tensors[fields[i][0]] is None:
         default: tl.constexpr = fields[i][4]
-        number: tl.constexpr = default * 2.0 ** -24 if F == tl.float16 else default + 128.0
+        base: tl.constexpr = -128.0 if bits == 8 else 128.0
+        number: tl.constexpr = default * 2.0 ** -24 if F == tl.float16 else default + base
         return tl.full((1, 1, 1, 1), number, tl.float32).to(F)
     else:
         return group_numbers.value(tensors, fields, i, at, field)
@@ -92,17 +132,34 @@ def less(value, point):
 @triton.jit
 def matrix(codes: tl.constexpr, w, flip, zero: tl.constexpr, point, width: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
     """The rows of w in a chunk, or a group of 32 columns, as numbers: codes plus zero, minus a zero point."""
-    all: tl.constexpr = 2 if bits < 0 else 0                     # the digit that holds the whole code
-    place: tl.constexpr = width if F == tl.float16 and width < 8 and width + bits <= 10 else 0
-    v00 = less(scaled(codes(w, 0, 0, all, 0, flip[0], F), 0, zero, F), point)
-    v01 = less(scaled(codes(w, 0, 1, all, 0, flip[0], F), 0, zero, F), point)
-    f = flip[1 if place else 0]
-    v10 = less(scaled(codes(w, 1, 0, all, place, f, F), place, zero, F), point)
-    v11 = less(scaled(codes(w, 1, 1, all, place, f, F), place, zero, F), point)
+    v00 = numbers(codes, w, 0, 0, flip, zero, point, width, bits, F)
+    v01 = numbers(codes, w, 0, 1, flip, zero, point, width, bits, F)
+    v10 = numbers(codes, w, 1, 0, flip, zero, point, width, bits, F)
+    v11 = numbers(codes, w, 1, 1, flip, zero, point, width, bits, F)
     if w[0].shape[1] == 16:
         return chunk_operand(v00, v01, v10, v11)
     else:
         return group_operand(v00, v01, v10, v11)
+
+
+@triton.jit
+def numbers(codes: tl.constexpr, w, h: tl.constexpr, i: tl.constexpr, flip, zero: tl.constexpr, point, width: tl.constexpr,
+            bits: tl.constexpr, F: tl.constexpr):
+    """The numbers of pairs i of half h: codes plus zero, minus a zero point."""
+    bytes: tl.constexpr = bits == 8 and F == tl.bfloat16
+    all: tl.constexpr = 2 if bits < 0 or bytes else 0            # the digit that holds the whole code
+    place: tl.constexpr = width * h if F == tl.float16 and width < 8 and width + bits <= 10 else 0
+    masks = (flip[0], flip[2]) if bytes else flip[1 if place else 0]
+    return less(scaled(codes(w, h, i, all, place, masks, F), place, zero, F), point)
+
+
+@triton.jit
+def as_float32(value, F: tl.constexpr):
+    """Numbers of type F in float32.  A shift of bfloat16 joins the one that took a pair apart: one instruction for a number."""
+    if F == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
 
 
 @triton.jit
@@ -111,11 +168,13 @@ def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.
     """The product of a chunk's rows of w, or of its group u of columns, with x [size, BM]: [16 * W, BM].
 
     zero: is added to every code; it accounts for the difference of operands and codes.  point: zero points to subtract, or None.
-    bfloat16 does not hold 8-bit integer codes in one number.
     """
-    tl.static_assert(bits < 8 or F == tl.float16)
-    w = words if size == 128 else words[u]
-    return tl.dot(matrix(codes, w, flip, zero, point, width, bits, F), x)
+    if size == 16:
+        w = short_operand(numbers(codes, words[u // 2], 0, u % 2, flip, zero, point, width, bits, F),
+                          numbers(codes, words[u // 2], 1, u % 2, flip, zero, point, width, bits, F))
+    else:
+        w = matrix(codes, words if size == 128 else words[u], flip, zero, point, width, bits, F)
+    return tl.dot(w, x)
 
 
 @triton.jit

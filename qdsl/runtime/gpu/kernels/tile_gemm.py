@@ -35,7 +35,7 @@ Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructi
 bfloat16; for 128 rows 3.1 and 3.3.
 """
 
-from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes, tile
+from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes, scaled_tiles, tile
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -53,9 +53,9 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """Zero points in the number form of codes; at: (two rows, column, stored columns, columns of a group, F)."""
+    """Zero points in the number form of codes; at: (two rows, column, stored columns, columns of a group, bits of codes, F)."""
     count = group_numbers.count(at[2], columns)
-    return tile.points(plane, group_numbers.blocks(at[0], rows), count, at[1], columns, at[3], at[4])
+    return tile.points(plane, group_numbers.blocks(at[0], rows), count, at[1], columns, at[3], at[4], at[5])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -65,7 +65,7 @@ def tile_gemm(
     finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, POINT: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
     ZERO: tl.constexpr, ONES: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr, F: tl.constexpr,
+    UNROLL: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
@@ -76,52 +76,61 @@ def tile_gemm(
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, R * 16 * W, BM], and arrivals, int32 [tiles],
     zeros before and after the launch.
+
+    SCALED: weights are scaled and rounded to F, as `dequantize` does, and all of K adds to one sum.  Else they are exact.  ONES:
+    something is added to scaled numbers.
     """
     if WHOLE:
         K = WHOLE
     stored = lanes.stored_columns(K, pitch)
     first = tl.program_id(0) * (16 * W * R)
-    x, at = tile.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    PART: tl.constexpr = 128 if SCALED else SIZE                 # columns of a product
+    x, at = tile.tile_of_x(x, M, K, BM, PART, W, WHOLE)
     flips = ()
     for r in tl.static_range(R):
         flips = flips + (codebook.constants(table, LEVELS, tensors, tile.rows_of_tile(first + 16 * W * r, W, N, WHOLE),
-                                            lanes.warps(W)[1], N, SIZE == 128, WIDTH, BITS, SIGNED, F),)
+                                            lanes.warps(W)[1], N, PART == 128, WIDTH, BITS, SIGNED, F),)
     acc = tile.tiles(R, 16 * W, BM)
     ones = tl.zeros((16 * W, BM), tl.float32)
     begin, end = tile.part_of_k(tl.program_id(2), K // 128, SPLIT)
-    for chunk in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = tile.parts(x + chunk * 128, at, SIZE)
-        new = ()
-        for r in tl.static_range(R):
-            row = tile.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            loaded = lanes.by_size(tile.first_span(words(tensors, row, stored, chunk), chunk, SPANS), SIZE)
-            total = acc[r]
-            for u in tl.static_range(128 // SIZE):
-                column = chunk * 128 + u * SIZE
-                less = None
-                if POINT is not None:
-                    less = tile.point(tensors, FIELDS, POINT, (row, column, stored, SIZE, F), field_as_codes, F)
-                sum = tile.rows_product(numbers, loaded, u, columns[u], flips[r], ZERO, less, WIDTH, BITS, SIZE, F)
-                sums = None
-                if ONES:
-                    sums = tile.column_sums(columns[u], 16 * W, UNIT, F)
-                    if scale is None and r == 0:
-                        ones += sums
-                if scale is not None:
-                    values = group_numbers.values(tensors, FIELDS, (n, column, N, stored), field)
-                    total = scale(values, sum, sums, BASE, total)
-                else:
-                    total += sum
-            new = new + (total,)
-        acc = new
+    if SCALED:
+        acc = scaled_tiles.sums(tensors, x, at, acc, first, begin, end, N, stored, flips, words, numbers, scale, finish, FIELDS,
+                                ROW_FIELDS, WIDTH, BITS, SPANS, UNIT, BASE, ONES, R, W, STAGES, F)
+    else:
+        for chunk in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
+            columns = tile.parts(x + chunk * 128, at, SIZE)
+            new = ()
+            for r in tl.static_range(R):
+                row = tile.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+                n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+                loaded = lanes.by_size(tile.first_span(words(tensors, row, stored, chunk), chunk, SPANS), SIZE)
+                total = acc[r]
+                for u in tl.static_range(128 // SIZE):
+                    column = chunk * 128 + u * SIZE
+                    less = None
+                    if POINT is not None:
+                        less = tile.point(tensors, FIELDS, POINT, (row, column, stored, SIZE, BITS, F),
+                                          field_as_codes, BITS, F)
+                    sum = tile.rows_product(numbers, loaded, u, columns[u], flips[r], ZERO, less, WIDTH, BITS, SIZE, F)
+                    sums = None
+                    if ONES:
+                        sums = tile.column_sums(columns[u], 16 * W, UNIT, F)
+                        if scale is None and r == 0:
+                            ones += sums
+                    if scale is not None:
+                        values = group_numbers.values(tensors, FIELDS, (n, column, N, stored), field)
+                        total = scale(values, sum, sums, BASE, total)
+                    else:
+                        total += sum
+                new = new + (total,)
+            acc = new
     new = ()
     for r in tl.static_range(R):
         sum = acc[r]
-        if finish is not None:
+        if finish is not None and not SCALED:
             n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
             sum = finish(group_numbers.values(tensors, ROW_FIELDS, (n, 0, N, stored), field), sum, ones, BASE)
-        new = new + (sum * UNIT,)
+        new = new + (sum if SCALED else sum * UNIT,)
     if SPLIT == 1:
         for r in tl.static_range(R):
             tile.store_tile(new[r], bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
