@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from qdsl.models.offloaded import onloaded_by_hooks
 from qdsl.runtime.torch import ops
-from qdsl.runtime.torch.experts import device_offsets, host_borders, is_on_gpu, matmul, weighted_sum
+from qdsl.runtime.torch.experts import Offsets, device_offsets, host_borders, is_on_gpu, matmul, route, weighted_sum
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.specialized import SpecializedModule
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 
-def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor], experts: int, topk_weights: Tensor,
+def routed_sum(x: Tensor, run: Callable[[Tensor, Offsets, Tensor | None], Tensor], experts: int, topk_weights: Tensor,
                topk_ids: Tensor, expert_map: Tensor | None = None, is_input_weighted: bool = False) -> Tensor:
     """The weighted sums of the outputs of a router's experts for tokens x [T, K]: [T, N] in x's dtype.
 
@@ -26,14 +26,18 @@ def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     local number of each expert among `experts`, -1 for experts of other ranks.  is_input_weighted: weight rows of x instead of
     outputs.  Sums are in the order of the ids.
     """
+    routing = None if is_input_weighted else route(x, topk_ids, topk_weights, experts, expert_map)
+    if routing is not None:
+        return weighted_sum(run(x, routing, routing.tokens), routing.places, topk_weights, routing.offsets).to(x.dtype)
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     ids, order = torch.sort(torch.where(ids < 0, experts, ids).reshape(-1), stable=True)
     offsets = torch.searchsorted(ids, torch.arange(experts + 1, device=ids.device))
+    places = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
     tokens = order // topk_ids.shape[1]
     if is_input_weighted:
         rows = (x[tokens] * topk_weights.reshape(-1)[order, None]).to(x.dtype)
-        return weighted_sum(run(rows, offsets, None), order, torch.ones_like(topk_weights), offsets).to(x.dtype)
-    return weighted_sum(run(x, offsets, tokens), order, topk_weights, offsets).to(x.dtype)
+        return weighted_sum(run(rows, offsets, None), places, torch.ones_like(topk_weights), offsets).to(x.dtype)
+    return weighted_sum(run(x, offsets, tokens), places, topk_weights, offsets).to(x.dtype)
 
 
 def _times(part: QuantizedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -148,7 +152,7 @@ class Experts(SpecializedModule):
         whole = torch.stack(dense) if dense else torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
         return whole.view(*chosen.shape, *self.shape[1:])
 
-    def forward(self, x: Tensor, offsets: Tensor | Sequence[int], bias: Tensor | None = None, partial: bool = False,
+    def forward(self, x: Tensor, offsets: Offsets, bias: Tensor | None = None, partial: bool = False,
                 rows: Tensor | None = None) -> Tensor:
         """Rows [offsets[e], offsets[e + 1]) of x [M, K] times the transpose of expert e's weight, plus bias[e]: [M, N].
 

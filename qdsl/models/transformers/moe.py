@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from qdsl.models.experts import Experts, routed_sum
+from qdsl.runtime.torch.experts import Offsets
 
 NAME = "qdsl"                                                    # of the implementation
 
@@ -25,7 +26,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return plain
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
 
-    def run(x: Tensor, offsets: Tensor, tokens: Tensor | None) -> Tensor:
+    def run(x: Tensor, offsets: Offsets, tokens: Tensor | None) -> Tensor:
         inner = up(x, offsets, bias, rows=tokens)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         rows: Tensor = self.down_proj(inner, offsets, self.down_proj_bias if self.has_bias else None)

@@ -17,6 +17,7 @@ from qdsl.core.borders import Span
 from qdsl.models.engine import register_counters, remove_counters, take
 from qdsl.models.experts import Experts, routed_sum
 from qdsl.models.shards import Collector, Part, needed
+from qdsl.runtime.torch.experts import Offsets
 from qdsl.runtime.weight.algebra import concatenated
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,
               shared_experts_input: Any = None) -> Tensor:
         """The weighted sum of the rank's experts' outputs for rows of x [M, K], by their ids and weights [M, top-k]."""
-        def run(x: Tensor, offsets: Tensor, tokens: Tensor | None) -> Tensor:
+        def run(x: Tensor, offsets: Offsets, tokens: Tensor | None) -> Tensor:
             wide = layer.qdsl_w13(x, offsets, getattr(layer, "w13_bias", None), partial=True, rows=tokens)
             if self.alternating is None:
                 half = x.new_empty(len(wide), wide.shape[1] // 2 if self.is_gated else wide.shape[1])

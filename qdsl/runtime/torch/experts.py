@@ -12,6 +12,7 @@ the host reads the offsets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -35,11 +36,49 @@ MOST = 64                                                        # rows of x per
 WIDTH = 1024                                                     # columns per program of the weighted sum
 DECODED = 1 << 26                                                # weights to decode at a time, at least one expert
 
-Offsets = Tensor | Sequence[int]
+PAIRS = 1 << 14                                                  # most pairs of token and expert that one launch sorts
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Pairs of token and expert sorted by expert, on a GPU; its length is that of the offsets, E + 1.
+
+    offsets: int32 [E + 1].  tokens: int32 [M], the token of each row.  places: int32 [M], the row of each pair, by token.  tiles:
+    of up to ROWS rows, as tile_map returns them; both products of a layer share them.
+    """
+
+    offsets: Tensor
+    tokens: Tensor
+    places: Tensor
+    tiles: Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+Offsets = Tensor | Sequence[int] | Routing
+
+
+def route(x: Tensor, ids: Tensor, weights: Tensor, experts: int, expert_map: Tensor | None = None) -> Routing | None:
+    """The pairs of tokens x [T, K] and their experts, ids [T, k], sorted by one launch; None if torch has to sort them.
+
+    expert_map: the local number of each expert, below 0 for those of other ranks.  weights: those of the pairs.
+    """
+    pairs, tensors = ids.numel(), (ids, *(() if expert_map is None else (expert_map,)))
+    if not is_on_gpu(x, weights, *tensors) or not 0 < pairs <= PAIRS:
+        return None
+    count = min(pairs, cdiv(pairs, ROWS) + experts)
+    offsets, tokens, places, tiles = (torch.empty(size, dtype=torch.int32, device=x.device)
+                                      for size in ((experts + 1,), (pairs,), (pairs,), (count, 3)))
+    with torch.no_grad(), on_device(x.device):
+        Call(kernels.route, (ids.contiguous(), expert_map, offsets, tokens, places, tiles, pairs, count),
+             {"EXPERTS": experts, "TOP": ids.shape[-1], "HEIGHT": ROWS, "BINS": 1 << (experts + 1).bit_length(), "BLOCK": 1024},
+             (experts + 1,), {"num_warps": 4}).run()
+    return Routing(offsets, tokens, places, tiles)
 
 
 def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
-    """Tiles of rows of x: int32 [cdiv(rows, height) + E, 3] of (expert, first row, end of the expert's rows).
+    """Tiles of rows of x: int32 [T, 3] of (expert, first row, end of the expert's rows), for T = min(rows, cdiv(rows, height) + E).
 
     height: rows per tile.  offsets: integers [E + 1]; expert e has rows [offsets[e], offsets[e + 1]).  The number of tiles
     suffices for any offsets; unused tiles have a first row that is not before the end, and so no rows.
@@ -49,7 +88,7 @@ def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
     first, last = offsets[:-1], offsets[1:]
     needed = (last - first).clamp(min=0).add(height - 1).div(height, rounding_mode="floor")
     stop = needed.cumsum(0)
-    tiles = torch.arange(cdiv(rows, height) + count, device=offsets.device)
+    tiles = torch.arange(min(rows, cdiv(rows, height) + count), device=offsets.device)
     expert = torch.searchsorted(stop, tiles, right=True).clamp(max=count - 1)
     start = first[expert] + height * (tiles - (stop - needed)[expert])
     return torch.stack((expert, start, last[expert]), 1).to(torch.int32)
@@ -89,9 +128,8 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
     x, packed = as_stored(x, packed)                         # all experts have the same column order, because there is one index
     if packed.runs_kernels:
         with torch.no_grad(), on_device(x.device):
-            offsets = device_offsets(offsets, x)
             if x.dtype == torch.float64:
-                return _by_batches(x if rows is None else x[rows], packed, offsets, bias)
+                return _by_batches(x if rows is None else x[rows], packed, device_offsets(offsets, x), bias)
             return _by_tiles(x, packed, offsets, bias, partial, n, rows)
     return _by_experts(x, packed, offsets, bias, partial, n, mode)
 
@@ -131,6 +169,7 @@ def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets,
 
 def device_offsets(offsets: Offsets, like: Tensor) -> Tensor:
     """Offsets as a tensor on the device of x."""
+    offsets = offsets.offsets if isinstance(offsets, Routing) else offsets
     if isinstance(offsets, Tensor):
         return offsets.to(like.device)
     return torch.tensor([*offsets], dtype=torch.int64, device=like.device)
@@ -138,6 +177,7 @@ def device_offsets(offsets: Offsets, like: Tensor) -> Tensor:
 
 def host_borders(offsets: Offsets, rows: int, partial: bool) -> list[int]:
     """Offsets as integers, for which the host waits.  Raises FormatError if they do not divide the rows of x."""
+    offsets = offsets.offsets if isinstance(offsets, Routing) else offsets
     borders = [int(border) for border in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
     if borders[0] != 0 or borders[-1] > rows or (borders[-1] != rows and not partial) or any(a > b for a, b in pairwise(borders)):
         raise FormatError(f"offsets {borders} do not divide {rows} rows of x among {len(borders) - 1} experts")
@@ -188,19 +228,19 @@ def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
         not ops.is_differentiated(x, other)
 
 
-def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | None, partial: bool, n: int, rows: Tensor | None,
+def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, n: int, rows: Tensor | None,
               ) -> Tensor:
     """The product by kernels whose tiles follow the offsets on the device."""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    m, experts = x.shape[0] if rows is None else rows.shape[0], offsets.shape[0] - 1
+    m, experts = x.shape[0] if rows is None else rows.shape[0], len(offsets) - 1
     out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
     if _is_fused(x, m, packed, experts):
-        packed, x = packed.decode_streams(), x if rows is None else x[rows]
-        launch.grouped(x, packed, tile_map(offsets, m), bias, out)
+        tiles = offsets.tiles if isinstance(offsets, Routing) else tile_map(device_offsets(offsets, x), m)
+        launch.grouped(x, packed.decode_streams(), tiles, bias, out, rows)
     elif m:
         if packed.layout.streams and not stream_kernels.has_rows(packed, n):
             packed = packed.decode_streams()
-        chosen, offsets = experts_with_rows(offsets, min(m, experts))
+        chosen, borders = experts_with_rows(device_offsets(offsets, x), min(m, experts))
 
         def decode(start: int, stop: int) -> Tensor:
             part = packed if stop - start == experts else taken(packed, n, chosen[start:stop])
@@ -208,7 +248,7 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
             launch.dequantize(part, weight)
             return weight
 
-        matmul(x, decode, offsets, None if bias is None else bias[chosen], rows, out)
+        matmul(x, decode, borders, None if bias is None else bias[chosen], rows, out)
     return out
 
 
@@ -315,21 +355,20 @@ def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
     return packed.derive(tensors, (len(experts) * n, packed.shape[1]))
 
 
-def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """The weighted sum of each token's expert results, added in the order of weights: [T, N], rounded once on a GPU.
 
-    rows: results [T * k, N], sorted by expert; those after the last offset count as 0.  order: int64 [T * k], the index of each
-    result in weights [T, k].  offsets: integers [E + 1].
+    rows: results [T * k, N], sorted by expert; those after the last offset count as 0.  places: integers [T * k], the result for
+    each of the weights [T, k].  offsets: integers [E + 1].
     """
     (tokens, chosen), n = weights.shape, rows.shape[1]
-    places = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
     if not is_on_gpu(rows, weights):
         is_counted = (places < offsets[-1])[:, None]
         return torch.where(is_counted, rows[places] * weights.reshape(-1, 1), 0).view(tokens, chosen, n).sum(1)
     out = rows.new_empty(tokens, n)
     if out.numel():
         with on_device(rows.device):
-            Call(kernels.weighted_sum, (rows.contiguous(), places, weights.contiguous(), out, offsets[-1:], n),
+            Call(kernels.weighted_sum, (rows.contiguous(), places, weights.contiguous(), out, offsets, len(offsets) - 1, n),
                  {"TOP": chosen, "BN": WIDTH}, (tokens, cdiv(n, WIDTH)), {"num_warps": 4}).run()
     return out
 
