@@ -28,6 +28,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan, product
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.libraries.call import Call
+from qdsl.runtime.torch.experts import Offsets
 
 Row = dict[str, Any]
 X = torch.bfloat16
@@ -192,7 +193,7 @@ def moe(where: Where) -> Iterator[Row]:
 
 def _layer(x: Tensor, up: Experts, down: Experts, weights: Tensor, ids: Tensor) -> Tensor:
     """A layer of experts as models have it: the gate's silu times up, then down."""
-    def run(x: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
+    def run(x: Tensor, offsets: Offsets, rows: Tensor | None) -> Tensor:
         gate, middle = up(x, offsets, rows=rows).chunk(2, -1)
         result: Tensor = down(torch.nn.functional.silu(gate) * middle, offsets)
         return result

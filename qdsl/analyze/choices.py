@@ -125,5 +125,4 @@ def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tu
         if "tile_gemm" not in {candidate.kind for candidate in plan.candidates(packed, rows, dtype, META)}:
             yield "tile_gemm", ("the storage has none" if kernels.tile_gemm is None else
                                 "serves two rows of x and more" if rows == 1 else
-                                "is for types that take one product for a code" if "tile_gemm" not in legal else
                                 "its counts for this GPU are missing, or it spills registers")

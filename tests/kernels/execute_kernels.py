@@ -212,10 +212,10 @@ def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
     order = torch.randperm(21, generator=torch.Generator().manual_seed(0))
     out = torch.full((21, 32), torch.nan, dtype=x.dtype)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
-        call = next(launch.grouped_calls(x, packed, experts.tile_map(offsets, 21), None, out)) if fused else experts.matmul_call(
-            x, weight, None, order, experts.tile_map(offsets, 21, 16), out, 16)
+        call = next(launch.grouped_calls(x, packed, experts.tile_map(offsets, 21), None, out, order)) if fused else \
+            experts.matmul_call(x, weight, None, order, experts.tile_map(offsets, 21, 16), out, 16)
     findings = run([call], arch, out, Options(order="reverse"))
-    rows = x.double() if fused else x[order].double()
+    rows = x[order].double()
     owner = torch.bucketize(torch.arange(21), offsets[1:], right=True)
     part = weight.double().view(4, 32, 256)[owner]
     exact, spread = torch.einsum("mk,mnk->mn", rows, part), torch.einsum("mk,mnk->mn", rows.abs(), part.abs())

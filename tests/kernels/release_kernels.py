@@ -227,8 +227,11 @@ def of_experts() -> Iterator[Call]:
         yield experts.matmul_call(x, w, None, _empty(64, dtype=torch.int64), _empty(9, 3, dtype=torch.int32),
                                   _empty(64, 256, dtype=dtype), rows)
         yield Call(experts.kernels.weighted_sum, (x, _empty(64, dtype=torch.int64), _empty(32, 2, dtype=dtype),
-                                                  _empty(32, 512, dtype=dtype), _empty(1, dtype=torch.int64), 512),
+                                                  _empty(32, 512, dtype=dtype), _empty(9, dtype=torch.int64), 8, 512),
                    {"TOP": 2, "BN": experts.WIDTH}, (32, 1), {"num_warps": 4})
+    sorted_pairs = [_empty(size, dtype=torch.int32) for size in (9, 64, 64, 48)]
+    yield Call(experts.kernels.route, (_empty(32, 2, dtype=torch.int64), None, *sorted_pairs, 64, 16),
+               {"EXPERTS": 8, "TOP": 2, "HEIGHT": experts.ROWS, "BINS": 16, "BLOCK": 1024}, (9,), {"num_warps": 4})
 
 
 def of_cache(name: str) -> Iterator[Call]:

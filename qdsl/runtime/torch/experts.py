@@ -78,10 +78,11 @@ def route(x: Tensor, ids: Tensor, weights: Tensor, experts: int, expert_map: Ten
 
 
 def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
-    """Tiles of rows of x: int32 [T, 3] of (expert, first row, end of the expert's rows), for T = min(rows, cdiv(rows, height) + E).
+    """Tiles of rows of x: int32 [T, 3] of (expert, first row, end of the expert's rows).
 
-    height: rows per tile.  offsets: integers [E + 1]; expert e has rows [offsets[e], offsets[e + 1]).  The number of tiles
-    suffices for any offsets; unused tiles have a first row that is not before the end, and so no rows.
+    T: the smaller of rows and cdiv(rows, height) + E, which suffices for any offsets.  height: rows per tile.  offsets: integers
+    [E + 1]; expert e has rows [offsets[e], offsets[e + 1]).  Unused tiles have a first row that is not before the end, and so no
+    rows.
     """
     count = offsets.numel() - 1
     offsets = offsets.clamp(0, rows).to(torch.int32)

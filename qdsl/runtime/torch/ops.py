@@ -145,9 +145,9 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
     Differentiable in x and bias, to any order; the weight is not trained.  Sums are float32, or float64 on a CPU for float64 x.
-    On a GPU a fused kernel multiplies exact weights.  If runtime/gpu/plan.py chooses to decode, and on a CPU, weights are first
-    rounded to x's dtype.  mode: of linear.py, see Format.linear; 8-bit x has the gradients of unquantized x.  Raises FormatError
-    if x does not fit, or if quantize_x needs 8-bit codes.
+    On a GPU a fused kernel multiplies exact weights.  If runtime/gpu/plan.py chooses to decode or to scale them, and on a CPU,
+    weights are first rounded to x's dtype.  mode: of linear.py, see Format.linear; 8-bit x has the gradients of unquantized x.
+    Raises FormatError if x does not fit, or if quantize_x needs 8-bit codes.
     """
     if is_direct(x, bias) and (plan := packed.plan) is not None and not packed.has_branch:
         if is_autocast_enabled():

@@ -15,9 +15,9 @@ Both tiles pass through shared memory, where warps that share rows of x or of w 
 matrix instruction that the GPU has.  w is loaded along K and read transposed, so that 16 bytes of a row are one load.  The
 host does not know how many rows an expert has, so the list has empty tiles, whose programs end at once.  float32 stays float32.
 
-`route` has a program per expert, and one for pairs of no expert.  Each reads all pairs of token and expert twice: it counts those of
-every expert, so that it knows where its own rows and tiles begin, then it stores its own in their order.  Nothing is added by
-several programs, so every run gives the same order: that of a stable sort.
+`route` has a program per expert, and one for pairs of no expert.  Each reads all pairs of token and expert twice.  First it
+counts those of every expert, so that it knows where its own rows and tiles begin.  Then it stores its own in their order.
+Nothing is added by several programs, so every run gives the same order: that of a stable sort.
 
 `weighted_sum` has a program per token and BN columns.  It adds in the order of the list, so that every run gives the same bits.
 
@@ -73,10 +73,10 @@ def route(ids, expert_map, offsets, tokens, places, tiles, pairs, count, EXPERTS
           HEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """Sort pairs of token and expert by expert, and list tiles of up to HEIGHT rows of one expert.
 
-    ids: [T, TOP] integers, `pairs` of them; expert_map: their numbers on this rank, or None.  offsets: [EXPERTS + 1] rows at which
-    experts begin.  tokens: [pairs], the token of each row.  places: [pairs], the row of each pair.  tiles: [count, 3] of (expert,
-    first row, end of the expert's rows); those that no expert needs are zeros.  All are int32.  BINS: a power of two above
-    EXPERTS + 1.
+    ids: [T, TOP] integers, `pairs` of them; expert_map: their numbers on this rank, or None.  offsets: [EXPERTS + 1] rows at
+    which experts begin.  tokens: [pairs], the token of each row.  places: [pairs], the row of each pair.  tiles: [count, 3] of
+    (expert, first row, end of the expert's rows); those that no expert needs are zeros.  All are int32.  BINS: a power of two
+    above EXPERTS + 1.
     """
     own, bins, counts = tl.program_id(0), tl.arange(0, BINS), tl.zeros((BINS,), tl.int32)
     for start in range(0, pairs, BLOCK):
