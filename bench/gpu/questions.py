@@ -28,7 +28,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan, product
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.libraries.call import Call
-from qdsl.runtime.torch.experts import Offsets
+from qdsl.runtime.weight.routing import Offsets
 
 Row = dict[str, Any]
 X = torch.bfloat16

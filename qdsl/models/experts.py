@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from qdsl.models.offloaded import onloaded_by_hooks
 from qdsl.runtime.torch import ops
-from qdsl.runtime.torch.experts import Offsets, device_offsets, host_borders, is_on_gpu, matmul, route, weighted_sum
+from qdsl.runtime.torch.experts import device_offsets, host_borders, is_on_gpu, matmul, route, weighted_sum
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.specialized import SpecializedModule
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.routing import Offsets
 
 
 def routed_sum(x: Tensor, run: Callable[[Tensor, Offsets, Tensor | None], Tensor], experts: int, topk_weights: Tensor,

@@ -21,6 +21,7 @@ from qdsl.runtime.weight import fields as weight_fields
 from qdsl.runtime.weight.layout import PLANAR, Storage, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, check_weight
 from qdsl.runtime.weight.requantize import Report, compare
+from qdsl.runtime.weight.routing import Offsets
 from qdsl.runtime.weight.spec import Spec
 
 
@@ -260,7 +261,7 @@ class Format:
         is_plain = not (quantize_x or batch_invariant or match_dense)
         return ops.linear(x, packed, bias, "" if is_plain else mode_of(quantize_x, batch_invariant, input_scale, match_dense))
 
-    def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: experts.Offsets, bias: Tensor | None = None,
+    def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None = None,
                        partial: bool = False, rows: Tensor | None = None, match_dense: bool = False) -> Tensor:
         """x [M, K], sorted by expert, times the transposed weights [E * N, K] of E experts, plus bias [E, N]: [M, N].
 

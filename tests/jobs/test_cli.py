@@ -458,8 +458,8 @@ def test_explain() -> None:
     assert "4 programs for 132 SMs" in product["reason"] and "planar" in product["refused"]["gemv, skinny, tile_gemm"]
     shown = run("explain", "q8_0", "--storage", "planar", "--rows", "9", "--shape", "512", "4096", "--gpu", "a100").stdout
     assert "q8_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: skinny" in shown
-    assert "not tile_gemm: is for types that take one product for a code" in shown and "not matvec:" in shown
-    assert "counts of skinny, dequantize: kernels compiled for sm_80\n" in shown
+    assert "not gemv: serves one row of x" in shown and "not matvec:" in shown
+    assert "counts of skinny, tile_gemm, dequantize: kernels compiled for sm_80\n" in shown
     assert "which stand in for gfx950" in run("explain", "q4_0", "--storage", "planar", "--gpu", "mi355x").stdout
 
 

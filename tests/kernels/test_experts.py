@@ -17,6 +17,7 @@ from qdsl.runtime.gpu import launch
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts, ops
 from qdsl.runtime.weight import stream_kernels
+from qdsl.runtime.weight.routing import Offsets
 from tests.support.formats import SHIPPED, Case, cases, random_packed, shuffled_fields, smallest
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -429,7 +430,7 @@ def test_a_layer_sorts_its_pairs_in_one_launch(tokens: int, count: int, is_mappe
     places = torch.tensor([-1, *range(count), -1]) if is_mapped else None
     ids = ids if is_mapped else ids % count
 
-    def run(x: torch.Tensor, offsets: experts.Offsets, rows: torch.Tensor | None) -> torch.Tensor:
+    def run(x: torch.Tensor, offsets: Offsets, rows: torch.Tensor | None) -> torch.Tensor:
         inner = up(x, offsets, None, is_mapped, rows)
         return down(inner[:, :128].contiguous(), offsets, None, is_mapped)
 

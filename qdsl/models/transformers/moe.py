@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from qdsl.models.experts import Experts, routed_sum
-from qdsl.runtime.torch.experts import Offsets
+from qdsl.runtime.weight.routing import Offsets
 
 NAME = "qdsl"                                                    # of the implementation
 

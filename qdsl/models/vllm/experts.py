@@ -17,8 +17,8 @@ from qdsl.core.borders import Span
 from qdsl.models.engine import register_counters, remove_counters, take
 from qdsl.models.experts import Experts, routed_sum
 from qdsl.models.shards import Collector, Part, needed
-from qdsl.runtime.torch.experts import Offsets
 from qdsl.runtime.weight.algebra import concatenated
+from qdsl.runtime.weight.routing import Offsets
 
 if TYPE_CHECKING:
     from qdsl.models.engine import EngineConfig

@@ -12,7 +12,6 @@ the host reads the offsets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +29,7 @@ from qdsl.runtime.torch.linear import FLOATS, MATCH_DENSE, as_stored
 from qdsl.runtime.weight import order, stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.routing import Offsets, Routing
 
 ROWS = 8                                                         # rows of x per tile
 MOST = 64                                                        # rows of x per expert up to which tiles decode anew (predicted)
@@ -37,26 +37,6 @@ WIDTH = 1024                                                     # columns per p
 DECODED = 1 << 26                                                # weights to decode at a time, at least one expert
 
 PAIRS = 1 << 14                                                  # most pairs of token and expert that one launch sorts
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Pairs of token and expert sorted by expert, on a GPU; its length is that of the offsets, E + 1.
-
-    offsets: int32 [E + 1].  tokens: int32 [M], the token of each row.  places: int32 [M], the row of each pair, by token.  tiles:
-    of up to ROWS rows, as tile_map returns them; both products of a layer share them.
-    """
-
-    offsets: Tensor
-    tokens: Tensor
-    places: Tensor
-    tiles: Tensor
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-
-Offsets = Tensor | Sequence[int] | Routing
 
 
 def route(x: Tensor, ids: Tensor, weights: Tensor, experts: int, expert_map: Tensor | None = None) -> Routing | None:

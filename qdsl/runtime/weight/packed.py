@@ -32,6 +32,7 @@ from qdsl.runtime.weight.match import stored_dtype
 from qdsl.runtime.weight.pickling import MODULES, picklable, unpickled, wrapped
 from qdsl.runtime.weight.picture import picture_of
 from qdsl.runtime.weight.products import Plan
+from qdsl.runtime.weight.routing import Offsets
 from qdsl.runtime.weight.spec import Spec
 
 
@@ -90,7 +91,7 @@ class WeightFormat(Protocol):
     def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight: ...
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
                batch_invariant: bool = False, input_scale: float | None = None, match_dense: bool = False) -> Tensor: ...
-    def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None,
+    def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None = None,
                        partial: bool = False, rows: Tensor | None = None, match_dense: bool = False) -> Tensor: ...
 
 

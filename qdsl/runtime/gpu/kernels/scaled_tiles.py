@@ -42,15 +42,16 @@ def affine(tensors, at, scale: tl.constexpr, finish: tl.constexpr, fields: tl.co
            base: tl.constexpr, adds: tl.constexpr, unit: tl.constexpr, field: tl.constexpr):
     """Factor and summand that make a weight of a number; without a summand unless `adds`."""
     numbers = group_numbers.values(tensors, fields, at, field)
-    made = scale(numbers, unit, 0.0, base),
+    shared = scale(numbers, unit, 0.0, base),
     if adds:
-        made = made + (scale(numbers, 0.0, 1.0, base),)
-    if finish is not None:
-        of_rows, shared = group_numbers.values(tensors, row_fields, at, field), made
-        made = ()
+        shared = shared + (scale(numbers, 0.0, 1.0, base),)
+    if finish is None:
+        return shared
+    else:
+        of_rows, scaled = group_numbers.values(tensors, row_fields, at, field), ()
         for i in tl.static_range(len(shared)):
-            made = made + (finish(of_rows, shared[i], 0.0, base),)
-    return made
+            scaled = scaled + (finish(of_rows, shared[i], 0.0, base),)
+        return scaled
 
 
 @triton.jit
