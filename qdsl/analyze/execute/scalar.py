@@ -388,12 +388,12 @@ def divide(context: Context) -> Step:
             return _floats(context, 2, np.divide)
         return _floats(context, 2, numbers.quotient)             # .approx and .full may miss by 2 ulp
 
-    def remainder(a: Bits, b: Bits) -> Bits:
+    def divide_integers(a: Bits, b: Bits) -> Bits:
         one = np.where(b == 0, b.dtype.type(1), b)
         left = np.fmod(a, one)
         value = left if remainder else (a - left) // one
         return np.where(b == 0, a if remainder else a.dtype.type(-1 if kind[0] == "s" else np.iinfo(a.dtype).max), value)
-    return _integers(context, 2, remainder)
+    return _integers(context, 2, divide_integers)
 
 
 @opcode("abs", "neg")
