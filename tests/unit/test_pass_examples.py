@@ -63,9 +63,9 @@ def test_examples_of_a_pass(step: Pass) -> None:
         shown(step, **lines)
 
     names: dict[str, Callable[..., None]] = {"shown": own}
-    [found] = doctest.DocTestFinder(recurse=False).find(step, step.__name__, globs=names)
-    assert found.examples
+    [examples] = doctest.DocTestFinder(recurse=False).find(step, step.__name__, globs=names)
+    assert examples.examples
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     output: list[str] = []
-    runner.run(found, out=output.append)
+    runner.run(examples, out=output.append)
     assert not runner.failures, "".join(output)
