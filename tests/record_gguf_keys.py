@@ -1,7 +1,7 @@
 """Records what llama.cpp's converter writes, and llama.cpp's logits of changed files: `python -m tests.record_gguf_keys`.
 
 QDSL_LLAMA_CPP and QDSL_LLAMA_LIBRARY name the converter and the library, as `make live` unpacks them.  A case that llama.cpp
-refuses, or that changes no logit, is left out.
+refuses is left out; one that changes no logit has none.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def answers(model_type: str) -> dict[str, list[float]]:
                     break
                 continue
             plain = logits if plain is None else plain
-            if name == "unchanged" or float(abs(logits - plain).max()) > SILENT * float(abs(plain).max()):
-                result[name] = [round(float(number), 5) for number in gguf_cases.sample(torch.from_numpy(logits))]
+            is_changed = name == "unchanged" or float(abs(logits - plain).max()) > SILENT * float(abs(plain).max())
+            sampled = gguf_cases.sample(torch.from_numpy(logits)) if is_changed else ()
+            result[name] = [round(float(number), 5) for number in sampled]
     return result
 
 
@@ -113,7 +114,7 @@ def main(chosen: list[str]) -> None:
     content = json.loads(path.read_text()) if path.exists() else {}
     for name in chosen or [name for name in model_types() if GgufMap.read(MAPS / f"{name}.json").reads_config]:
         content[name] = answers(name)
-    write("answers", dict(sorted(content.items())))
+    write("answers", {name: own for name, own in sorted(content.items()) if own})
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from qdsl.models.gguf_maps import (
     pattern_of,
     row_order,
 )
-from qdsl.models.transformers.gguf_config import config_of_file, model_type_of
+from qdsl.models.transformers.gguf_config import config_of_file
 from tests.support import llama_cpp
 from tests.support.gguf_models import logits
 from tests.support.tiny_models import tiny_config, tiny_model, unusual
@@ -248,7 +248,7 @@ def _is_read(model: Any, path: Path) -> bool:
     """Whether the config of a model's file gives a model of the same type and logits."""
     with GgufFile(path) as file:
         architecture = str(file.metadata["general.architecture"])
-        config = config_of_file(file, map_of(model_type_of(file, architecture), architecture))
+        config = config_of_file(file, map_of(model.config.model_type, architecture))
     other = type(model)(config).float().eval()
     other.load_state_dict(model.state_dict())
     vocabulary = model.config.vocab_size

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint
+from qdsl.checkpoint.detect.gguf_keys import LLAMA_CPP
 from qdsl.checkpoint.detect.ledger import Finding, Kind
 from qdsl.checkpoint.detect.neighbors import alike, is_bias, kind_of
 from qdsl.checkpoint.detect.sources import FolderSource
@@ -24,7 +25,8 @@ def findings(checkpoint: Checkpoint, plan: LoadPlan, names: Names, rename: Renam
              ) -> list[Finding]:
     """What a checkpoint says that the model does not compute.  model: None where a library looks for tensors without a place."""
     source, placed = checkpoint.source, {*plan.plain.values()}
-    claims = [finding for finding in source.findings if finding.place or finding.key not in placed]
+    claims = [finding for finding in source.findings if (finding.place or finding.key not in placed)
+              and not (model is None and finding.key.startswith(f"{LLAMA_CPP}."))]       # which that library's quantizer adds
     if model is None or not isinstance(source, FolderSource):
         return claims
     judged = {full for layer in source.layers.values() for leaf, full in layer.others.items() if not is_bias(leaf)}

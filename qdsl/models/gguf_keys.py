@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from qdsl.checkpoint.detect.gguf_keys import are_close, effect, is_usual, plain, table
+from qdsl.checkpoint.detect.gguf_keys import LLAMA_CPP, are_close, effect, is_read, is_usual, plain, table
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.gguf_maps import GgufMap
 
+PREDICTED = "nextn_predict_layers"                               # how many of the blocks predict further tokens
+WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
 
-def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> list[str]:
-    """Sentences about keys of which the config says something else."""
+
+def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Container[str] = ()) -> list[str]:
+    """Sentences about keys of which the config says something else.  skip: keys that are computed all the same."""
     sentences = []
-    for key, value in _settings(metadata, own):
+    for key, value in _settings(config, metadata, own, skip):
         name, expected = _expected(key, config, own)
         if name and not _is_same(value, expected, config, own):
             sentences.append(f"{own.architecture}.{key} is {value}, and {name} of the config is {expected}: it changes "
@@ -22,24 +25,52 @@ def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> li
     return sentences
 
 
-def unknown(config: Any, metadata: Mapping[str, Any], own: GgufMap) -> list[str]:
+def unknown(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Container[str] = ()) -> list[str]:
     """Sentences about keys that no rule explains, or for which the config has no place, unless their values change nothing."""
     sentences = []
-    for key, value in _settings(metadata, own):
-        if _expected(key, config, own)[0] or is_usual(key, value):
+    for key, value in _settings(config, metadata, own, skip):
+        is_computed = _expected(key, config, own)[0] and (
+            is_read(key, own.architecture) or key in table()["unread"].get(own.architecture, ()))
+        if is_computed or is_usual(key, value):
             continue
-        why = f"{own.model_class} has no place for it" if key in table()["settings"] else "nothing is known about this key"
+        why = "nothing is known about this key" if key not in table()["settings"] else (
+            f"{own.model_class} has no place for it" if is_read(key, own.architecture) else "llama.cpp does not read it here")
         sentences.append(f"{own.architecture}.{key} is {shown(str(value))}, which may change {effect(key)}: {why}")
     return sentences
 
 
-def _settings(metadata: Mapping[str, Any], own: GgufMap) -> list[tuple[str, Any]]:
+def unused_keys(metadata: Mapping[str, Any], own: GgufMap, rotates: bool) -> list[str]:
+    """Keys of a file, without its architecture, that mean something elsewhere, and that llama.cpp does not compute here.
+
+    rotates: whether the model has rotary embeddings.
+    """
+    rows, start = table(), f"{own.architecture}."
+    names = [key.removeprefix(start) for key in metadata if key.startswith(start)]
+    local = rows["window_rope"].get(own.architecture, {"one_base": True})
+    unused = {name for name in names if name.startswith("rope.") and not rotates}
+    unused |= {name for name in names if name in rows["rope"] and not is_read(name, own.architecture)}
+    if not metadata.get(f"{start}expert_count"):
+        unused |= {name for name in names if name.startswith("expert_") and is_read(name, own.architecture)} - {"expert_count"}
+    unused |= {"rope.freq_base_swa"} if local.get("one_base") else set()
+    unused |= {*WINDOWS} if own.model_type in rows["windowless"] and metadata.get(f"{start}block_count") != (
+        rows["windowless"][own.model_type]) else set()
+    unused |= {WINDOWS[1]} if own.architecture not in rows["windowed"] and not metadata.get(start + WINDOWS[0]) else set()
+    sections = metadata.get(f"{start}rope.dimension_sections")   # of positions, of which a text has one
+    unused |= {"rope.dimension_sections"} if own.architecture not in rows["sectioned"] and sections is not None and (
+        is_read("rope.dimension_sections", own.architecture) and not any(sections[3:])) else set()
+    return [name for name in names if name in unused]
+
+
+def _settings(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Container[str]) -> list[tuple[str, Any]]:
     """The keys of an architecture that a config is compared by, without its name, and their values."""
     start = f"{own.architecture}."
     models = table()["models"].get(own.model_type, {})
     skipped = {*table()["inert"], *table()["rope"]} - {*models} | {key for key, entries in models.items() if entries is None}
+    skipped |= (getattr(config, LLAMA_CPP, None) or {}).keys()
     keys = [key for key in metadata if key.startswith(start) and key.removeprefix(start) not in skipped]
-    return [(key.removeprefix(start), plain(metadata[key])) for key in keys]
+    further = metadata.get(start + PREDICTED, 0)
+    names = {key: name for key in keys if (name := key.removeprefix(start)) not in skip}
+    return [(name, metadata[key] - further if name == "block_count" else plain(metadata[key])) for key, name in names.items()]
 
 
 def entries_of(key: str, own: GgufMap) -> Sequence[Any]:

@@ -5,7 +5,7 @@ A map is the inverse of llama.cpp's converter for one model type, one JSON file 
 right.  An axis is a number, an attribute of the model's config, a product of them as `heads*width`, or `*` for what remains.
 `by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads` divides rows into sections of these sizes, and each section among
 the groups; it takes all that belongs to the first group, then the second.  `64:128 0:64` takes rows 64 to 127, then the first 64;
-`0:64:2` every second one of these.
+`0:64:2` every second one of these.  `each 64: 32:64 0:32` does so in each 64 rows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from qdsl.models.plan import LoadError
 FOLDER = Path(__file__).parent / "maps"
 BLOCK = "{block}"
 GROUPED = "by "                                                  # begins a rule of groups
+PERIODIC = "each "                                                   # begins a rule of spans in each so many rows
 LATENT = "latent_kv"                                             # rows of keys, transposed in the file, and values, by head
 # Numbers of a parameter by those of the file, where the converter changes them.
 VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -78,7 +79,7 @@ class GgufMap:
 
     architecture: as `general.architecture` of files names it.  model_class: the class of transformers whose parameters the names
     are.  recorded: the release of llama.cpp's converter.  rules: by the names of parameters, with {block} for the number of a
-    layer.  unused: tensors of files that the model computes itself.  reads_config: whether transformers reads the config of files
+    layer.  unused: tensors of files that the model has no use for.  reads_config: whether transformers reads the config of files
     of this model type as it was.
     """
 
@@ -116,7 +117,7 @@ class GgufMap:
     def is_recorded(self, tensor: str) -> bool:
         """Whether a tensor of a file has a place in the map."""
         pattern, _ = pattern_of(tensor)
-        return pattern in self.unused or any(pattern in rule.sources for rule in self.rules.values())
+        return pattern in self.unused or tensor in self.unused or any(pattern in rule.sources for rule in self.rules.values())
 
 
 @cache
@@ -156,6 +157,10 @@ def row_order(rows: str, config: object, count: int) -> Tensor:
     """
     if rows.startswith(GROUPED):
         return _grouped_order(rows, config, count)
+    if rows.startswith(PERIODIC):
+        size, _, spans = rows.removeprefix(PERIODIC).partition(": ")
+        starts = torch.arange(0, count, int(size), device="cpu").view(-1, 1)
+        return (starts + row_order(spans, config, int(size))).flatten()
     if are_spans(rows):
         return torch.cat([torch.arange(*map(int, span.split(":")), device="cpu") for span in rows.split()])
     left, right = (side.split() for side in rows.split(" -> "))

@@ -216,6 +216,7 @@ class _Loader:
     def finished(self) -> LoadReport:
         self.report.device_bytes = bytes_by_device(self.model)
         self.report.bytes_after, self.report.resident_bytes = sum(self.report.device_bytes.values()), resident_bytes()
+        self.report.unread = list(self.source.folder.unread) if isinstance(self.source, FolderSource) else []
         return self.report
 
     # -- plain tensors ------------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ class LoadReport(Displayed):
 
     packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
     of the checkpoint, that became plain numbers, and why.  unused: tensors of the checkpoint that have no place in the model.
-    allowed: what the checkpoint says that qdsl does not compute, which `allow_unknown` let pass.
+    unread: files of weights beside it that are no part of the model, such as an adapter's.
+    allowed: what the checkpoint says that qdsl does not compute, which `allow_unknown` let pass.  as_llama_cpp: keys and tensors
+    of a GGUF file that llama.cpp does not compute either.
     bytes_before: what the model's parameters and buffers would take in plain numbers; bytes_after: what they take now.
     device_bytes: that by device.  resident_bytes: memory of this process after loading, mapped files included.  dtype: of
     products, and why, where the loader chooses it.
@@ -28,7 +30,9 @@ class LoadReport(Displayed):
     packed: dict[str, str] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
+    as_llama_cpp: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
     device_bytes: dict[str, int] = field(default_factory=dict)
@@ -51,7 +55,9 @@ class LoadReport(Displayed):
         lines += [f"{counted(len(self.dense), 'layer')} dense"] if self.dense else []
         lines += [f"  {name}: {why}" for name, why in self.dense.items()]
         lines += [f"not computed: {text}" for text in self.allowed]
+        lines += [f"not computed, as in llama.cpp: {', '.join(self.as_llama_cpp)}"] if self.as_llama_cpp else []
         lines += [f"{counted(len(self.unused), 'tensor')} not used: {', '.join(self.unused)}"] if self.unused else []
+        lines += [f"not read, as no part of the model: {', '.join(self.unread)}"] if self.unread else []
         return "\n".join(lines)
 
 

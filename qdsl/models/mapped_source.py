@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from qdsl.checkpoint.detect.gguf_keys import table
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
@@ -257,7 +258,7 @@ class MappedSource:
 def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fills_biases: bool = False) -> MappedSource:
     """A GGUF file of a language model under the names of a model's parameters, which may be on meta.
 
-    fills_biases: biases that the file leaves out, in all layers or in some, are zero, as in llama.cpp.
+    fills_biases: biases that llama.cpp does not need and the file leaves out, in all layers or in some, are zero.
     Raises LoadError where it does not fit, and for tensors that the model has no place for; CheckpointError for damage.
     """
     file = GgufSource(path)
@@ -265,7 +266,8 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fill
     rules = {name: rule for name in model.state_dict() if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
     stored = tensor_names(file)
     zeros = [name for name, rule in rules.items()
-             if fills_biases and name.endswith(".bias") and stored.keys().isdisjoint(rule.sources)]
+             if fills_biases and name.endswith(".bias") and stored.keys().isdisjoint(rule.sources)
+             and pattern_of(rule.sources[0])[0] not in table()["needed"].get(map.model_type, ())]
     try:
         return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", zeros=zeros,
                             problems=_unplaced(stored, map, rules, model))
@@ -284,7 +286,7 @@ def _unplaced(stored: Iterable[str], map: GgufMap, rules: Mapping[str, TensorRul
     heads = {source for name, rule in map.rules.items() if name.startswith("lm_head.") for source in rule.sources}
     unknown = [name for name in stored if not map.is_recorded(name)]
     left = [name for name in stored if map.is_recorded(name) and name not in placed
-            and pattern_of(name)[0] not in map.unused and not (is_headless and name in heads)]
+            and not {name, pattern_of(name)[0]} & {*map.unused} and not (is_headless and name in heads)]
     problems = [f"{counted(len(unknown), 'tensor')} without a place in the recorded map of {map.model_type}: {listed(unknown)}"
                 ] if unknown else []
     return problems + ([f"{counted(len(left), 'tensor')} for which {type(model).__name__} has no parameter with this config: "

@@ -26,10 +26,8 @@ def test_logits_are_those_of_this_library(model_type: str, tmp_path: Path) -> No
     for name in keys.ANSWERS[model_type]:
         path = gguf_cases.write_case(tmp_path / "model.gguf", own, gguf_cases.cases()[name])
         theirs = torch.from_numpy(llama_library.logits(path, gguf_cases.TOKENS))
-        recorded = torch.tensor(keys.ANSWERS[model_type][name])
+        recorded = torch.tensor(keys.ANSWERS[model_type][name] or keys.ANSWERS[model_type]["unchanged"])
         assert float((gguf_cases.sample(theirs) - recorded).norm() / recorded.norm()) < 1e-4
-        if (model_type, name) in keys.OTHERWISE:
-            continue
         try:
             model = plugin.from_pretrained(path, dtype=torch.float32)
         except LoadError:

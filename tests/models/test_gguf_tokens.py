@@ -98,7 +98,8 @@ def test_classes_of_characters() -> None:
 @pytest.mark.parametrize(("vocabulary", "sentence"), [
     (bpe("gpt-5"), "tokenizer.ggml.pre is 'gpt-5', and llama.cpp has no pre-tokenizer of this name: pass base="),
     ({}, "has no tokenizer.ggml.model, so it has no vocabulary"),
-    (bpe("gpt-2") | {GGML + "model": Value.of("string", "rwkv")}, "is 'rwkv': it takes the longest token of bytes"),
+    (bpe("gpt-2") | {GGML + "model": Value.of("string", "rwkv")}, "tokens of bytes have to differ"),
+    (bpe("gpt-2") | {GGML + "model": Value.of("string", "plamo2")}, "is 'plamo2': it searches backwards"),
     (bpe("gpt-2") | {GGML + "model": Value.of("string", "x")}, "is 'x': llama.cpp knows no vocabulary of this name"),
     (bpe("gpt-2") | {GGML + "tokens": Value.of("string[]", ["a", "b", "a"])}, "tokenizer.ggml.tokens has 'a' twice"),
     (bpe("gpt-2") | {GGML + "tokens": Value.of("i32[]", [1])}, "tokenizer.ggml.tokens is not a list of strings"),

@@ -25,6 +25,7 @@ from tests.support.tiny_models import tiny_model, unusual
 
 FOLDER = ROOT / "tests/data/gguf_keys"
 LOUD = 6.0                                                       # times the usual weights, so that every key shows in logits
+UNCHANGED = ("norm", "conv", "ssm", "gate_inp")                  # in names of tensors that stay in float32
 QUIET = ("mamba",)                                               # with usual weights: its states amplify roundings
 TOKENS = [int(token) for token in torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(5))]
 TOKEN_IDS = {"bos": 1, "eos": 2, "padding": 0}
@@ -78,8 +79,23 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "normed steps": {"ssm.dt_b_c_rms": True},
     "fewer heads of keys": {"attention.head_count_kv": 1},
     "parallel": {"use_parallel_residual": True},
+    "no rotation": {"rope.scaling.finetuned": False}, "rotation": {"rope.scaling.finetuned": True},
+    "a partial width and yarn": {"rope.dimension_count": 8, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                                 "rope.scaling.original_context_length": 32},
+    "a partial width and attention": {"rope.dimension_count": 8, "rope.scaling.attn_factor": 1.5},
+    "another base of windows and yarn": {"rope.freq_base_swa": 30.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                                         "rope.scaling.original_context_length": 32},
+    "windows first, a partial width": {"rope.dimension_count_swa": 8, "attention.sliding_window": 4,
+                                       "attention.sliding_window_pattern": [True, True, False, True]},
+    "full layers first, a partial width": {"rope.dimension_count_swa": 8, "attention.sliding_window": 4,
+                                           "attention.sliding_window_pattern": [False, True, False, True]},
+    "no windows": {"attention.sliding_window": 0},
     "a new key": {"attention.of_next_year": 2.0},
 }
+# By what model types of one architecture are told apart, beside their numbers.
+MARKS = {"glm4_moe_lite": {"tokenizer.ggml.pre": "glm4"}, "mistral": {"general.name": "Mistral"}}
+# Keys of which a file may have a number for each layer.
+ARRAYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_used_count")
 BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "attn_qkv")
 # Optional tensors of each layer by the tensors whose rows they are as long as.
 TENSORS: Mapping[str, tuple[str, ...]] = {
@@ -103,12 +119,13 @@ OTHERS: Mapping[str, Mapping[str, tuple[str, float]]] = {
 class Case:
     """A change: keys without their architecture, and biases of these tensors.
 
-    frequencies: tensors of divisors of frequencies.  others: further tensors of each layer, of a shape and a number around which
-    theirs lie; a name for the shape is an entry of the config.
+    arrays: keys that have the number that they had, for each layer.  frequencies: tensors of divisors of frequencies.
+    others: further tensors of each layer, of a shape and a number around which theirs lie; a shape's name is the config's.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
+    arrays: tuple[str, ...] = ()
     frequencies: tuple[str, ...] = ()
     others: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
@@ -118,7 +135,7 @@ def cases() -> Mapping[str, Case]:
     """All changes by name."""
     return {"unchanged": Case(), **{name: Case(keys) for name, keys in VALUES.items()},
             **{name: Case(biases=own) for name, own in TENSORS.items()}, "frequencies": Case(frequencies=DIVISORS[:1]),
-            "frequencies and yarn": Case(VALUES["yarn"], frequencies=DIVISORS[:1]),
+            "numbers of each layer": Case(arrays=ARRAYS), "frequencies and yarn": Case(VALUES["yarn"], frequencies=DIVISORS[:1]),
             "frequencies by length": Case(frequencies=DIVISORS[1:]),
             "frequencies by length, longrope": Case(VALUES["longrope"], frequencies=DIVISORS[1:]),
             "frequencies by length, long": Case(VALUES["longrope of long texts"], frequencies=DIVISORS[1:]),
@@ -154,6 +171,7 @@ def tiny(model_type: str) -> Tiny:
     settings |= {f"tokenizer.ggml.{name}_token_id": Value.of("u32", token) for name, token in TOKEN_IDS.items()}
     # llama.cpp chooses frequencies by the length of its context, 256 tokens at least, and transformers by that of the text
     settings |= {f"{recorded.architecture}.context_length": Value.of("u32", 256)}
+    settings |= {key: Value.of("string", text) for key, text in MARKS.get(model_type, {}).items()}
     settings |= {"tokenizer.ggml.model": Value.of("string", "none"),
                  f"{recorded.architecture}.vocab_size": Value.of("u32", model.config.vocab_size)}
     tensors = file_tensors(model, recorded)
@@ -174,8 +192,8 @@ def _written(name: str, tensor: Tensor, groups: int) -> Tensor:
     return tensor.view(groups, -1) if groups and name.endswith("ssm_norm.weight") else tensor
 
 
-def write_case(path: Path, own: Tiny, case: Case) -> Path:
-    """The file of a tiny model with a change."""
+def write_case(path: Path, own: Tiny, case: Case, type: str = "F32") -> Path:
+    """The file of a tiny model with a change.  type: of matrices."""
     tensors, draw = dict(own.tensors), torch.Generator().manual_seed(3)
     layers = own.config.num_hidden_layers
     for name in case.biases:
@@ -193,7 +211,13 @@ def write_case(path: Path, own: Tiny, case: Case) -> Path:
         for layer in range(layers):
             tensors[f"blk.{layer}.{name}"] = middle + torch.randn(count, generator=draw) * 0.3
     changes = {f"{own.recorded.architecture}.{key}": Value.of(_type(value), value) for key, value in case.keys.items()}
-    return write_file(path, own.recorded.architecture, tensors, dict.fromkeys(tensors, "F32"), {**own.settings, **changes})
+    for key in case.arrays:
+        name = f"{own.recorded.architecture}.{key}"
+        if name in own.settings and not isinstance(number := own.settings[name].decoded(), list):
+            changes[name] = Value.of("u32[]", [number] * layers)
+    types = {name: type if tensor.dim() > 1 and not any(part in name for part in UNCHANGED) and tensor.shape[-1] % 32 == 0
+             else "F32" for name, tensor in tensors.items()}
+    return write_file(path, own.recorded.architecture, tensors, types, {**own.settings, **changes})
 
 
 def _type(value: Any) -> str:

@@ -80,6 +80,14 @@ def words(**more: tuple[str, Any]) -> Settings:
         "padding_token_id": ("u32", 0), "mask_token_id": ("u32", 4), **more})
 
 
+def escaped_bytes(**more: tuple[str, Any]) -> Settings:
+    """A vocabulary of bytes, which are escaped as in Python, of which the longest are taken."""
+    places = {character: byte for byte, character in enumerate(byte_alphabet())}
+    own = [bytes(places[character] for character in merge.replace(" ", "")) for merge in data("merges")["bytes"]]
+    tokens = list(dict.fromkeys(["<s>", *(repr(text)[2:-1] for text in [*(bytes([byte]) for byte in range(256)), *own])]))
+    return settings("rwkv", tokens, [CONTROL] + [NORMAL] * (len(tokens) - 1), **more)
+
+
 TRUE, FALSE = ("bool", True), ("bool", False)
 
 
@@ -106,6 +114,7 @@ def cases() -> dict[str, Settings]:
         "scores, spaces": characters("llama", remove_extra_whitespaces=TRUE),
         "scores, a name that strips": characters("llama") | {"general.name": Value.of("string", "My Phi-3")},
         "lines": characters("gemma4", add_bos_token=FALSE),
+        "bytes": escaped_bytes(), "bytes, bos": escaped_bytes(bos_token_id=("u32", 0), add_bos_token=TRUE),
         "words": words(), "words, capitals": words(**{"normalizer.lowercase": FALSE}),
         "words, accents": words(**{"normalizer.strip_accents": FALSE}),
         "sums": characters("t5"), "sums, prefix": characters("t5", add_space_prefix=TRUE, add_bos_token=TRUE),

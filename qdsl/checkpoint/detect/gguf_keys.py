@@ -25,6 +25,7 @@ from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.safetensors import shown
 
 TABLE = Path(__file__).with_name("gguf_keys.json")
+LLAMA_CPP = "llama_cpp"                                          # of configs: see qdsl.models.transformers.gguf_additions
 CLOSE = 1e-5                                                     # relative difference of numbers that are rounded to float32
 # What a key concerns, by how it begins.
 EFFECTS = {"rope.": "rotary embeddings", "attention.": "attention", "attn_": "attention", "expert": "the weights of experts",
@@ -61,6 +62,15 @@ def metadata_findings(place: str, metadata: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
+def config_findings(config: Mapping[str, Any]) -> list[Finding]:
+    """What a folder that was made of a GGUF file adds to its model's class, and other programs than `from_pretrained` do not."""
+    parameters = config.get("rope_parameters") or {}
+    ordered = {"rope.dimension_sections", *(() if parameters.get("attention_factor", 1) != 1 else ("rope.dimension_count",))}
+    effects = {key: f"{effect(key)}, in `from_pretrained` alone" for key in config.get(LLAMA_CPP) or {} if key not in ordered}
+    return [Finding(Kind.ACTS, "config.json", f"{LLAMA_CPP}.{key}", shown(str(config[LLAMA_CPP][key])), own)
+            for key, own in effects.items()]
+
+
 def _kind(key: str, architecture: str) -> Kind | None:
     """What a key of an architecture does; None for one that is computed, or that changes no number."""
     rows = table()
@@ -69,8 +79,8 @@ def _kind(key: str, architecture: str) -> Kind | None:
         return None if any(fnmatchcase(key, pattern) for pattern in patterns) else Kind.UNKNOWN
     if key in rows["inert"] or key in rows["unread"].get(architecture, ()):
         return None
-    if not is_read(key, architecture):
-        return Kind.UNKNOWN
+    if not is_read(key, architecture):                           # of rotary embeddings: those of other architectures
+        return None if key in rows["rope"] else Kind.UNKNOWN
     is_computed = key in rows["settings"] or key in rows["rope"] or any(key in own for own in rows["models"].values())
     return None if is_computed else Kind.ACTS
 

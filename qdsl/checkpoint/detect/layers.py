@@ -15,6 +15,7 @@ from typing import Any
 from qdsl.checkpoint.detect.collect import Collector, Module
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.fit import CLAIMED, UNKNOWN, Candidate, Evidence, candidates, claims_text, nearest_miss
+from qdsl.checkpoint.detect.gguf_keys import config_findings
 from qdsl.checkpoint.detect.groups import groups
 from qdsl.checkpoint.detect.judge import Judge
 from qdsl.checkpoint.detect.layer import NOT_KNOWN, Layer, Layers
@@ -74,6 +75,7 @@ class _Recognizer:
         self.report = Report(folder, quantized, self.groups, formats)
         self.transforms = TransformReader(folder, self.quantization)
         self.findings = dict.fromkeys(finding for own in quantized for finding in own.findings)
+        self.findings |= dict.fromkeys(config_findings(folder.config))
         self._lengths: dict[int, tuple[Mapping[str, Any], Mapping[str, Sequence[Reading]]]] = {}
         self._fitting: dict[tuple[object, ...], list[Candidate] | LayoutMismatch] = {}
 

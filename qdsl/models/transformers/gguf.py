@@ -9,23 +9,24 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from qdsl.checkpoint.detect.gguf_keys import table
 from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.references import Repository, local_path, parsed
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.models.gguf_keys import contradictions, unknown
+from qdsl.models.gguf_keys import contradictions, unknown, unused_keys
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
 from qdsl.models.plan import LoadError
 from qdsl.models.processor import chosen_dtype
 from qdsl.models.transformers.config import QdslConfig
-from qdsl.models.transformers.gguf_config import config_of_file, model_type_of
-from qdsl.models.transformers.gguf_rope import rotary_contradictions
+from qdsl.models.transformers.gguf_config import DEFAULTS, config_of_file, is_tied, model_type_of, with_additions
+from qdsl.models.transformers.gguf_rope import computed_widths, rotary_contradictions
 from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
 from qdsl.models.transformers.gguf_weights import GgufWeights
 
-EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"         # of files, and of models
+EMBEDDING = "token_embd.weight"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
 BASE = "pass base=, a folder with the model's config.json"
 
@@ -44,10 +45,12 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         is_read = base is None and config is None
         config = config_of(file, path, base) if config is None else config
         own = map_of(config.model_type, architecture)
-        allowed = _check(config, file, own, options.allow_unknown, is_read)
+        unused = unused_keys(file.metadata, own, bool(getattr(config, "rope_parameters", None))) if is_read else []
+        allowed = _check(config, file, own, options.allow_unknown, is_read, {*unused})
+        own = with_additions(own, config, file, is_read)
         if EMBEDDING in file.tensors:                            # without rows of padding, for some model types
             config.vocab_size = file.tensors[EMBEDDING].logical_shape[0]
-        if (head := own.rule(HEAD)) is not None and file.tensors.keys().isdisjoint(head.sources):
+        if is_tied(file, own):
             config.tie_word_embeddings = True                    # as llama.cpp does, whatever a base says
         dtype, why = chosen_dtype(_file_dtype(file), kwargs.get("device_map"))
         vocabulary = _vocabulary(file, path)
@@ -64,6 +67,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         quantization_config=QdslConfig(skip=options.skip, weights=weights, verify=options.verify,
                                        match_dense=options.match_dense, allow_unknown=options.allow_unknown), **kwargs)
     model.hf_quantizer.report.allowed += allowed
+    model.hf_quantizer.report.as_llama_cpp += [f"{own.architecture}.{key}" for key in unused]
     weights.state.clear()
     model.hf_quantizer.report.dtype = f"{str(dtype).removeprefix('torch.')}, {why}"
     if base is not None:
@@ -86,18 +90,23 @@ def _architecture(file: GgufFile) -> str:
     return str(file.metadata["general.architecture"])
 
 
-def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_read: bool) -> list[str]:
+def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_read: bool, unused: set[str]) -> list[str]:
     """Sentences about metadata that nothing explains.  Raises LoadError for them unless allowed, and for contradictions.
 
     is_read: the config is the file's own, so that a contradiction is what its class cannot say.
     """
-    problems = [*contradictions(config, file.metadata, own), *rotary_contradictions(config, file, own.architecture)]
+    unread = table()["unread"].get(own.architecture, ())         # which converters write beside what llama.cpp reads
+    zeros = {key for key in (*DEFAULTS, "attention.scale", "attention.sliding_window")
+             if file.metadata.get(f"{own.architecture}.{key}") == 0}
+    skip = unused | zeros | computed_widths(config, file, own.architecture) | {*unread} if is_read else set()
+    problems = contradictions(config, file.metadata, own, skip)
+    problems += [] if is_read else rotary_contradictions(config, file, own.architecture)
     if problems:
         why = f"the config of {own.model_class} has no place for what the file says" if is_read else \
             f"the file and the config of {own.model_class} contradict each other"
         raise LoadError("\n".join([f"{file.path}: {why}:",
                                    *(f"  {problem}" for problem in problems)]))
-    problems = unknown(config, file.metadata, own)
+    problems = unknown(config, file.metadata, own, skip)
     if problems and not allow_unknown:
         raise LoadError("\n".join([f"{file.path}: metadata is not understood; --allow-unknown, or allow_unknown=True, loads the "
                                    "file all the same:", *(f"  {problem}" for problem in problems)]))

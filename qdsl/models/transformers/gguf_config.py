@@ -9,22 +9,28 @@ whose first layer has none; `windowed` have windows if a file states none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from qdsl.checkpoint.detect.gguf_keys import plain, table
+from qdsl.checkpoint.detect.gguf_keys import are_close, is_read, is_usual, plain, table
 from qdsl.checkpoint.files.gguf import GgufFile
-from qdsl.models.gguf_keys import entries_of, one_number, pattern_of_windows
-from qdsl.models.gguf_maps import GgufMap, model_types_of, pattern_of
+from qdsl.models.gguf_keys import PREDICTED, entries_of, one_number, pattern_of_windows, unused_keys
+from qdsl.models.gguf_maps import BLOCK, GgufMap, model_types_of, pattern_of
 from qdsl.models.plan import LoadError
-from qdsl.models.transformers.gguf_rope import set_rotary
+from qdsl.models.transformers.gguf_additions import additions
+from qdsl.models.transformers.gguf_rope import FREQUENCIES, LONG, SHORT, rotated_rows, set_rotary
 
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"         # of files, and of models
 REQUIRED = ("context_length", "embedding_length", "block_count")
 HEADS, KV_HEADS = "attention.head_count", "attention.head_count_kv"
-WINDOW, WINDOWS, RECURRENT = "sliding_window", "attention.sliding_window_pattern", "attention.recurrent_layers"
+WINDOW, KEY, WINDOWS = "sliding_window", "attention.sliding_window", "attention.sliding_window_pattern"
+RECURRENT = "attention.recurrent_layers"
+# llama.cpp's numbers where a file has none, or 0; classes have others.
+DEFAULTS = {"expert_weights_scale": 1.0, "expert_weights_norm": False, "embedding_scale": 1.0, "residual_scale": 1.0,
+            "logit_scale": 1.0, "expert_group_count": 1, "expert_group_used_count": 1}
 COUNTS = ("feed_forward_length", HEADS)                          # 0 in files of models that have none
 SMALL = 1e-5                                                     # an epsilon that makes no difference
 LARGEST = {"gemma2": 46, "gemma3_text": 62}                      # layers of models whose attention is scaled by another number
@@ -33,7 +39,8 @@ EXPERTS, ATTENTION = "ffn_gate_inp", ("attn_k", "attn_qkv", "attn_kv_b", "attn_k
 SWITCHES = {
     "attention_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "attn_qkv.bias"),
     "use_qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"), "attention_out_bias": ("attn_output.bias",),
-    "use_bias": ("attn_q.bias", "attn_output.bias", "ssm_in.bias"), "bias": ("attn_qkv.bias", "attn_output.bias"),
+    "use_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "ssm_in.bias"),
+    "bias": ("attn_qkv.bias", "attn_output.bias"),
     "mlp_bias": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"), "qk_layernorm": ("attn_q_norm.weight",),
     "use_qk_norm": ("attn_q_norm.weight",), "use_conv_bias": ("ssm_conv1d.bias",), "mamba_conv_bias": ("ssm_conv1d.bias",)}
 
@@ -62,21 +69,90 @@ def _holds(value: Any, wanted: Any) -> bool:
 def config_of_file(file: GgufFile, own: GgufMap) -> Any:
     """The config of a model type with the numbers of a file.  Raises LoadError for numbers that the class does not take."""
     start = f"{own.architecture}."
-    missing = [name for name in REQUIRED if start + name not in file.metadata]
+    has_experts = bool(file.metadata.get(f"{start}expert_count"))
+    required = [*REQUIRED, *(name for name in table()["required"].get(own.model_type, ())
+                             if has_experts or not name.startswith("expert_"))]
+    missing = [name for name in required if start + name not in file.metadata]
     if missing or EMBEDDING not in file.tensors:
         lacking = start + missing[0] if missing else EMBEDDING
         raise LoadError(f"{file.path}: has no {lacking}, without which llama.cpp loads no file")
-    metadata = {key.removeprefix(start): plain(value) for key, value in file.metadata.items() if key.startswith(start)}
+    unused = unused_keys(file.metadata, own, rotates=True)
+    metadata = {name: plain(value) for key, value in file.metadata.items()
+                if key.startswith(start) and (name := key.removeprefix(start)) not in unused}
+    if not hasattr(CONFIG_MAPPING[own.model_type](), "num_attention_heads_per_layer"):
+        metadata |= {key: value[0] for key in (*COUNTS, KV_HEADS)
+                     if isinstance(value := metadata.get(key), list) and len({*value}) == 1}
+    metadata["block_count"] -= metadata.get(PREDICTED, 0)
     _check_computed(file, metadata, own)
     try:
-        config = _built(file, metadata, own)
+        config = _built(file, _with_defaults(metadata, own), own)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         raise LoadError(f"{file.path}: {own.model_class} takes no config with the numbers of the file: {error}") from error
     if config.model_type in LARGEST:                             # no key of a file: llama.cpp knows models by their layers
         is_largest = config.num_hidden_layers == LARGEST[config.model_type]
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
     set_rotary(config, file, own.architecture)
+    for name, value in _added(metadata, own, config):
+        additions(config)[name] = value
     return config
+
+
+def _added(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> Iterator[tuple[str, Any]]:
+    """What the class of a model type has no entry for, and is added to the model."""
+    if own.model_type in table()["whole_periods"]:               # llama.cpp rotates all but every so many
+        period, *_ = table()["window_patterns"][own.architecture]
+        rotated = pattern_of_windows(period, config.num_hidden_layers, own.architecture)
+        if rotated != [kind == "sliding_attention" for kind in config.layer_types]:
+            yield "rotated_layers", rotated
+    for key, usual in table()["added"].get(own.model_type, {}).items():
+        if key in metadata and not are_close(metadata[key], usual) and not is_usual(key, metadata[key]):
+            yield key, metadata[key]
+
+
+def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> GgufMap:
+    """The map of a file in which the class's missing biases have places, and rows that it rotates otherwise their order.
+
+    The config's entry says which biases, so that the model is given them.  is_read: the config is the file's own.
+    """
+    rules, unused, biases = dict(own.rules), list(own.unused), []
+    for leaf in table()["biases"].get(own.model_type, ()):
+        source = f"blk.{BLOCK}.{leaf}.bias"
+        name, rule = next((name, rule) for name, rule in rules.items() if rule.sources == (f"blk.{BLOCK}.{leaf}.weight",))
+        rules[f"{name.removesuffix('weight')}bias"] = replace(rule, sources=(source,))
+        biases += [name.removesuffix(".weight").replace(BLOCK, block) for tensor in file.tensors
+                   for pattern, block in [pattern_of(tensor)] if pattern == source]
+    if biases:
+        additions(config)["biases"] = sorted(biases)
+    for leaf in table()["unadded"].get(own.model_type, ()) if is_read else ():
+        name, rule = next((name, rule) for name, rule in rules.items() if rule.sources == (leaf,))
+        rules[name], unused = replace(rule, sources=("",)), [*unused, leaf]
+    if file.metadata.get(f"{own.architecture}.{PREDICTED}"):
+        unused += [name for name in file.tensors
+                   if (block := pattern_of(name)[1]).isdecimal() and int(block) >= config.num_hidden_layers]
+    kind = file.metadata.get(f"{own.architecture}.rope.scaling.type")
+    tensors = (SHORT, LONG) if kind == "longrope" else (FREQUENCIES,)
+    unused += [name for name in tensors if name in table()["rope_tensors"].get(own.architecture, ())]
+    rotates = getattr(config, "position_embedding_type", "rope") == "rope"
+    is_permuted = is_read and rotates and own.model_type in table()["permuted"]
+    if rows := rotated_rows(config, is_permuted):
+        for name, rule in rules.items():
+            if any(part in rule.sources[0] for part in (".attn_q", ".attn_k.", ".attn_k_norm")):
+                if (rule.rows and not is_permuted) or rule.elements or rule.transposed or len(rule.sources) > 1:
+                    raise LoadError(f"{file.path}: {name} of {own.model_class} has rows in another order, by which parts of "
+                                    "heads rotate: it cannot be expressed")
+                rules[name] = replace(rule, rows=rows)
+    return replace(own, rules=rules, unused=tuple(unused))
+
+
+def _with_defaults(metadata: Mapping[str, Any], own: GgufMap) -> dict[str, Any]:
+    """The numbers of a file with llama.cpp's where it has none, whatever the class has then.  0 is no factor."""
+    defaults = {key: value for key, value in DEFAULTS.items() if is_read(key, own.architecture)}
+    if metadata.get(HEADS) and not metadata.get(KV_HEADS):
+        defaults[KV_HEADS] = metadata[HEADS]
+    scale = "attention.scale"
+    if is_read(scale, own.architecture) and not metadata.get(scale) and isinstance(heads := metadata.get(HEADS), int) and heads:
+        defaults[scale] = (metadata.get("attention.key_length") or metadata["embedding_length"] // heads) ** -0.5
+    return {**metadata, **{key: value for key, value in defaults.items() if not metadata.get(key)}}
 
 
 def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> None:
@@ -85,16 +161,13 @@ def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -
     place = f"{file.path}: {own.architecture}"
     if own.model_type in table()["ungrouped"] and metadata.get(groups, 0) > 1:
         raise LoadError(f"{place}.{groups} is {metadata[groups]}: llama.cpp chooses groups otherwise than {own.model_class}")
+    if own.model_type in table()["blind"] and metadata.get(KEY) == 0:
+        raise LoadError(f"{place}.{KEY} is 0: llama.cpp lets tokens of these layers see nothing")
     if own.model_type in table()["normed"] and not metadata.get(norm):
         raise LoadError(f"{place}.{norm} is not true: {own.model_class} divides weights of experts by their sum")
-    period = table()["window_patterns"].get(own.architecture, (0,))[0]
-    windows, layers = metadata.get(WINDOWS, period), metadata["block_count"]
-    if own.model_type in table()["whole_periods"] and pattern_of_windows(windows, layers, own.architecture) != pattern_of_windows(
-            period, layers, own.architecture):
-        raise LoadError(f"{place}.{WINDOWS} is {windows}: llama.cpp rotates all but every {period}th layer, "
-                        f"and {own.model_class} those with a window")
     if own.model_type in table()["small_epsilons"] and metadata.get(epsilon, 0) > 2 * SMALL:
-        raise LoadError(f"{place}.{epsilon} is {metadata[epsilon]}: {own.model_class} has norms of another epsilon")
+        raise LoadError(f"{place}.{epsilon} is {metadata[epsilon]}: {own.model_class} normalizes keys inside of a function, by "
+                        "an epsilon of its own")
 
 
 def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
@@ -112,16 +185,25 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
     _set_latent(numbers, metadata, file, usual)
     if not numbers.get(WINDOW) and hasattr(usual, WINDOW) and (
             WINDOW in numbers or own.architecture not in table()["windowed"]):
-        numbers[WINDOW] = None                                   # absent and 0 are none
+        numbers[WINDOW] = metadata["context_length"] if own.model_type in table()["masked"] else None     # absent and 0 are none
     for entries in (_windows, _heads, _layers):
         numbers |= dict(entries(file, {**metadata, **numbers}, own, usual))
     numbers |= {**table()["fixed"].get(own.model_type, {}), **_switches(file, own, usual)}
-    if (head := own.rule(HEAD)) is not None:
-        numbers["tie_word_embeddings"] = file.tensors.keys().isdisjoint(head.sources)
+    if hasattr(usual, "position_embedding_type") and metadata.get("rope.scaling.finetuned", True):
+        numbers["position_embedding_type"] = "rope"              # by which llama.cpp, and this class, rotate at all
+    if own.rule(HEAD) is not None:
+        numbers["tie_word_embeddings"] = is_tied(file, own)
     numbers["vocab_size"] = file.tensors[EMBEDDING].logical_shape[0]
     for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         numbers[f"{role}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     return cls(**{cls.attribute_map.get(name, name): value for name, value in numbers.items()})
+
+
+def is_tied(file: GgufFile, own: GgufMap) -> bool:
+    """Whether the head is the embedding: where a file has none, unless llama.cpp needs it."""
+    sources = {source for name, rule in own.rules.items() if name == HEAD for source in rule.sources}
+    return bool(sources) and file.tensors.keys().isdisjoint(sources) and sources.isdisjoint(
+        table()["needed"].get(own.model_type, ()))
 
 
 def _switches(file: GgufFile, own: GgufMap, usual: Any) -> dict[str, bool]:
@@ -134,7 +216,8 @@ def _switches(file: GgufFile, own: GgufMap, usual: Any) -> dict[str, bool]:
 def _named(metadata: Mapping[str, Any], own: GgufMap, usual: Any) -> Iterator[tuple[str, Any]]:
     """Entries of a config that are a key, with its value: the first that the config has, all where layers have several."""
     for key in (*table()["settings"], *table()["built"]):
-        if key not in metadata or key == WINDOWS or (key in COUNTS and metadata[key] == 0):
+        if key not in metadata or key == WINDOWS or (key in COUNTS and metadata[key] == 0) or not (
+                is_read(key, own.architecture) or key in table()["inert"]):
             continue
         entries = [*(entries_of(key, own) or ()), *table()["built"].get(key, ())]
         names = [name for name in entries if isinstance(name, str) and name.isidentifier() and _is_settable(usual, name)
@@ -144,7 +227,7 @@ def _named(metadata: Mapping[str, Any], own: GgufMap, usual: Any) -> Iterator[tu
 
 
 def _is_settable(usual: Any, name: str) -> bool:
-    own = getattr(type(usual), name, None)
+    own = getattr(type(usual), usual.attribute_map.get(name, name), None)
     return hasattr(usual, name) and not (isinstance(own, property) and own.fset is None)
 
 
@@ -172,9 +255,10 @@ def _windows(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap, usual: A
     """Which layers have a window: those of the file, or by llama.cpp's period for the architecture."""
     windows = metadata.get(WINDOWS, table()["window_patterns"].get(own.architecture, (None,))[0])
     if windows is not None and _is_settable(usual, "layer_types"):
-        count, has_window = int(metadata["block_count"]), metadata.get(WINDOW, getattr(usual, WINDOW, None))
+        count, has_window = int(metadata["block_count"]), metadata.get(KEY, own.architecture in table()["windowed"])
         pattern = pattern_of_windows(windows, count, own.architecture) if has_window else [False] * count
-        yield "layer_types", ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
+        local = "chunked_attention" if hasattr(usual, "attention_chunk_size") else "sliding_attention"
+        yield "layer_types", [local if is_local else "full_attention" for is_local in pattern]
 
 
 def _heads(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap, usual: Any) -> Iterator[tuple[str, Any]]:
@@ -202,7 +286,7 @@ def _layers(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap, usual: An
         yield from _periods(attends, ("attn_layer_period", "attn_layer_offset"), file)
     elif hasattr(usual, "attn_layer_indices"):
         yield "attn_layer_indices", [layer for layer, attends_here in enumerate(attends) if attends_here]
-    elif is_hybrid and _is_settable(usual, "layer_types"):
+    elif is_hybrid and _is_settable(usual, "layer_types") and (hasattr(usual, "mamba_n_heads") or hasattr(usual, "conv_L_cache")):
         attention, other = ("attention", "mamba") if hasattr(usual, "mamba_n_heads") else ("full_attention", "conv")
         yield "layer_types", [attention if attends_here else other for attends_here in attends]
     if hasattr(usual, "mlp_layer_types"):

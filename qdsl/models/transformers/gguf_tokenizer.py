@@ -160,7 +160,8 @@ def _merges_by_score(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list
             left, right = token[:cut], token[cut:]
             if left in numbers and right in numbers:
                 pairs.append((number, left, right))
-            elif (left in numbers or cut == 1) and (right in numbers or len(right) == 1):
+            elif (left in numbers or cut == 1) and (right in numbers or len(right) == 1) and (
+                    SPACE in token or not vocabulary.kinds[number] & SPECIAL):       # which are found before
                 raise LoadError(f"{vocabulary.path}: token {shown(token)} has a character that is no token: {BASE}")
     order = _order_of_ties(pairs, vocabulary)
     pairs.sort(key=lambda pair: (-vocabulary.scores[pair[0]], order.get(pair[0], -1)))
@@ -240,9 +241,13 @@ def _unigram(vocabulary: Vocabulary) -> Tokenizer:
     if vocabulary.charsmap:                                      # normalizers.Precompiled drops combining characters
         raise LoadError(f"{vocabulary.path}: tokenizer.ggml.precompiled_charsmap cannot be expressed exactly: {BASE}")
     scores = _unigram_scores(vocabulary)
-    core = Tokenizer(models.Unigram(list(zip(vocabulary.tokens, scores, strict=True)), unknown, byte_fallback=False))
+    matched = kinds.NORMAL | kinds.UNUSED | SPECIAL              # in a text; others, as those of bytes, are marked not to be
+    texts = [token if kind & matched else MARKS[0] + token
+             for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)]
+    core = Tokenizer(models.Unigram(list(zip(texts, scores, strict=True)), unknown, byte_fallback=False))
     core.normalizer = normalizers.Sequence(list(_space_normalizers(vocabulary)))
-    core.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.decoder = decoders.Sequence([decoders.Replace(MARKS[0], ""), decoders.Replace(SPACE, " "), decoders.ByteFallback(),
+                                      decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     return core
 
 
@@ -265,8 +270,66 @@ def _space_normalizers(vocabulary: Vocabulary) -> Iterator[Any]:
     yield normalizers.Replace(" ", SPACE)
 
 
+# -- the longest bytes -----------------------------------------------------------------------------------------------------
+
+ESCAPES = {"t": 9, "n": 10, "r": 13}                             # behind a backslash
+Trie = dict[str, "Trie"]
+
+
+def _trie(vocabulary: Vocabulary) -> Tokenizer:
+    """At each place the longest token is taken: one pattern of all tokens divides the bytes of a text."""
+    alphabet = _byte_alphabet()
+    texts = ["".join(alphabet[byte] for byte in _unescaped(token)) for token in vocabulary.tokens]
+    special = [token for token, text, kind in zip(vocabulary.tokens, texts, vocabulary.kinds, strict=True)
+               if kind & SPECIAL and token != text]
+    if len({*texts}) < len(texts) or special or not {*alphabet} <= {*texts} or "" in texts:
+        raise LoadError(f"{vocabulary.path}: tokens of bytes have to differ, be all single bytes and more, and special ones "
+                        f"without escapes: {BASE}")
+    core = Tokenizer(models.WordLevel({text: number for number, text in enumerate(texts)}, unk_token=texts[0]))
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                                                  pre_tokenizers.Split(Regex(_longest(texts)), "isolated")])
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that byte-level vocabularies have for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+def _unescaped(token: str) -> bytes:
+    r"""The bytes of a token with escapes, such as \xff and \n."""
+    parts = re.split(rb"(?s)\\(x..|.)", token.encode())
+    for place in range(1, len(parts), 2):
+        own = parts[place].decode("latin-1")
+        try:
+            parts[place] = bytes([int(own[1:], 16) if len(own) > 1 else ESCAPES.get(own, ord(own))])
+        except ValueError:
+            parts[place] = b""                                   # which makes it no token
+    return b"".join(parts)
+
+
+def _longest(texts: Sequence[str]) -> str:
+    """A pattern that matches the longest of some texts."""
+    root: Trie = {}
+    for text in texts:
+        node = root
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+
+    def pattern(node: Trie) -> str:
+        ends = [re.escape(own) for own, child in node.items() if own and [*child] == [""]]
+        longer = [re.escape(own) + pattern(child) for own, child in node.items() if own and [*child] != [""]]
+        options = "|".join([*longer, *([f"[{''.join(ends)}]"] if ends else [])])
+        return f"(?:{options})" + ("?" if "" in node else "")
+    return pattern(root)
+
+
 BUILDERS: Mapping[str, Callable[[Vocabulary], Tokenizer]] = {
-    "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram}
+    "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram, "trie": _trie}
 
 
 # -- special tokens --------------------------------------------------------------------------------------------------------
@@ -328,6 +391,8 @@ def _overlaps(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 def _add_ends(core: Tokenizer, vocabulary: Vocabulary) -> None:
     """Add the tokens before and after a text.  Raises LoadError for one that the file does not name."""
     flags, is_wordpiece = vocabulary.flags, vocabulary.model["kind"] == "wordpiece"
+    if vocabulary.model["kind"] == "trie":                       # llama.cpp adds none, whatever the file says
+        return
     first = "bos" if flags["add_bos"] or is_wordpiece else None
     last = "sep" if is_wordpiece else "eos" if flags["add_eos"] else None
     roles = [role for role in (first, last) if role]

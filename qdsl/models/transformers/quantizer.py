@@ -45,6 +45,7 @@ from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.folder import load_folder, named_class, needs_own_reading
 from qdsl.models.transformers.gguf import gguf_path, load_gguf
+from qdsl.models.transformers.gguf_additions import add_to_model, refuse_plain_save
 from qdsl.runtime.torch.module import PackedModule
 
 # What `AutoConfig.from_pretrained` takes of what a model's takes.
@@ -90,6 +91,7 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        add_to_model(model)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
@@ -187,6 +189,8 @@ class QdslHfQuantizer(HfQuantizer):
             self._loaded[0] = ""
         self.report.device_bytes = bytes_by_device(model)             # of all weights
         self.report.bytes_after = sum(self.report.device_bytes.values())
+        if not self.report.packed:
+            refuse_plain_save(model)
         if any(isinstance(module, PackedModule) for module in embeddings(model)):
             model.resize_token_embeddings = _refuse_resize
         model.num_parameters = partial(num_parameters, model)
@@ -231,6 +235,7 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         make_dense(model, dtype)
+        refuse_plain_save(model)
         for name in ("resize_token_embeddings", "num_parameters"):
             vars(model).pop(name, None)
         renew_ties(model)
