@@ -6,7 +6,7 @@ PYTHONS ?= python3.12 python3.13
 COMPILER := jinja2 pyyaml typer rich pytest pytest-xdist hypothesis
 TORCHLESS := tests/unit/test_layout.py tests/unit/test_bad_specs.py tests/unit/test_progress.py -n 0
 # the files to run after each edit: the compiler, goldens and known answers of every format, detection; a minute at most
-QUICK := $(addprefix tests/unit/test_,architecture.py bad_specs.py code_mutants.py covering.py files.py host.py names.py numbers.py \
+QUICK := $(addprefix tests/unit/test_,architecture.py bad_specs.py code_mutants.py covering.py files.py host.py numbers.py \
 		overflowed_zeros.py packaging.py pass_examples.py program.py progress.py) \
 	$(addprefix tests/formats/test_,answers.py encode.py flat_goldens.py goldens.py odd_sizes.py robust_arguments.py wrap.py) \
 	$(addprefix tests/checkpoint/test_,contents.py detect.py folder.py guard.py ignored.py layers.py layer_settings.py open.py producers.py) \
@@ -69,7 +69,7 @@ formats: .venv/ready         ## every format on real weights, and a language mod
 
 # bytecode is kept: to compile modules and assertions again takes each worker 4 s
 quick: .venv/ready           ## the tests to run after each edit
-	QDSL_TEST_QUICK=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(QUICK)
+	QDSL_TEST_QUICK=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 0 $(QUICK)
 
 # processes of tests import bytecode, and do not compile qdsl each by itself
 test: .venv/ready            ## all tests; without a GPU kernels run in Triton's interpreter
