@@ -216,7 +216,7 @@ class Needs:
 class Producer:
     """The description of one producer's checkpoints.
 
-    name: the quant_method of its settings.  methods: other quant_methods whose lists are read the same way.  unnamed: sets of
+    name: the quant_method of its settings.  methods: other quant_methods whose settings are read the same way.  unnamed: sets of
     settings that identify its configs without quant_method.  settings: its names -> names in rules.  accepts: the block lengths
     that its own code accepts, by setting; 'any' is every positive one.  skipped: lists of unquantized layers, and their
     dialects, several if readers differ; the first list is written.  copied_skips: lists that are written with the same
