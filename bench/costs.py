@@ -142,7 +142,7 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
         return
     tallest = configure.most_columns(packed) if configure.target(META).capability == 9 else 64
     for bm, r in itertools.product(sorted({16, 32, 64, tallest}), (1, 2)):
-        yield {"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0, "SCALED": 0, "SPLIT": 1}
+        yield {"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
     yield from ({**config, "SPLIT": 1} for config in configure.scaled_tiles(packed, configure.MULTIPROCESSORS, META))
 
 

@@ -254,7 +254,7 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
     """The default `tile_gemm` tile: R tiles of 64 rows of w and BM rows of x per program."""
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
-    return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SCALED": 0}
+    return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
 
 
 def most_columns(packed: PackedWeight) -> int:
@@ -281,8 +281,7 @@ def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
         return cdiv(cdiv(n, rows) * cdiv(m, 128), target(device).multiprocessors) * rows * tile.count
 
     fit = [tile for tile in TALL if not tile.whole or (m % 128 == 0 and n % (16 * tile.R * tile.W) == 0)]
-    return [{"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": k if tile.whole else 0,
-             "SCALED": 0}
+    return [{"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": k if tile.whole else 0}
             for tile in sorted(fit, key=cost)]
 
 

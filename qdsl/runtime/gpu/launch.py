@@ -232,6 +232,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     tensors, pitch = _lane_tensors(packed), strides.pitch(packed)
     constants = {**_lane_constants(packed, which, x.dtype, config["R"], bool(config.get("SCALED"))), **config}
     if which == "tile_gemm":
+        constants = {"SCALED": 0, **constants}                   # recorded and tuned configurations leave it out
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
         scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
