@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUT = ROOT / "bench" / "results", ROOT / "docs" / "plots"
 FORMATS, QUALITY = RESULTS / "formats-minilm.json", RESULTS / "smollm2-quality.json"
-PERPLEXITIES = RESULTS / "formats-smollm2.json"
+PERPLEXITIES, TRAINED = RESULTS / "formats-smollm2.json", RESULTS / "formats-trained.json"
 CALIBRATED = RESULTS / "calibrated-trained.json"
 CANDIDATES = RESULTS / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3.6-candidates.json"
 TIMES = RESULTS / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3.6.json"
@@ -209,6 +209,20 @@ def calibrated() -> str:
 
 
 LEAST_NATS = 0.0001                                              # of the figure: less is within the error
+
+
+def divergence() -> str:
+    """Divergence of a small model with all layers in a format over bits of the layers, a point for each format."""
+    measured = [row for row in json.loads(TRAINED.read_text())["formats"] if row["format"] and row["perplexity"]]
+    points = [(row["bits_per_weight"], max(row["divergence"], LEAST), f"{_label(row)}: {row['bits_per_weight']:.2f} bits, "
+               f"divergence {row['divergence']:.6f}, perplexity {row['perplexity']:.2f}")
+              for row in measured if row["bits_per_weight"] < 10]
+    return chart("A Llama of 4 layers with all layers in a format, without calibration", Axis("bits per weight of the layers",
+                 range(1, 11)), Axis("mean KL divergence in nats, less is better", [10.0**power for power in range(-6, 2)],
+                                     is_log=True), by_family(points))
+
+
+LEAST = 1e-6                                                     # divergence that the figure shows
 MOST_PERPLEXITY = 50.0                                           # of the figure; a model with more is not usable
 SPEEDS = {"int_group.planar bits=4": "int4", "q4_0.planar": "q4_0", "q4_k.planar": "q4_k", "nf4.planar": "nf4",
           "fp8_block.planar": "fp8_block", "q8_0.planar": "q8_0"}
@@ -231,8 +245,8 @@ def speed() -> str:
                  Axis("microseconds, less is better", (10, 20, 50, 100, 200, 400), is_log=True), series)
 
 
-FIGURES: dict[str, Callable[[], str]] = {"snr": signal_to_noise, "perplexity": perplexity, "formats": formats, "speed": speed,
-                                          "calibrated": calibrated}
+FIGURES: dict[str, Callable[[], str]] = {"snr": signal_to_noise, "perplexity": perplexity, "formats": formats,
+                                         "divergence": divergence, "calibrated": calibrated, "speed": speed}
 
 
 def main() -> None:

@@ -26,6 +26,11 @@ bit 0 of the first word on."""
 PROGRAMS = {"gguf": "llama.cpp and what is built on it", "planar": "qdsl's kernels for matrix units",
             **dict.fromkeys(("ik_llama", "q4_0_r8", "iq4_nl_r4"), "ik_llama.cpp"),
             **dict.fromkeys(("q4_0_4_4", "q4_0_4_8", "q4_0_8_8"), "llama.cpp before 2025")}
+COSTS = "../which_format.md#what-it-costs"
+# What quantizing costs: the measured file, its key, how it is written, and what it is of.
+FIGURES = (("minilm", "snr_db", "{:.1f} dB", f"Signal to noise of [real weights]({COSTS})"),
+           ("smollm2", "perplexity", "{:.2f}", f"Perplexity of [SmolLM2]({COSTS}), by itself 13.93"),
+           ("trained", "divergence", "{:.2g} nats", f"Divergence of [a smaller model]({COSTS})"))
 
 
 def rows(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -71,15 +76,13 @@ def _quantizing(program: Program) -> list[str]:
     encode = program.encode
     if encode is None:
         return ["qdsl has no quantizer for it: it reads, converts and runs what other programs wrote.", ""]
-    measured = [[row for row in json.loads((ROOT / "bench" / "results" / f"formats-{weights}.json").read_text())["formats"]
-                 if row["format"] == program.spec.name.value] for weights in ("minilm", "smollm2")]
-    ratio, perplexity = ("; ".join(f"{row[key]:{width}}{unit} at {row['bits_per_weight']:.2f} bits" for row in rows if row[key])
-                         for rows, key, width, unit in zip(measured, ("snr_db", "perplexity"), (".1f", ".2f"), (" dB", ""),
-                                                           strict=True))
-    return [f"By the scheme [{encode.scheme}](../language/reference.md): {SCHEMES[encode.scheme].summary}.", "",
-            *([f"Signal to noise of [real weights](../which_format.md#what-it-costs): {ratio}.", ""] if ratio else []),
-            *([f"Perplexity of [a small model](../which_format.md#what-it-costs), by itself 13.93: {perplexity}.", ""]
-              if perplexity else [])]
+    lines = [f"By the scheme [{encode.scheme}](../language/reference.md): {SCHEMES[encode.scheme].summary}.", ""]
+    for results, key, form, what in FIGURES:
+        rows = json.loads((ROOT / "bench" / "results" / f"formats-{results}.json").read_text())["formats"]
+        if figures := [f"{form.format(row[key])} at {row['bits_per_weight']:.2f} bits" for row in rows
+                       if row["format"] == program.spec.name.value and row.get(key) is not None]:
+            lines += [f"{what}: {'; '.join(figures)}.", ""]
+    return lines
 
 
 def _readers(name: str, storages: dict[str, Program]) -> Iterator[str]:

@@ -52,7 +52,7 @@ def write_page(source: Path) -> None:
 
 def _inline(match: re.Match[str]) -> str:
     """A figure itself in place of an image, so that it follows the theme of the site."""
-    return f"<div class=\"plot\" data-search-exclude>{(ROOT / 'docs' / 'plots' / f'{match[2]}.svg').read_text().strip()}</div>"
+    return f"\n<div class=\"plot\" data-search-exclude>{(ROOT / 'docs' / 'plots' / f'{match[2]}.svg').read_text().strip()}</div>"
 
 
 def write_copy(path: Path) -> None:
@@ -62,7 +62,7 @@ def write_copy(path: Path) -> None:
     shutil.copyfile(path, copy)
 
 
-PLOT = re.compile(r"!\[([^\]]*)\]\(plots/(\w+)\.svg\)")
+PLOT = re.compile(r"!\[([^\]]*)\]\((?:docs/)?plots/(\w+)\.svg\)")
 # Public modules, whose pages mkdocstrings writes from docstrings, without importing them.
 MODULES = ("qdsl", "qdsl.models.transformers", "qdsl.models.diffusers", "qdsl.models.peft", "qdsl.kv_cache", "qdsl.analyze")
 # Classes that `qdsl` has by another name than the module that they lie in.
