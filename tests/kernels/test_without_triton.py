@@ -55,7 +55,7 @@ def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not is_installed, reason="Triton is not installed")
 def test_an_old_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its language lacks what the kernels use: PyTorch 2.9 brings it."""
-    path = str(ROOT / "qdsl" / "runtime" / "gpu" / "triton.py")
+    path = str(ROOT / "qdsl" / "runtime" / "libraries" / "triton.py")
     assert runpy.run_path(path)["is_installed"]
     monkeypatch.setattr("triton.__version__", "3.5.1")
     names = runpy.run_path(path)
