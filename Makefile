@@ -7,7 +7,7 @@ COMPILER := jinja2 pyyaml typer rich pytest pytest-xdist hypothesis
 TORCHLESS := tests/unit/test_layout.py tests/unit/test_bad_specs.py tests/unit/test_progress.py -n 0
 # the files to run after each edit: the compiler, goldens and known answers of every format, detection; a minute at most
 QUICK := $(addprefix tests/unit/test_,architecture.py bad_specs.py code_mutants.py covering.py files.py host.py numbers.py \
-		overflowed_zeros.py packaging.py pass_examples.py program.py progress.py) \
+		overflowed_zeros.py packaging.py pass_examples.py program.py) \
 	$(addprefix tests/formats/test_,answers.py encode.py flat_goldens.py goldens.py odd_sizes.py robust_arguments.py wrap.py) \
 	$(addprefix tests/checkpoint/test_,contents.py detect.py folder.py guard.py ignored.py layers.py layer_settings.py open.py producers.py) \
 	$(addprefix tests/kernels/test_,interpreter.py scratch.py tune.py)
