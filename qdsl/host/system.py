@@ -121,6 +121,16 @@ def map_file(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | reserve, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
+def map_memory(nbytes: int) -> mmap.mmap:
+    """So many zero bytes of this process, in huge pages where the system has them."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):                      # systems without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def page_out(address: int, nbytes: int) -> None:
     """Take whole pages of memory out of it until they are read again; their contents stay.  Does nothing where Linux is not.
 

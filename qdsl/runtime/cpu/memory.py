@@ -11,10 +11,11 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from qdsl.host.system import map_memory
 
 CHUNK, LINE = 32 << 20, 64                                       # bytes that are mapped at once; of a line of caches
 
@@ -34,7 +35,7 @@ def new(nbytes: int) -> Tensor:
     """A tensor of so many zero bytes, at a multiple of 64; memory is used as it is written."""
     memory = None if _chunk.memory is None else _chunk.memory()
     if memory is None or _chunk.taken + nbytes > len(memory):
-        memory = _mapped(max(nbytes, CHUNK))
+        memory = map_memory(max(nbytes, CHUNK))
         _chunk.memory, _chunk.taken = weakref.ref(memory), 0
     start, _chunk.taken = _chunk.taken, -(-(_chunk.taken + nbytes) // LINE) * LINE
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
@@ -45,13 +46,3 @@ def concatenated(tensors: Sequence[Tensor]) -> Tensor:
     shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
     whole = new(sum(tensor.nbytes for tensor in tensors)).view(tensors[0].dtype).view(shape)
     return torch.cat(list(tensors), out=whole)
-
-
-def _mapped(nbytes: int) -> mmap.mmap:
-    """Anonymous memory of this process."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):                      # systems without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
