@@ -20,7 +20,7 @@ from qdsl.encode import kmeans
 from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, Skinny, Storage, Sums, TileGemm, Variant,
         as_type, lookup, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

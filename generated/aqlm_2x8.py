@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime import Format, Kernels, Storage, Variant, as_type, empty, entries, workspace
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from qdsl.encode import ternary
 from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
         Variant, as_float, as_type, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qdsl.encode import nearest
 from qdsl.runtime import Format, Kernels, Storage, Variant
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

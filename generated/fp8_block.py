@@ -23,7 +23,7 @@ from qdsl.encode import absmax
 from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Special, Storage, Sums,
         TileGemm, Variant, W8A8, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm, w8a8
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import absmax
 from qdsl.runtime import Format, Kernels, Storage, Variant, as_type
 from qdsl.runtime.gpu.kernels import device
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
 

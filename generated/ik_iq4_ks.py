@@ -22,7 +22,7 @@ from qdsl.encode import least_squares_nested
 from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
         Table, TileGemm, Variant, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, lanes, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qdsl.runtime import Format, Kernels, Storage, Table, Variant, as_type, integer, lookup
 from qdsl.runtime.gpu.kernels import device
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

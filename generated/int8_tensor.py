@@ -24,7 +24,7 @@ from qdsl.encode import absmax
 from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
         Variant, W8A8, as_float, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, group_sums, skinny, tile_gemm, w8a8
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

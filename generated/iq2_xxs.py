@@ -22,7 +22,7 @@ from qdsl.encode import grid_signs
 from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Skinny,
         Storage, Sums, Table, TileGemm, Variant, as_float, as_type, integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

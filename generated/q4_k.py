@@ -23,7 +23,7 @@ from qdsl.encode import kquant_minmax
 from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, Records, RowLoops, Skinny, Storage, Sums,
         TileGemm, Variant, as_float, as_type, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, group_sums, records, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from qdsl.encode import kquant_signmax
 from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
         Variant, as_float, as_type, empty)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from qdsl.encode import absmax
 from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
         Variant, as_float, as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

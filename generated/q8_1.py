@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import Format, Kernels, Storage, Variant, as_float, as_type, empty
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qdsl.runtime import Format, Kernels, Storage, Variant, as_float, as_type, integer, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime import Kernels, Storage, Variant, entries
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qdsl.encode import float_zero
 from qdsl.runtime import Kernels, Storage, Variant, as_type, cdiv, integer, pad
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import decode
 

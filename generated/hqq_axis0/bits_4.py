@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qdsl.encode import float_zero
 from qdsl.runtime import Kernels, Storage, Variant, as_float, spread, workspace
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

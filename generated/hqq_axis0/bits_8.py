@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qdsl.encode import float_zero
 from qdsl.runtime import Kernels, Storage, Variant
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import decode
 

@@ -15,7 +15,7 @@ from qdsl.encode import absmax
 from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
         as_type, cdiv, integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m3, e8m0
 
 

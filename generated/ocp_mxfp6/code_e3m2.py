@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qdsl.runtime import Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2, e8m0
 
 from .code_e2m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao, unpack_torchao_swizzled,

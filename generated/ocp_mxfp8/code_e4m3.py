@@ -15,7 +15,7 @@ from qdsl.encode import absmax
 from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Special, Storage, Sums, TileGemm,
         Variant, as_type, cdiv, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3, e8m0
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Special, Storage, Sums, TileGemm,
         Variant, as_type)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e5m2, e8m0
 
 from .code_e4m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao, unpack_torchao_swizzled,

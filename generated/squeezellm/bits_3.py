@@ -13,7 +13,7 @@ from qdsl.encode import kmeans
 from qdsl.runtime import (Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Skinny, Storage, Sums, TileGemm, Variant,
         as_type, integer, lookup, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

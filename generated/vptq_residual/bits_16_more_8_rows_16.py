@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qdsl.runtime import Kernels, Storage, Variant, as_type, entries, integer, pad, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_16_more_8_rows_8 import pack_vptq
 

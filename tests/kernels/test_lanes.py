@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,9 +49,13 @@ def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
     values = {size: format.params[size] for size in format.size_axes}
     for i in range(max(map(len, values.values()), default=1)):
         params = {size: candidates[min(i, len(candidates) - 1)] for size, candidates in values.items()}
-        sizes = format.sizes({**case.choice, **params}, SHAPES[0])
-        if min(lanes.sizes(sizes), default=lanes.least) >= lanes.least:
+        if min(sizes_of(case, params), default=lanes.least) >= lanes.least:
             yield params
+
+
+def sizes_of(case: Case, params: Mapping[str, int | str]) -> Sequence[int]:
+    """The lengths of blocks of columns that share a number."""
+    return matrix_unit_of(case).sizes(case.module.FORMAT.sizes({**case.choice, **params}, SHAPES[0]))
 
 
 def tried(case: Case) -> list[Mapping[str, int | str]]:
@@ -258,7 +262,9 @@ SCALED = [case for case in CASES if matrix_unit_of(case).tile_gemm and matrix_un
 @pytest.mark.parametrize("case", SCALED, ids=str)
 def test_scaled_weights(case: Case, hopper: None) -> None:
     """`tile_gemm` that rounds scaled weights to x's type and sums all of K at once: as exact as the rounded weight."""
-    for i, params in enumerate(tried(case)):
+    served = [params for params in tried(case) if all(map(matrix_unit_of(case).serves, sizes_of(case, params)))]
+    assert served
+    for i, params in enumerate(served):
         shape, dtype = shapes_of(case, params)[(i + 1) % 3], DTYPES[i % 2]
         packed, x, bias = packed_of(case, shape, params), x_of(33, shape[1], dtype), x_of(1, shape[0], dtype, 7)[0]
         config = {"R": 1 + i % 2, "W": 4, "BM": 32, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1, "SCALED": 1}

@@ -1,6 +1,6 @@
 """Triton if an installed release can compile the kernels; else stand-ins, so that kernel modules can be imported.
 
-Modules with kernels write `from qdsl.runtime.libraries.triton import tl, triton`, generated ones import runtime/gpu/triton.py.
+Modules with kernels write `from qdsl.runtime.libraries.triton import tl, triton`.
 Without Triton, `triton.jit` returns an object that raises MissingTriton at launch; all other names that a module reads at import
 are stand-ins.
 """

@@ -224,7 +224,7 @@ def _imports(body: Sequence[str]) -> list[str]:
     lines = ["from typing import Any", ""] if "Any" in read else []
     lines += ["import torch"] if "torch" in read else []
     sources = {"torch": ("Tensor",), "": (), "qdsl.encode": tuple(SCHEMES), "qdsl.runtime": RUNTIME,
-               "qdsl.runtime.gpu.kernels": KERNELS, "qdsl.runtime.gpu.triton": ("tl", "triton"),
+               "qdsl.runtime.gpu.kernels": KERNELS, "qdsl.runtime.libraries.triton": ("tl", "triton"),
                "qdsl.runtime.weight.numbers": tuple(FLOATS)}
     for source, offered in sources.items():
         words = sorted(read & set(offered), key=lambda word: (word.lower() == word, word))
