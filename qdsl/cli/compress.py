@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,26 @@ def layer_shapes(folder: Any) -> dict[str, Any]:
         return {}
 
 
+def with_missing(folder: Any, detected: Any) -> Any:
+    """The layers of a folder, with findings on parameters that it lacks, where its class of transformers is installed."""
+    try:
+        from qdsl.models.shapes import missing
+    except ImportError:
+        return detected
+    return replace(detected, findings=[*detected.findings, *missing(folder, detected)])
+
+
+def missing_in(path: Path) -> list[Any]:
+    """The findings on parameters that the models of a folder lack."""
+    from qdsl.checkpoint.detect.layers import detected_layers
+    from qdsl.checkpoint.detect.ledger import Kind
+    from qdsl.checkpoint.files import components
+
+    with components.open_models(path) as models:
+        every = [own for folder in models.values() for own in with_missing(folder, detected_layers(folder)).findings]
+    return [own for own in every if own.kind is Kind.MISSING]
+
+
 @app.command()
 def compress(folder: Annotated[Path, input_argument("A folder of safetensors files, a pipeline of diffusers, or one file.")],
              format: Annotated[str, typer.Option("--format", "-f", metavar="hlane|fix4|df11", show_default=False, help="hlane is "
@@ -94,6 +115,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
                   tuple(component or ()), plain_config)
         report = run.compress(folder, aim, out, like=like, shapes=model_shapes, jobs=jobs, part=part, check=check,
                               force=force, tell=progress)
+        report["notes"] += map(str, missing_in(folder))
     print_compressed(report, as_json, "" if part is None else f"part {shard} of ")
 
 

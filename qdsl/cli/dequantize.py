@@ -27,7 +27,7 @@ from qdsl.cli.app import (
     refuse_options,
     reported,
 )
-from qdsl.cli.compress import layer_shapes
+from qdsl.cli.compress import layer_shapes, with_missing
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
@@ -99,8 +99,8 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
                 fail(f"{path} is compressed without loss: `qdsl decompress {path} --out {out}` writes the plain folder")
             if not detected.layers:
                 fail(f"{path}: no quantized layer: its weights are plain floats already")
-            report = run.convert(source, detected, aimed(dtype, True, skip=patterns, allow_unknown=allow_unknown), out, jobs=jobs,
-                                 part=part, force=force, tell=progress)
+            detected, aim = with_missing(source, detected), aimed(dtype, True, skip=patterns, allow_unknown=allow_unknown)
+            report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=progress)
     print_dequantized(report, dtype, as_json, "" if part is None else f"part {shard} of ")
 
 
@@ -112,8 +112,6 @@ def print_dequantized(report: dict[str, Any], dtype: str, as_json: bool, part: s
         return
     for line in left_lines(report):
         typer.echo(line)
-    for note in report["notes"]:
-        typer.echo(f"note: {note}")
     for layers in report["layers"]:
         typer.echo(f"{counted(layers['count'], 'layer')} of {layers['from']} as {dtype}")
     typer.echo(f"written  {part}{report['out']}: {counted(len(report['shards']), 'file')} of tensors, {report['nbytes']} bytes")

@@ -30,6 +30,7 @@ from qdsl.cli.app import (
 )
 from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of
 from qdsl.cli.checkpoints import language_folder
+from qdsl.cli.compress import missing_in
 from qdsl.cli.convert import print_converted
 from qdsl.cli.progress import progress
 
@@ -196,6 +197,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
                      svg: Path | None, allow_unknown: bool, as_json: bool,
                       calibration: CalibrationRun | None) -> None:
     """Write a folder of plain safetensors with its Linear layers quantized."""
+    from qdsl.checkpoint.detect.ledger import refuse
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
@@ -213,9 +215,11 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
+        lacks = refuse(path, missing_in(path), allow_unknown)
         aim, calibrate = (aim, None) if calibration is None else calibration.for_folder(path, aim)
         report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=progress,
                               calibrate=calibrate)
+        report["notes"] += lacks
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]
             write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))

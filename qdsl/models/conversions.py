@@ -23,6 +23,7 @@ from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.plan import LoadError
+from qdsl.models.private_apis import may_be_missing
 from qdsl.models.stacks import usual_stacks
 
 
@@ -149,3 +150,14 @@ def ignored(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern matches a parameter's whole name, or a part of it between dots."""
     return any(re.fullmatch(pattern, part) for pattern in patterns
                for part in (name, name.removesuffix(".weight"), *name.split(".")))
+
+
+def missing_parameters(model: Any, missing: set[str], skip: Sequence[str]) -> list[str]:
+    """Parameters that were not loaded, and share no loaded tensor."""
+    shared: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        shared.setdefault(source, {source}).add(target)
+    loaded = {name for group in shared.values() if not group <= missing for name in group}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    return sorted(name for name in missing - loaded if name in tensors
+                  and not ignored(name, skip) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))

@@ -1,4 +1,4 @@
-"""The shapes of a model's parameters, from the class that its config names.  DF11 files do not state them."""
+"""The parameters of a model, from the class that its config names: their shapes, and which of them a folder lacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from qdsl.checkpoint.detect.guard import CLASS, unguarded
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.ledger import Finding, Kind
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
@@ -34,6 +36,27 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
         start = f"{prefix}."
         shapes |= {name.removeprefix(start) if name.startswith(start) else start + name: shape for name, shape in shapes.items()}
     return shapes
+
+
+def missing(folder: Folder, recognised: Layers) -> list[Finding]:
+    """The parameters that the folder's class of transformers has, and the folder lacks; [] where no such class is known.
+
+    A head that shares the embedding's weight is not missing.  recognised: the layers of the folder.
+    """
+    if CLASS in folder.config or folder.config.get("auto_map") or any(group.unnamed for group in recognised.groups):
+        return []
+    try:
+        model = model_on_meta(folder)
+    except RewriteError:
+        return []
+    from qdsl.models.conversions import Conversions, missing_parameters  # imports transformers
+
+    names = Conversions.of(model)
+    packed = {name for layer in recognised.layers for name in (layer.name, f"{layer.name}.weight", *layer.others.values())}
+    stored = {*recognised.plain, *packed, *(part for group in recognised.groups for part in group.parts)}
+    loaded = {names.target(name)[0] for name in stored} & names.tensors.keys()
+    absent = missing_parameters(model, names.tensors.keys() - loaded, ()) if loaded else []
+    return [Finding(Kind.MISSING, "", name, "absent", type(model).__name__) for name in absent]
 
 
 def model_on_meta(folder: Folder) -> Any:

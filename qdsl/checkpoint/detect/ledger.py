@@ -29,10 +29,11 @@ EFFECTS = {"kv_cache": "caches of keys and values", "activation": OF_LAYERS, "in
 
 
 class Kind(StrEnum):
-    """What a setting or a tensor does.  Those that act, and those that nobody understands, are refused."""
+    """What a setting or a tensor does.  Those that act, that nobody understands, or that are missing, are refused."""
 
     ACTS = "acts"
     UNKNOWN = "not understood"
+    MISSING = "missing"                                          # a parameter of the model's class
     COARSER = "coarser"
     NEW = "new"                                                  # a number or word in an object that grows with each release
 
@@ -54,11 +55,12 @@ class Finding:
     @property
     def is_refused(self) -> bool:
         """Whether a model with it may compute other numbers than its producer's."""
-        return self.kind in (Kind.ACTS, Kind.UNKNOWN)
+        return self.kind in (Kind.ACTS, Kind.UNKNOWN, Kind.MISSING)
 
     def __str__(self) -> str:
         what = {Kind.ACTS: f"which changes {self.effect}: qdsl does not compute that",
                 Kind.UNKNOWN: f"which may change {self.effect}: nothing is known about it",
+                Kind.MISSING: f"and {self.effect} has it: loading the folder is refused",
                 Kind.COARSER: "which is for x or caches in few bits: qdsl computes with them in more",
                 Kind.NEW: "which is not known, and taken for a note of its producer"}[self.kind]
         return f"{self.place}: {self.key} is {self.value}, {what}" if self.place else f"tensor {self.key} is {self.value}, {what}"

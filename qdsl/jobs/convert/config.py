@@ -200,10 +200,11 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
 
 
 def stale(folder: Folder, plan: Plan) -> list[str]:
-    """Notes on copied files that describe the old weights."""
+    """Notes on files and tensors that describe the old weights."""
     scales = [full for layer in plan.changed for leaf, full in layer.others.items() if leaf.startswith(INPUTS)]
+    were = "copied" if any(scales[0] in shard.tensors for shard in plan.shards if scales) else "left out"
     old_quantization = folder.json(MISTRAL).get("quantization") if plan.changed else None
-    return [*([f"{counted(len(scales), 'tensor')} such as {scales[0]} scale inputs of the old weights, and were copied"]
+    return [*([f"{counted(len(scales), 'tensor')} such as {scales[0]} scale inputs of the old weights, and were {were}"]
               if scales else []),
             *([f"{MISTRAL} says quantization of the old weights, and was copied"] if old_quantization else [])]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from qdsl.checkpoint.detect.sources import FolderSource, Source
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.base import Base
-from qdsl.models.conversions import Conversions, ignored, layer_shapes, reverted
+from qdsl.models.conversions import Conversions, ignored, layer_shapes, missing_parameters, reverted
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.findings import without_place
@@ -37,7 +37,7 @@ from qdsl.models.origin import Origin, origin_in
 from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError, listed
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
-from qdsl.models.private_apis import float32_modules, mark_initialized, may_be_missing, may_be_unexpected
+from qdsl.models.private_apis import float32_modules, mark_initialized, may_be_unexpected
 from qdsl.models.save import save
 from qdsl.models.stacks import usual_stacks
 from qdsl.models.ties import Ties, keep_ties, recorded_ties, renew_ties
@@ -161,7 +161,7 @@ class QdslHfQuantizer(HfQuantizer):
         hook.remove()
         del model.mark_tied_weights_as_initialized
         loading_info.unexpected_keys = unexpected                # the tensors of packed layers are not among them
-        missing = _missing_parameters(model, loading_info.missing_keys, self.quantization_config.skip)
+        missing = missing_parameters(model, loading_info.missing_keys, self.quantization_config.skip)
         if missing:
             unused = self.report.unused if self.report else []
             hint = f"; the checkpoint has, and the model does not: {listed(unused)}" if unused else ""
@@ -342,17 +342,6 @@ def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix
     """Leave tensors out of a state_dict, so that transformers does not look for them in the checkpoint."""
     for name in names:
         state.pop(prefix + name, None)
-
-
-def _missing_parameters(model: Any, missing: set[str], skip: Sequence[str]) -> list[str]:
-    """Parameters that were not loaded, and share no loaded tensor."""
-    shared: dict[str, set[str]] = {}
-    for target, source in model.all_tied_weights_keys.items():
-        shared.setdefault(source, {source}).add(target)
-    loaded = {name for group in shared.values() if not group <= missing for name in group}
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    return sorted(name for name in missing - loaded if name in tensors
-                  and not ignored(name, skip) and not any(re.search(pattern, name) for pattern in may_be_missing(model)))
 
 
 def _with_floats(value: Any) -> Any:
