@@ -52,13 +52,17 @@ def layer_shapes(folder: Any) -> dict[str, Any]:
         return {}
 
 
-def with_missing(folder: Any, detected: Any) -> Any:
-    """The layers of a folder, with findings on parameters that it lacks, where its class of transformers is installed."""
+def compared(folder: Any, detected: Any) -> tuple[Any, list[str]]:
+    """The layers of a folder, with findings on parameters that it lacks, and the names of those that its class has as [K, N].
+
+    Nothing is known where transformers is not installed.
+    """
     try:
-        from qdsl.models.shapes import missing
+        from qdsl.models.shapes import compared
     except ImportError:
-        return detected
-    return replace(detected, findings=[*detected.findings, *missing(folder, detected)])
+        return detected, []
+    missing, transposed = compared(folder, detected)
+    return replace(detected, findings=[*detected.findings, *missing]), transposed
 
 
 def missing_in(path: Path) -> list[Any]:
@@ -68,7 +72,7 @@ def missing_in(path: Path) -> list[Any]:
     from qdsl.checkpoint.files import components
 
     with components.open_models(path) as models:
-        every = [own for folder in models.values() for own in with_missing(folder, detected_layers(folder)).findings]
+        every = [own for folder in models.values() for own in compared(folder, detected_layers(folder))[0].findings]
     return [own for own in every if own.kind is Kind.MISSING]
 
 

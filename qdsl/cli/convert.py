@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ from qdsl.cli.app import (
     read_patterns,
     reported,
 )
-from qdsl.cli.compress import layer_shapes, model_shapes, print_compressed, print_restored, with_missing
+from qdsl.cli.compress import compared, layer_shapes, model_shapes, print_compressed, print_restored
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
@@ -69,7 +70,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     with reported():
         check_folder(out, folder)                                # before layers are detected, which may take long
     with reported(), exit_on_sigterm(), Folder(folder) as source:
-        detected = with_missing(source, shaped_layers(source, layer_shapes))
+        detected, transposed = compared(source, shaped_layers(source, layer_shapes))
+        aim = replace(aim, transposed=transposed)
         report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=progress)
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from errno import ENOENT
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from qdsl.cli.app import (
     refuse_options,
     reported,
 )
-from qdsl.cli.compress import layer_shapes, with_missing
+from qdsl.cli.compress import compared, layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
@@ -99,7 +100,8 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
                 fail(f"{path} is compressed without loss: `qdsl decompress {path} --out {out}` writes the plain folder")
             if not detected.layers:
                 fail(f"{path}: no quantized layer: its weights are plain floats already")
-            detected, aim = with_missing(source, detected), aimed(dtype, True, skip=patterns, allow_unknown=allow_unknown)
+            detected, transposed = compared(source, detected)
+            aim = replace(aimed(dtype, True, skip=patterns, allow_unknown=allow_unknown), transposed=transposed)
             report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=progress)
     print_dequantized(report, dtype, as_json, "" if part is None else f"part {shard} of ")
 

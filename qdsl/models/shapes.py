@@ -1,24 +1,28 @@
-"""The parameters of a model, from the class that its config names: their shapes, and which of them a folder lacks."""
+"""The parameters of a model, from the class that its config names: their shapes, and what a folder has otherwise."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 
 from qdsl.checkpoint.detect.guard import CLASS, unguarded
-from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.ledger import Finding, Kind
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.names import Names
+from qdsl.models.packed_steps import holds_numbers
 from qdsl.models.plan import renamed
 from qdsl.models.save import QUANTIZATION
 from qdsl.models.stacks import piece_shapes, usual_stacks
+from qdsl.runtime.torch.products import product_of
 
 
 def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
@@ -38,17 +42,18 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def missing(folder: Folder, recognised: Layers) -> list[Finding]:
-    """The parameters that the folder's class of transformers has, and the folder lacks; [] where no such class is known.
+def compared(folder: Folder, recognised: Layers) -> tuple[list[Finding], list[str]]:
+    """The parameters that the folder's class of transformers has and the folder lacks, and layers that the class has as [K, N].
 
-    A head that shares the embedding's weight is not missing.  recognised: the layers of the folder.
+    Both are empty where no such class is known.  A head that shares the embedding's weight is not missing.
+    recognised: the layers of the folder.
     """
     if CLASS in folder.config or folder.config.get("auto_map") or any(group.unnamed for group in recognised.groups):
-        return []
+        return [], []
     try:
         model = model_on_meta(folder)
     except RewriteError:
-        return []
+        return [], []
     from qdsl.models.conversions import Conversions, missing_parameters  # imports transformers
 
     names = Conversions.of(model)
@@ -56,7 +61,19 @@ def missing(folder: Folder, recognised: Layers) -> list[Finding]:
     stored = {*recognised.plain, *packed, *(part for group in recognised.groups for part in group.parts)}
     loaded = {names.target(name)[0] for name in stored} & names.tensors.keys()
     absent = missing_parameters(model, names.tensors.keys() - loaded, ()) if loaded else []
-    return [Finding(Kind.MISSING, "", name, "absent", type(model).__name__) for name in absent]
+    return ([Finding(Kind.MISSING, "", name, "absent", type(model).__name__) for name in absent],
+            _transposed(model, [(layer, names.rename(layer.name)) for layer in recognised.layers
+                                if layer.format and layer.experts is None]))
+
+
+def _transposed(model: nn.Module, places: Sequence[tuple[Layer, str | None]]) -> list[str]:
+    """The layers [N, K] of modules with a weight [K, N].  Tools that only code tensors leave [K, N], also of square ones."""
+    modules: dict[str | None, Any] = {**dict(model.named_modules())}
+    shapes = [(layer, tuple(own.weight.shape)) for layer, name in places if (own := modules.get(name)) is not None
+              and not holds_numbers(layer) and product_of(own) == "transposed"]
+    is_coded = any(layer.shape == shape != shape[::-1] for layer, shape in shapes)
+    return [layer.name for layer, shape in shapes
+            if layer.shape == shape[::-1] and not (is_coded and layer.shape == shape)]
 
 
 def model_on_meta(folder: Folder) -> Any:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typer.testing import CliRunner
 
 import qdsl
+from qdsl.cli import app
 from qdsl.jobs.compress import run as compression
 from qdsl.jobs.compress.units import Aim
 from qdsl.jobs.convert.config import own_settings
@@ -136,6 +138,22 @@ def test_gpt2_quantized_as_linear_layers(name: str, modules: tuple[str, ...], tm
     assert type(dense.transformer.h[0].attn.c_proj) is transformers.pytorch_utils.Conv1D and near(logits(dense), wanted)
     dense.save_pretrained(tmp_path / "dense")
     assert near(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), wanted)
+
+
+@pytest.mark.parametrize("modules", [("attn.c_proj",), ("c_attn", "c_fc", "c_proj")], ids=["square", "all"])
+@pytest.mark.parametrize("name", ["bitsandbytes nf4", "gptq v1", "own q8_0"])
+def test_gpt2_dequantized_by_the_command(name: str, modules: tuple[str, ...], tmp_path: Path) -> None:
+    """Plain weights are [K, N] again, as the class has them: written whole, in parts, and by a conversion to plain numbers."""
+    wanted = logits(gpt2(name, tmp_path / "in", modules))
+    parts = [["--shard", "1/2"], ["--shard", "2/2"]]
+    for number, runs in enumerate(([["dequantize"]], [["dequantize", *part] for part in parts],
+                                   [["convert", "--requantize", "f32"]])):
+        out = tmp_path / str(number)
+        merge = [["merge-index", str(out)]] if len(runs) > 1 else []
+        for arguments in [*([*own, str(tmp_path / "in"), "--out", str(out), "--jobs", "1"] for own in runs), *merge]:
+            done = CliRunner().invoke(app, arguments)
+            assert done.exit_code == 0, done.output
+        assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)), wanted)
 
 
 @pytest.mark.parametrize("format", ["hlane", "fix4"])

@@ -34,7 +34,8 @@ class Aim:
     layers that stay unchanged.  keep_misfits: leave quantized layers unchanged that the storage cannot represent.
     producer: whose settings the config gets; '' for the storage's first.  allow_unknown: convert folders with settings or tensors
     that change the model, and that qdsl does not compute or does not know.  calibration: what moments of inputs depend on; empty
-    without calibration.  moments: the folder that has them (encode/calibrated/store.py).
+    without calibration.  moments: the folder that has them (encode/calibrated/store.py).  transposed: layers whose plain weights
+    are [K, N] in the model, as of GPT-2's Conv1D.
     """
 
     format: str
@@ -49,6 +50,7 @@ class Aim:
     allow_unknown: bool = False
     calibration: Mapping[str, int | str | bool] = field(default_factory=dict)
     moments: str = ""
+    transposed: Sequence[str] = ()
 
     @property
     def is_from_plain(self) -> bool:
@@ -62,7 +64,7 @@ class Aim:
 
     def data(self) -> dict[str, Any]:
         """The fields for JSON; options of plain layers only if plain layers are quantized."""
-        unset = (name for name in ("producer", "allow_unknown", "calibration") if not getattr(self, name))
+        unset = (name for name in ("producer", "allow_unknown", "calibration", "transposed") if not getattr(self, name))
         further = ("ignore", "only", "skip", "keep_misfits", "moments", *unset)
         fields = {name: value for name, value in asdict(self).items() if name not in further}
         if self.ignore is not None:
@@ -189,6 +191,11 @@ def shares_scale(layer: Layer, aim: Aim) -> bool:
         return False
     variant = next(iter(target(layer, aim).variants.values()))
     return "amax" in variant.options and "amax" not in variant.storages[aim.storage].options
+
+
+def becomes_transposed(layer: Layer, aim: Aim) -> bool:
+    """Whether a layer becomes a plain weight [K, N]."""
+    return layer.name in aim.transposed and layer.experts is None and is_plain_target(layer, aim)
 
 
 def is_plain_target(layer: Layer, aim: Aim) -> bool:

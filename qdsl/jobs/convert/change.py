@@ -13,7 +13,7 @@ from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.safetensors import Entry, torch_dtypes
 from qdsl.host.progress import COPY
-from qdsl.jobs.convert.aim import Aim, description, is_plain_target
+from qdsl.jobs.convert.aim import Aim, becomes_transposed, description, is_plain_target
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,11 @@ class Change:
     def is_folded(self) -> bool:
         """Whether the new weight contains the layer's transforms, which plain numbers cannot state."""
         return bool(self.layer.transforms) and is_plain_target(self.layer, self.aim)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the new weight is plain and [K, N], as the model has it."""
+        return becomes_transposed(self.layer, self.aim)
 
     @property
     def nbytes(self) -> int:

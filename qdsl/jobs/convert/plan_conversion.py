@@ -30,7 +30,7 @@ from qdsl.core.stored import OF_QUANTIZED_X, Description
 from qdsl.core.text import listed
 from qdsl.host.files import digest, identity
 from qdsl.jobs.convert import encoded, header
-from qdsl.jobs.convert.aim import Aim, become, description, is_plain_target, params_in, shares_scale, target
+from qdsl.jobs.convert.aim import Aim, become, becomes_transposed, description, is_plain_target, params_in, shares_scale, target
 from qdsl.jobs.convert.change import Change, small_tensors
 from qdsl.jobs.convert.fused import fused_layers
 from qdsl.jobs.engine import RewriteError
@@ -246,6 +246,7 @@ def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
         full = header.tensor_name(layer, format, aim.storage, name) if is_in_header else \
             full_name(base, own or name, () if own else aliases.get(name, ()), usual.experts == "full")
         stored = header.stored_tensor(format, aim.storage, name)
+        shape = shape[::-1] if becomes_transposed(layer, aim) else shape
         kind, shape = (str(dtype)[6:], shape) if stored is None else stored.of_file(str(dtype)[6:], shape)
         named.append((name, full, (dtypes[kind], shape)))
     return named

@@ -218,7 +218,7 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
     request = stage.read_request(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
                                        "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
                                        "skip": ([str], None), "keep_misfits": (bool, None), "producer": (str, None),
-                                       "allow_unknown": (bool, None)})
+                                       "allow_unknown": (bool, None), "transposed": ([str], None)})
     path = Path(request["from"])
     aim = Aim(**{option.name: request[option.name] for option in fields(Aim) if request.get(option.name) is not None})
     if aim.requantize:                                           # what a request names may not be there

@@ -125,5 +125,6 @@ def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], d
                 for name, tensor in weight.tensors.items()}, {}
     single = {name: float(weight.tensors[name]) for name in numbers(form)}
     small = small_tensors(layer, weight.format, weight.params, step.settings, single)
-    return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in single},
+    return ({name: bytes_of(tensor.t().contiguous() if step.is_transposed else tensor)
+             for name, tensor in weight.tensors.items() if name not in single},
             {name: memoryview(data) for name, (_, _, data) in small.items()})
