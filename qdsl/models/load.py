@@ -211,7 +211,8 @@ class _Loader:
         self.dtype = dtype
         self.copy = copy
         self.origin = origin_of(self.source)
-        self.report = LoadReport({}, dict(plan.dense), list(plan.unused), allowed, bytes_before=dense_bytes(names, dtype))
+        self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), allowed=allowed,
+                                 bytes_before=dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
         self.report.device_bytes = bytes_by_device(self.model)

@@ -13,7 +13,7 @@ from qdsl.core.text import Displayed, byte_text, counted
 from qdsl.models.names import Names
 
 
-@dataclass(slots=True, repr=False)
+@dataclass(slots=True, repr=False, kw_only=True)
 class LoadReport(Displayed):
     """What happened to a model's layers and a checkpoint's tensors.
 
