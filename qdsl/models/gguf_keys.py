@@ -7,10 +7,13 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from qdsl.checkpoint.detect.gguf_keys import LLAMA_CPP, are_close, effect, is_read, is_usual, plain, table
+from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core.text import counted
 from qdsl.models.gguf_maps import GgufMap
 
 PREDICTED = "nextn_predict_layers"                               # how many of the blocks predict further tokens
+INTEGERS = ("u32[]", "i32[]", "bool[]")                          # types of arrays that llama.cpp reads for numbers of layers
 WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
 
 
@@ -36,6 +39,29 @@ def unknown(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Contai
         why = "nothing is known about this key" if key not in table()["settings"] else (
             f"{own.model_class} has no place for it" if is_read(key, own.architecture) else "llama.cpp does not read it here")
         sentences.append(f"{own.architecture}.{key} is {shown(str(value))}, which may change {effect(key)}: {why}")
+    return sentences
+
+
+def wrong_types(metadata: Mapping[str, Value], architecture: str) -> list[str]:
+    """Sentences about keys of which a file has another type, or another number of values, than llama.cpp reads."""
+    rows, start, sentences = table()["types"], f"{architecture}.", []
+    layers = metadata.get(f"{start}block_count", Value.of("u32", 0)).decoded()
+    has_experts = bool(metadata.get(f"{start}expert_count", Value.of("u32", 0)).decoded())
+    has_tokens = metadata.get("tokenizer.ggml.model", Value.of("string", "none")).decoded() not in ("none", "no_vocab")
+    for key, value in metadata.items() if architecture in table()["architectures"] else ():
+        name = key.removeprefix(start) if key.startswith(start) else key if has_tokens and key in rows["vocabulary"] else ""
+        is_skipped = name.startswith("expert_") and not has_experts and name != "expert_used_count"
+        if is_skipped or name in rows["untyped"] or not (is_read(name, architecture) or name in rows["vocabulary"]):
+            continue
+        expected = next((type for type in ("f32", "bool", "string", "i32") if name in rows[type]), "u32")
+        if name in rows["arrays"] and value.type.endswith("[]"):
+            count = {"layers": layers, "any": value.count}.get(str(rows["arrays"][name]), rows["arrays"][name])
+            if value.type not in INTEGERS:
+                sentences.append(f"{key} is of type {value.type}, and llama.cpp reads {', '.join(INTEGERS)}")
+            elif value.count != count:
+                sentences.append(f"{key} has {counted(value.count, 'number')}, and llama.cpp reads {count}")
+        elif value.type != expected:
+            sentences.append(f"{key} is of type {value.type}, and llama.cpp reads {expected}")
     return sentences
 
 

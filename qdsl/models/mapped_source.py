@@ -28,6 +28,7 @@ from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 UNUSED = "scale_input"                                           # ComfyUI's, which is 1 where none is known
+CHOICE = ".exp_probs_b"                                          # in names of biases by which experts are chosen
 RUNS = 4                                                         # runs of consecutive rows of an expert that are cut one by one
 
 
@@ -57,17 +58,18 @@ class MappedSource:
                       if name in self._shapes and any(own in self.names for own in rule.sources)}
         self._scales: dict[str, str] = {}                        # names in the file, by those that layers give them
         self.unused = [name for name in unused if name not in self._shapes]
-        problems = [*problems, *self._missing(Names(model)), *self._misfits()]
+        problems = [*problems, *self._missing(Names(model), rules), *self._misfits()]
         if problems:
             raise LoadError("\n".join([f"{self.path} does not fill {type(model).__name__}, by {origin}:",
                                        *(f"  {problem}" for problem in problems)]))
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
-    def _missing(self, names: Names) -> list[str]:
+    def _missing(self, names: Names, rules: Mapping[str, TensorRule]) -> list[str]:
         """Problems with parameters and buffers that no tensor fills."""
         filled = {own for name in (*self.rules, *self.zeros) for own in (name, *names.tied(name))}
-        missing = [name for name in self._shapes if name not in filled]
+        missing = [f"{name} ({', '.join(rules[name].sources)})" if name in rules else name
+                   for name in self._shapes if name not in filled]
         return [f"{len(missing)} parameters have no tensor in the file: {listed(missing)}"] if missing else []
 
     def _misfits(self) -> list[str]:
@@ -266,7 +268,7 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fill
     rules = {name: rule for name in model.state_dict() if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
     stored = tensor_names(file)
     zeros = [name for name, rule in rules.items()
-             if fills_biases and name.endswith(".bias") and stored.keys().isdisjoint(rule.sources)
+             if fills_biases and (name.endswith(".bias") or CHOICE in rule.sources[0]) and stored.keys().isdisjoint(rule.sources)
              and pattern_of(rule.sources[0])[0] not in table()["needed"].get(map.model_type, ())]
     try:
         return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", zeros=zeros,

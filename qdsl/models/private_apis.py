@@ -53,9 +53,9 @@ def experts_one_by_one(modules: Iterable[nn.Module]) -> Iterator[None]:
             setattr(config, name, before[key])
 
 
-def mark_initialized(tensor: Tensor) -> None:
-    """Make transformers leave a parameter's values unchanged."""
-    tensor._is_hf_initialized = True                             # type: ignore[attr-defined]
+def mark_initialized(tensor: Tensor | nn.Module) -> None:
+    """Make transformers leave the values of a parameter or module unchanged."""
+    tensor._is_hf_initialized = True                             # type: ignore[union-attr]
 
 
 def may_be_missing(model: Any) -> Sequence[str]:

@@ -15,7 +15,7 @@ from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.references import Repository, local_path, parsed
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.models.gguf_keys import contradictions, unknown, unused_keys
+from qdsl.models.gguf_keys import contradictions, unknown, unused_keys, wrong_types
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
 from qdsl.models.plan import LoadError
@@ -87,7 +87,10 @@ def _architecture(file: GgufFile) -> str:
         raise LoadError(f"{file.path}: a vocabulary alone, without weights")
     if "general.architecture" not in file.metadata:
         raise LoadError(f"{file.path}: has no general.architecture: it is not known of which model it is")
-    return str(file.metadata["general.architecture"])
+    architecture = str(file.metadata["general.architecture"])
+    if problems := wrong_types(file.metadata.stored(), architecture):
+        raise LoadError("\n".join([f"{file.path}: llama.cpp reads metadata of other types:", *(f"  {one}" for one in problems)]))
+    return architecture
 
 
 def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_read: bool, unused: set[str]) -> list[str]:

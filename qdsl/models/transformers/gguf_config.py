@@ -3,7 +3,8 @@
 The class of a model type has what no file says.  Of the table, `choices` tell model types of one architecture apart, by keys that
 have to be a number, or true for any but 0, or to contain a text; `built` has entries of configs beside those that are compared;
 `fixed` has what llama.cpp does whatever the class has; `window_patterns` are its periods of layers with a window, true for those
-whose first layer has none; `windowed` have windows if a file states none.
+whose first layer has none; `windowed` have windows if a file states none; `further` has places of
+tensors in other sizes of a model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from qdsl.checkpoint.detect.gguf_keys import are_close, is_read, is_usual, plain, table
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.models.gguf_keys import PREDICTED, entries_of, one_number, pattern_of_windows, unused_keys
-from qdsl.models.gguf_maps import BLOCK, GgufMap, model_types_of, pattern_of
+from qdsl.models.gguf_maps import BLOCK, GgufMap, TensorRule, model_types_of, pattern_of
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers.gguf_additions import additions
 from qdsl.models.transformers.gguf_rope import FREQUENCIES, LONG, SHORT, rotated_rows, set_rotary
@@ -34,7 +35,9 @@ DEFAULTS = {"expert_weights_scale": 1.0, "expert_weights_norm": False, "embeddin
 COUNTS = ("feed_forward_length", HEADS)                          # 0 in files of models that have none
 SMALL = 1e-5                                                     # an epsilon that makes no difference
 LARGEST = {"gemma2": 46, "gemma3_text": 62}                      # layers of models whose attention is scaled by another number
-EXPERTS, ATTENTION = "ffn_gate_inp", ("attn_k", "attn_qkv", "attn_kv_b", "attn_k_b")           # tensors of layers
+# Tensors of layers of a kind.
+EXPERTS = ("ffn_gate_inp", "ffn_down_exps")
+ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv", "attn_kv_b", "attn_k_b")
 # Switches of configs that add tensors, by these tensors of a layer.
 SWITCHES = {
     "attention_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "attn_qkv.bias"),
@@ -69,13 +72,8 @@ def _holds(value: Any, wanted: Any) -> bool:
 def config_of_file(file: GgufFile, own: GgufMap) -> Any:
     """The config of a model type with the numbers of a file.  Raises LoadError for numbers that the class does not take."""
     start = f"{own.architecture}."
-    has_experts = bool(file.metadata.get(f"{start}expert_count"))
-    required = [*REQUIRED, *(name for name in table()["required"].get(own.model_type, ())
-                             if has_experts or not name.startswith("expert_"))]
-    missing = [name for name in required if start + name not in file.metadata]
-    if missing or EMBEDDING not in file.tensors:
-        lacking = start + missing[0] if missing else EMBEDDING
-        raise LoadError(f"{file.path}: has no {lacking}, without which llama.cpp loads no file")
+    if missing := next(_missing(file, own), ""):
+        raise LoadError(f"{file.path}: has no {missing}, without which llama.cpp loads no file")
     unused = unused_keys(file.metadata, own, rotates=True)
     metadata = {name: plain(value) for key, value in file.metadata.items()
                 if key.startswith(start) and (name := key.removeprefix(start)) not in unused}
@@ -97,6 +95,21 @@ def config_of_file(file: GgufFile, own: GgufMap) -> Any:
     return config
 
 
+def _missing(file: GgufFile, own: GgufMap) -> Iterator[str]:
+    """The keys and tensors that llama.cpp needs and a file lacks, beside tensors that the model has no switch for."""
+    required, start = table()["required"].get(own.model_type, ()), f"{own.architecture}."
+    # keys of experts are not read without them, but by architectures that do not need their number
+    is_dense = "expert_used_count" in required and not file.metadata.get(f"{start}expert_count")
+    yield from (start + name for name in (*REQUIRED, *required)
+                if start + name not in file.metadata and not (is_dense and name.startswith("expert_")))
+    if EMBEDDING not in file.tensors:
+        yield EMBEDDING
+    for bias in table()["needed"].get(own.model_type, ()):
+        weight = bias.removesuffix("bias") + "weight"
+        yield from (name for tensor in file.tensors for pattern, block in [pattern_of(tensor)] if pattern == weight
+                    and bias != weight and (name := bias.replace(BLOCK, block)) not in file.tensors)
+
+
 def _added(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> Iterator[tuple[str, Any]]:
     """What the class of a model type has no entry for, and is added to the model."""
     if own.model_type in table()["whole_periods"]:               # llama.cpp rotates all but every so many
@@ -114,7 +127,8 @@ def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> 
 
     The config's entry says which biases, so that the model is given them.  is_read: the config is the file's own.
     """
-    rules, unused, biases = dict(own.rules), list(own.unused), []
+    further = {name: TensorRule((source,)) for name, source in table()["further"].get(own.model_type, {}).items()}
+    rules, unused, biases = {**own.rules, **further}, list(own.unused), []
     for leaf in table()["biases"].get(own.model_type, ()):
         source = f"blk.{BLOCK}.{leaf}.bias"
         name, rule = next((name, rule) for name, rule in rules.items() if rule.sources == (f"blk.{BLOCK}.{leaf}.weight",))
@@ -277,7 +291,7 @@ def _heads(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap, usual: Any
 def _layers(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap, usual: Any) -> Iterator[tuple[str, Any]]:
     """Which layers are of which kind."""
     attends, sparse = ([any(f"blk.{layer}.{leaf}.weight" in file.tensors for leaf in leaves)
-                        for layer in range(metadata["block_count"])] for leaves in (ATTENTION, (EXPERTS,)))
+                        for layer in range(metadata["block_count"])] for leaves in (ATTENTION, EXPERTS))
     recurrent, heads = metadata.get(RECURRENT), metadata.get(KV_HEADS)
     is_hybrid = not all(attends) or (isinstance(heads, list) and 0 in heads)
     if recurrent is not None:

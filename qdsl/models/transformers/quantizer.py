@@ -167,6 +167,9 @@ class QdslHfQuantizer(HfQuantizer):
             hint = f"; the checkpoint has, and the model does not: {listed(unused)}" if unused else ""
             raise LoadError(f"{len(missing)} parameters of the model are not in the checkpoint: {listed(missing)}{hint}; "
                             "name those that transformers shall initialise in QdslConfig(skip=...)")
+        for module in model.modules():                           # Youtu's class zeroes a row of an embedding that is loaded
+            if type(module) is nn.Embedding and getattr(module.weight, "_is_hf_initialized", False):
+                mark_initialized(module)
         if isinstance(self._device_map, Mapping):
             move(model, placed, self._device_map)
         config = self.quantization_config
