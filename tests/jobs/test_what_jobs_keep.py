@@ -112,6 +112,20 @@ def test_a_parameter_that_the_folder_lacks(job: str, tmp_path: Path) -> None:
             assert allowed.exit_code == 0 and sentence in allowed.output
 
 
+@pytest.mark.parametrize("job", ["convert", "dequantize", "quantize"])
+@pytest.mark.parametrize("name", ["base_model.model.model.layers.0.up.lora_{}.weight", "unet.up.lora.{}.weight",
+                                  "lora_unet_up.lora_{}.weight"])
+def test_an_adapter_alone_is_no_model(job: str, name: str, tmp_path: Path) -> None:
+    """As PEFT, diffusers and Kohya name its tensors."""
+    path = tmp_path / "in"
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+    write(path / "adapter_model.safetensors", {name.format(end): torch.ones(32, 32, dtype=torch.bfloat16) for end in ("A", "B")})
+    done = run(job, path, tmp_path / "out")
+    assert done.exit_code == 1 and not (tmp_path / "out").exists()
+    assert job != "quantize" or "a LoRA adapter and no model" in done.output
+
+
 @pytest.mark.parametrize("model", ["tied", "moe", "gpt_oss"])
 def test_no_parameter_is_missing_that_another_holds(model: str, tmp_path: Path) -> None:
     """A head that is its embedding, and experts in one parameter, stored one by one or stacked."""
