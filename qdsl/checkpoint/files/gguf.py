@@ -253,11 +253,13 @@ class GgufFile:
 
     def _open(self, path: Path) -> Header:
         with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) < 24:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24 and MAGIC.startswith(file.read(4)):
                 raise CheckpointError(f"{path}: {size} bytes; a GGUF file begins with 24 bytes of magic, version and counts")
+            header = parse(file, size, path)
             self.paths.append(path)
             self._maps.append(map_file(file))
-            return parse(file, size, path)
+            return header
 
     def _add_others(self, count: int, total: int) -> None:
         """Open the other files of a split set; together they must have the number of tensors that each one states."""
