@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qdsl.checkpoint.report.shards import ShardError
 from qdsl.models import sglang as plugin
 from tests.support.paths import ROOT
 from tests.support.producer_folders import Stored, write_own
@@ -133,6 +134,21 @@ def test_two_ranks(modules: dict[str, ModuleType], tmp_path: Path) -> None:
                 sums[name] = sums.get(name, torch.zeros(())) + product
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         torch.testing.assert_close(sums[name], wide @ dense[BLOCK + name].T, rtol=1e-5, atol=1e-3)
+
+
+def test_transforms_are_refused(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Before the model is built, with the layer, the transform and the reason."""
+    packed = {f"{BLOCK}mlp.down_proj": Stored("q8_0", "gguf").pack(torch.zeros(64, 64, dtype=torch.bfloat16))}
+    config = json.loads((write_own(tmp_path / "in", packed, {}, {}) / "config.json").read_text())
+    config["quantization_config"]["transforms"] = {f"{BLOCK}mlp.down_proj": [{"kind": "rotate", "size": 32}]}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    loader = modules["sglang.srt.model_loader.loader"]
+    loader._get_quantization_config = lambda model_config, load_config: \
+        modules["sglang.srt.layers.quantization"].QUANTIZATION_METHODS["qdsl"].from_config({"quant_method": "qdsl"})
+    loader.DefaultModelLoader._get_all_weights = lambda self, model_config, model: iter(())
+    plugin.register()
+    with pytest.raises(ShardError, match=r"down_proj': the layer transforms x \(rotate 32\), which no engine does"):
+        loader._get_quantization_config(SimpleNamespace(model_path=str(tmp_path / "in")), None)
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:

@@ -324,10 +324,16 @@ def test_a_bias_is_transformed_with_the_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FEW)
 def test_engines_refuse_transforms(name: str, tmp_path: Path) -> None:
+    """The plug-ins for vLLM, vllm-omni and SGLang read folders by this function: it names place, transform and reason."""
     case = recorded()[name]
     source = written(case, tmp_path / "in")
-    with pytest.raises(ShardError, match=r"the layer transforms x .* which no engine does"):
+    with Folder(source) as folder_read:
+        [layer] = layers(folder_read).layers
+    with pytest.raises(ShardError) as refusal:
         Served.of_folder(source)
+    label = layer.transforms[0].label
+    reason = f"the layer transforms x ({label}), which no engine does; quantize the model without that"
+    assert str(refusal.value) == f"{source}: '{case.layer}': {reason}"
 
 
 @pytest.mark.parametrize("size", [64, 256, 512, 768, 1024, 1792])
