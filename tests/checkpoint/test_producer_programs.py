@@ -37,8 +37,9 @@ REFUSED = {
     "mixed_bits": "mixed_bits is {",
     "gptq v1 rotation": "rotation is 'hadamard'", "gptq v1 mock_quantization": "mock_quantization is True",
     "quark scheme = amdfp4_g32": "scale_format = e5m3, but",
-    "quark scheme = amdfp4_global": "the tensors fit ocp_mxfp4", "quark scheme = amdfp4": "has shape [128, 8]",
-    "quark scheme = int4": "in a way that is not known", "quark scheme = nvfp4": "the tensors fit nvfp4_modelopt"}
+    "quark scheme = amdfp4_global": "global_quant_config.weight = a list of 2; the tensors fit ocp_mxfp4",
+    "quark scheme = amdfp4": "has shape [128, 8]", "quark scheme = int4": "in a way that is not known",
+    "quark scheme = nvfp4": "global_quant_config.weight = a list of 2; the tensors fit nvfp4_modelopt"}
 
 
 @cache

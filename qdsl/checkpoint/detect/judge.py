@@ -281,7 +281,9 @@ def needs_no_settings(format: Description) -> bool:
 def brief(settings: Mapping[str, Any]) -> str:
     """The settings about quantized weights, in a few words."""
     plain = {key: value for key, value in settings.items() if isinstance(value, int | str | bool) and value not in (None, "")}
-    return ", ".join(f"{key} = {value}" for key, value in list(plain.items())[:6])
+    lists = {f"{key}.{name}": f"a list of {len(own)}" for key, value in settings.items() if isinstance(value, Mapping)
+             for name, own in value.items() if isinstance(own, list) and any(isinstance(one, Mapping) for one in own)}
+    return ", ".join(f"{key} = {value}" for key, value in [*list(plain.items())[:6], *lists.items()])
 
 
 def _usual_words(candidate: Candidate) -> dict[str, int]:
