@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import pairwise
 from pathlib import Path
@@ -272,13 +272,20 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fill
              and pattern_of(rule.sources[0])[0] not in table()["needed"].get(map.model_type, ())]
     try:
         return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", zeros=zeros,
+                            unused=[name for name in stored if is_input_scale(name, stored)],
                             problems=_unplaced(stored, map, rules, model))
     except Exception:
         file.close()
         raise
 
 
-def _unplaced(stored: Iterable[str], map: GgufMap, rules: Mapping[str, TensorRule], model: nn.Module) -> list[str]:
+def is_input_scale(name: str, stored: Container[str]) -> bool:
+    """Whether a tensor is the scale of a weight's x, which NVFP4 files have, and llama.cpp and qdsl do not quantize by."""
+    stem, _, leaf = name.rpartition(".")
+    return leaf == INPUT_SCALE and f"{stem}.weight" in stored
+
+
+def _unplaced(stored: Mapping[str, object], map: GgufMap, rules: Mapping[str, TensorRule], model: nn.Module) -> list[str]:
     """Problems with tensors of a file that the map does not know, or for which the model has no parameter.
 
     A model without a head needs none of the head's.
@@ -286,7 +293,7 @@ def _unplaced(stored: Iterable[str], map: GgufMap, rules: Mapping[str, TensorRul
     placed = {source for rule in rules.values() for source in rule.sources}
     is_headless = not any(map.rule(name) for name in model.state_dict())
     heads = {source for name, rule in map.rules.items() if name.startswith("lm_head.") for source in rule.sources}
-    unknown = [name for name in stored if not map.is_recorded(name)]
+    unknown = [name for name in stored if not map.is_recorded(name) and not is_input_scale(name, stored)]
     left = [name for name in stored if map.is_recorded(name) and name not in placed
             and not {name, pattern_of(name)[0]} & {*map.unused} and not (is_headless and name in heads)]
     problems = [f"{counted(len(unknown), 'tensor')} without a place in the recorded map of {map.model_type}: {listed(unknown)}"

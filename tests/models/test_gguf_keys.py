@@ -116,6 +116,24 @@ def test_what_a_class_lacks_is_kept(model_type: str, case: str, tmp_path: Path) 
         qdsl.load_weights_(other, tmp_path / "saved")
 
 
+def test_scales_of_inputs_change_nothing(tmp_path: Path) -> None:
+    """Converters write one beside each NVFP4 weight, and llama.cpp rounds inputs otherwise; one without a weight is refused."""
+    own, tokens = gguf_cases.tiny("llama"), torch.tensor([gguf_cases.TOKENS])
+    logits = []
+    for name in ("", "blk.0.attn_q.input_scale", "blk.0.attn_x.input_scale"):
+        tensors = {**own.tensors, **({name: torch.tensor([0.01])} if name else {})}
+        path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, tensors=tensors), gguf_cases.Case())
+        if "attn_x" in name:
+            with pytest.raises(LoadError, match="1 tensor without a place in the recorded map of llama: " + name):
+                plugin.from_pretrained(path)
+            continue
+        model = plugin.from_pretrained(path, dtype=torch.float32)
+        assert model.hf_quantizer.report.unused == [name] * bool(name)
+        with torch.no_grad():
+            logits.append(model(tokens).logits)
+    assert torch.equal(*logits)
+
+
 # -- configs given beside a file -----------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.gguf_keys import contradictions, unknown, unused_keys, wrong_types
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
+from qdsl.models.mapped_source import is_input_scale
 from qdsl.models.plan import LoadError
 from qdsl.models.processor import chosen_dtype
 from qdsl.models.transformers.config import QdslConfig
@@ -54,6 +55,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
             config.tie_word_embeddings = True                    # as llama.cpp does, whatever a base says
         dtype, why = chosen_dtype(_file_dtype(file), kwargs.get("device_map"))
         vocabulary = _vocabulary(file, path)
+        scales = [name for name in file.tensors if is_input_scale(name, file.tensors)]
     config.architectures = [own.model_class]
     vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
     weights = GgufWeights(path, own, is_read)
@@ -67,6 +69,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         quantization_config=QdslConfig(skip=options.skip, weights=weights, verify=options.verify,
                                        match_dense=options.match_dense, allow_unknown=options.allow_unknown), **kwargs)
     model.hf_quantizer.report.allowed += allowed
+    model.hf_quantizer.report.unused += scales
     model.hf_quantizer.report.as_llama_cpp += [f"{own.architecture}.{key}" for key in unused]
     weights.state.clear()
     model.hf_quantizer.report.dtype = f"{str(dtype).removeprefix('torch.')}, {why}"

@@ -53,6 +53,7 @@ def model_type_of(file: GgufFile, architecture: str) -> str:
     types = model_types_of(architecture)
     if not types:
         why = "llama.cpp knows it" if architecture in table()["others"] else "llama.cpp does not know it either"
+        why += ", as an encoder of images or sound beside a language model" if architecture == "clip" else ""
         raise LoadError(f"{file.path}: architecture {architecture!r} has no map, so its weights have no places in a model of "
                         f"transformers ({why}); there are {', '.join(sorted(table()['architectures']))}")
     for model_type, conditions in table()["choices"].get(architecture, ()):
