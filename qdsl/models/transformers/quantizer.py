@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.sources import FolderSource, Source
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.jobs.engine.complete import ADAPTER
 from qdsl.models.base import Base
 from qdsl.models.conversions import Conversions, ignored, layer_shapes, missing_parameters, reverted
 from qdsl.models.dense import embeddings, make_dense
@@ -91,6 +93,10 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        adapters = [file.with_name(ADAPTER) for file in self._files if file.with_name(ADAPTER).is_file()]
+        if adapters and find_spec("peft") is None and not self.quantization_config.allow_unknown:
+            raise LoadError(f"{adapters[0]}: transformers adds this adapter to the model if peft is installed, and it is not; "
+                            "allow_unknown=True leaves it out")
         add_to_model(model)
         return model
 
