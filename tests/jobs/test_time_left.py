@@ -117,6 +117,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("blocks") / "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(language_models._SMALL, "num_hidden_layers", BLOCKS)
+        for cached in ("config", "weights"):                     # of two blocks, for all other tests
+            patch.setattr(language_models, cached, getattr(language_models, cached).__wrapped__)
         language_models.add_byte_tokenizer(language_models.write_plain(folder, "qwen3"), [TEXT])
     return folder
 
