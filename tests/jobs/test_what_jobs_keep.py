@@ -136,8 +136,7 @@ def test_no_parameter_is_missing_that_another_holds(model: str, tmp_path: Path) 
         assert compared(read, detected_layers(read))[0] == []
 
 
-@pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize("job", ["convert", "dequantize"])
+@pytest.mark.parametrize(("kind", "job"), [(kind, ("convert", "dequantize")[place % 2]) for place, kind in enumerate(PACKED)])
 def test_settings_that_act_are_refused_by_each_job(kind: str, job: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "in", kind, job)
     file = path / ("hf_quant_config.json" if (path / "hf_quant_config.json").exists() else "config.json")
