@@ -201,6 +201,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
+    from qdsl.jobs.engine.others import check_folder
     from qdsl.jobs.gguf import quality
 
     if out is None:
@@ -215,6 +216,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
+        check_folder(out, path)                                  # before the input is read
         lacks = refuse(path, missing_in(path), allow_unknown)
         aim, calibrate = (aim, None) if calibration is None else calibration.for_folder(path, aim)
         report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=progress,
