@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from bench import llama_library
 from bench.perplexity import variants
+from bench.report import write_rows
 from qdsl.checkpoint.files.ggml_types import BY_NAME
 from qdsl.encode.calibrated import solve
 from qdsl.encode.calibrated.hessian import Hessian
-from qdsl.host.files import replacing
 from qdsl.jobs.calibrate import samples_of
 from qdsl.models.calibrate import calibrate, linear_layers
 from qdsl.models.language import LanguageModel, load_language_model
@@ -174,9 +174,7 @@ def main() -> None:
     for row in rows(measured, options.formats or variants(), options.method or METHODS, kept):
         every.append(row)
         print(json.dumps(row), flush=True)
-        with replacing(options.out) as file:
-            lines = ",\n".join(map(json.dumps, every))
-            file.write(f"{json.dumps(head)[:-1]}, \"rows\": [\n{lines}\n]}}\n".encode())
+        write_rows(options.out, head, "rows", every)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The matrices of all layers are quantized without data, each format in its first storage, with each value of the parameters that
 change its bits; embedding and head stay.  Run it again to resume: rows of the file are kept, and missing ones are added.
 The model is SmolLM2, or that of --model, such as one that `python -m bench.trained` wrote: its rows of 512 and 1536 fit every
-format, and its 13 million weights are searched in seconds.
+format, and the 13 million weights of its layers are searched in seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from bench.report import write_rows
 from qdsl.core import places
-from qdsl.host.files import replacing
 from qdsl.jobs import example
 from qdsl.models import evaluate
 from qdsl.models.language import LanguageModel, load_language_model
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--chunks", type=int, default=10**6, help="most chunks of the text")
     parser.add_argument("--first", action="store_true", help="each format with the parameters that come first alone")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if (options.model is None) != (options.text is None):
         parser.error("--model and --text go together")
     done = [row for row in json.loads(options.out.read_text())["formats"] if row["perplexity"]] if options.out.exists() else []
@@ -141,9 +141,7 @@ def main() -> None:
         for result in rows(done, options.names, options.first, model, text, options.context, options.chunks):
             done.append(result)
             print(json.dumps(result), flush=True)
-            with replacing(options.out) as file:
-                lines = ",\n".join(map(json.dumps, done))
-                file.write(f"{json.dumps(head)[:-1]}, \"formats\": [\n{lines}\n]}}\n".encode())
+            write_rows(options.out, head, "formats", done)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def calibrated() -> str:
             label = f"{_label(row)}: {row['bits_per_weight']:.2f} bits, {nats:.5f} nats"
             series.setdefault(name, []).append((row["bits_per_weight"], max(nats, LEAST_NATS), label))
     marks = (LEAST_NATS, 0.0003, 0.001, 0.003, 0.01, 0.03)
-    return chart("A Llama of 13 million weights, all layers in a format", Axis("bits per weight of the layers", range(2, 10)),
+    return chart("A Llama of 17 million weights, all layers in a format", Axis("bits per weight of the layers", range(2, 10)),
                  Axis("nats per token more than the model itself, less is better", marks, is_log=True),
                  [Series(name, points) for name, points in sorted(series.items())])
 

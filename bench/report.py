@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 import qdsl
 from bench.figure import Figure
+from qdsl.host.files import replacing
 
 HEADS = ["what", "measured", "min .. max", "goal", "met", "note"]
 PACKAGES = ("torch", "triton", "numpy", "gguf")
@@ -72,3 +73,10 @@ def results(command: str, figures: Sequence[Figure], load: float, **more: object
     rows = ",\n".join(f"    {json.dumps(figure.data())}" for figure in figures)
     head = json.dumps(data, indent=2).removesuffix("\n}")
     return f'{head},\n  "figures": [\n{rows}\n  ]\n}}\n'
+
+
+def write_rows(path: Path, head: Mapping[str, object], name: str, rows: Sequence[object]) -> None:
+    """Write a results file that grows: an object with its head, and with a list whose rows take a line each."""
+    lines = ",\n".join(map(json.dumps, rows))
+    with replacing(path) as file:
+        file.write(f"{json.dumps(head)[:-1]}, \"{name}\": [\n{lines}\n]}}\n".encode())

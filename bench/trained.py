@@ -1,7 +1,7 @@
 """`python -m bench.trained FOLDER TEXT...` trains a small Llama from nothing: weights that never were quantized, rows of 512.
 
 Blocks of 256 divide its rows, as they do not divide SmolLM2's.  The text is what the machine has: `/usr/share/vim` and the like.
-Four layers, 13 million weights, a byte-level tokenizer of 4,096 tokens.  MINUTES=20 in the environment says for how long.
+Four layers, 17 million weights, a byte-level tokenizer of 4,096 tokens.  MINUTES=20 in the environment says for how long.
 """
 
 from __future__ import annotations

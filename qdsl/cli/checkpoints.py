@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, needs, read_size, reported, width
-from qdsl.cli.compress import layer_shapes
+from qdsl.cli.model_class import layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 from qdsl.host.progress import CHECK, COMPARE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,56 +23,12 @@ from qdsl.cli.app import (
     read_part,
     reported,
 )
+from qdsl.cli.model_class import missing_in, model_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
 Like = Annotated[str | None, typer.Option("--like", help="A checkpoint with the same tensors, whose headers state "
                  "shapes where neither the folder nor the model's class does.")]
-
-
-def model_shapes(folder: Any) -> Any:
-    """The shapes of the parameters of a folder's model, from the class in its library."""
-    from qdsl.jobs.engine import RewriteError
-
-    try:
-        from qdsl.models.shapes import model_shapes
-    except ImportError as error:
-        raise RewriteError(f"no class of the model is installed, {error}") from None
-    return model_shapes(folder)
-
-
-def layer_shapes(folder: Any) -> dict[str, Any]:
-    """The shapes of weights by module name; {} where the model's class is unknown."""
-    from qdsl.jobs.engine import RewriteError
-
-    try:
-        return {name.removesuffix(".weight"): shape for name, shape in model_shapes(folder).items()}
-    except RewriteError:
-        return {}
-
-
-def compared(folder: Any, detected: Any) -> tuple[Any, list[str]]:
-    """The layers of a folder, with findings on parameters that it lacks, and the names of those that its class has as [K, N].
-
-    Nothing is known where transformers is not installed.
-    """
-    try:
-        from qdsl.models.shapes import compared
-    except ImportError:
-        return detected, []
-    missing, transposed = compared(folder, detected)
-    return replace(detected, findings=[*detected.findings, *missing]), transposed
-
-
-def missing_in(path: Path) -> list[Any]:
-    """The findings on parameters that the models of a folder lack."""
-    from qdsl.checkpoint.detect.layers import detected_layers
-    from qdsl.checkpoint.detect.ledger import Kind
-    from qdsl.checkpoint.files import components
-
-    with components.open_models(path) as models:
-        every = [own for folder in models.values() for own in compared(folder, detected_layers(folder))[0].findings]
-    return [own for own in every if own.kind is Kind.MISSING]
 
 
 @app.command()

@@ -29,7 +29,8 @@ from qdsl.cli.app import (
     read_patterns,
     reported,
 )
-from qdsl.cli.compress import compared, layer_shapes, model_shapes, print_compressed, print_restored
+from qdsl.cli.compress import print_compressed, print_restored
+from qdsl.cli.model_class import compared, layer_shapes, model_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 

@@ -28,7 +28,7 @@ from qdsl.cli.app import (
     refuse_options,
     reported,
 )
-from qdsl.cli.compress import compared, layer_shapes
+from qdsl.cli.model_class import compared, layer_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 

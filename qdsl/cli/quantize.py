@@ -30,8 +30,8 @@ from qdsl.cli.app import (
 )
 from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of
 from qdsl.cli.checkpoints import language_folder
-from qdsl.cli.compress import missing_in
 from qdsl.cli.convert import print_converted
+from qdsl.cli.model_class import missing_in
 from qdsl.cli.progress import progress
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.shaped import shaped_layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.cli import app
-from qdsl.cli.compress import layer_shapes
+from qdsl.cli.model_class import layer_shapes
 from qdsl.generated import quanto
 from qdsl.runtime import PackedWeight
 from tests.support.formats import same_bits

@@ -51,13 +51,19 @@ class Attention(nn.Module):
         return [layer(y if y is not None and name in ("k_proj", "v_proj") else x) for name, layer in self.named_children()]
 
 
+def join_siblings(own: nn.Module, filter: Callable[[str], bool]) -> list[str]:
+    """The names of the layers that are joined."""
+    names = {id(module): name for name, module in own.named_modules()}
+    return [names[id(layer)] for group in siblings.siblings_of(own, filter) if group.place() for layer in group.layers]
+
+
 def models(format: str = "q4_1", bias: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Attention, Attention]:
     """A quantized model whose layers compute alone, and a copy whose layers are joined."""
     torch.manual_seed(0)
     alone, (module, options) = Attention(bias).to(dtype), FORMATS[format]
     model.quantize_model(alone, module.FORMAT, **options)
     together = copy.deepcopy(alone)
-    assert siblings.join_siblings(together, lambda name: True) == list(dict(together.named_children()))
+    assert join_siblings(together, lambda name: True) == list(dict(together.named_children()))
     return alone, together
 
 
@@ -308,7 +314,7 @@ def test_layers_that_differ_in_kind_stay_alone() -> None:
         own.q_proj, own.v_proj = nn.Linear(K, n), nn.Identity()
         own.k_proj = k
         model.quantize_model(own, q4_k.FORMAT)
-        return siblings.join_siblings(own, lambda name: "gate" not in name)
+        return join_siblings(own, lambda name: "gate" not in name)
 
     other = q6_k.Linear(q6_k.quantize(sample(64, K)))
     other.keeps_copy = True
@@ -348,7 +354,7 @@ def test_layers_with_groups_of_other_lengths_stay_alone() -> None:
         for name, group in zip(("q_proj", "k_proj"), lengths, strict=True):
             own.add_module(name, nn.Linear(K, 64))
             model.quantize_model(own, int_group.FORMAT, bits=4, group=group)
-        assert siblings.join_siblings(own, lambda name: True) == names
+        assert join_siblings(own, lambda name: True) == names
 
 
 def test_copies_whose_groups_differ_in_length_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:

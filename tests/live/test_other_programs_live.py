@@ -16,7 +16,7 @@ from qdsl.checkpoint.detect.layer_weights import weights
 from qdsl.checkpoint.detect.shaped import shaped_layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
-from qdsl.cli.compress import layer_shapes
+from qdsl.cli.model_class import layer_shapes
 from qdsl.generated import fp8_channel, int8_channel, int_group, quanto
 from qdsl.runtime import PackedWeight
 from tests.support.formats import same_bits

@@ -10,6 +10,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -111,7 +112,8 @@ def answers(producer: str, package: str, base: dict[str, Any], keys: Mapping[str
         try:
             settings, tensors, y = run(changed)
         except Exception as error:                               # whatever a program raises is its refusal
-            yield Answer(producer, key, shown(value), {}, {}, None, f"{type(error).__name__}: {error}"[:200], version)
+            text = re.sub(r"'/[^']*/", "'", f"{type(error).__name__}: {error}")      # files without their folders
+            yield Answer(producer, key, shown(value), {}, {}, None, text[:200], version)
             if not key:
                 return
             continue

@@ -106,7 +106,7 @@ def field_number(packed: PackedWeight, name: str) -> tuple[int, bool]:
     return (0, False) if kind is None else (kind.bits, kind.is_float)
 
 
-def block_columns(packed: PackedWeight, name: str) -> int:
+def field_columns(packed: PackedWeight, name: str) -> int:
     """The columns of a row that share a value of a field; 0 where rows share values, and where a block is not whole."""
     field, k = packed.variant.fields[name], packed.shape[1]
     by = {axis.dim: axis.by(packed.sizes) for axis in field.axes}

@@ -18,8 +18,8 @@ from qdsl.encode.calibrated.affine import (
     Affine,
     Columns,
     affine,
-    block_columns,
     decoded,
+    field_columns,
     field_number,
     is_linear,
     places_of,
@@ -38,7 +38,7 @@ def descend(packed: PackedWeight, weight: Tensor, hessian: Hessian) -> PackedWei
     """The weight with the fields that lessen its loss."""
     state = Descent(packed, weight, hessian)
     # codes last: they are the best ones for the scales that are stored
-    names = sorted(state.fields, key=lambda name: block_columns(packed, name), reverse=True)
+    names = sorted(state.fields, key=lambda name: field_columns(packed, name), reverse=True)
     loss = state.loss
     for _ in range(SWEEPS):
         before = state.loss
@@ -82,7 +82,7 @@ class Descent:
 
     def chosen(self, name: str) -> Tensor | None:
         """The values of a field that lessen the loss; None where its blocks or its kind allow no choice."""
-        step, (bits, is_float) = block_columns(self.packed, name), field_number(self.packed, name)
+        step, (bits, is_float) = field_columns(self.packed, name), field_number(self.packed, name)
         if not step or not bits or (bits > MOST_BITS and not is_float):
             return None
         blocks = self.fields[name].reshape(self.packed.shape[0], -1).T       # [blocks, N]

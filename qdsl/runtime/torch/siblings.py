@@ -182,7 +182,7 @@ def make_ready(model: nn.Module, filter: Callable[[str], bool]) -> None:
     keep_copies(model, filter)
     if torch.accelerator.is_available() or kept.setting() == "never":
         return
-    groups = _siblings_of(model, filter)
+    groups = siblings_of(model, filter)
     together = {id(layer) for group in groups for layer in group.layers}
     layers = [layer for name, layer in model.named_modules()
               if isinstance(layer, QuantizedLinear) and filter(name) and layer.keeps_copy and not layer.match_dense]
@@ -198,16 +198,7 @@ def _is_filled(layer: QuantizedLinear) -> bool:
     return all(tensor.device.type == "cpu" and is_plain(tensor) for tensor in layer._stored_tensors().values())
 
 
-def join_siblings(model: nn.Module, filter: Callable[[str], bool]) -> list[str]:
-    """Join the products of a model's layers that have the same x, by their names: the names of the layers.
-
-    filter(name): of which layers.  They have copies on a CPU (runtime/cpu/kept.py).
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(layer)] for group in _siblings_of(model, filter) if group.place() for layer in group.layers]
-
-
-def _siblings_of(model: nn.Module, filter: Callable[[str], bool]) -> list[Siblings]:
+def siblings_of(model: nn.Module, filter: Callable[[str], bool]) -> list[Siblings]:
     """Layers of a model that may have the same x, by their names; they refer to one another from now on."""
     groups: list[Siblings] = []
     for parent, module in list(model.named_modules()):

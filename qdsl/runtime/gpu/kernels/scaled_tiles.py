@@ -68,30 +68,35 @@ def operand(words, groups, numbers: tl.constexpr, flip, width: tl.constexpr, bit
 
 
 @triton.jit
+def loaded(tensors, row, chunk, stored, words: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr, fields: tl.constexpr,
+           row_fields: tl.constexpr, spans: tl.constexpr, base: tl.constexpr, adds: tl.constexpr, unit: tl.constexpr):
+    """The words of rows in a chunk, and affine() of their groups for the pairs i = 0 and 1."""
+    at = (row, chunk, stored)
+    return tile.first_span(words(tensors, row, stored, chunk), chunk, spans), (
+        affine(tensors, at, scale, finish, fields, row_fields, base, adds, unit, field_of_words),
+        affine(tensors, at, scale, finish, fields, row_fields, base, adds, unit, field_of_later_pairs))
+
+
+@triton.jit
 def sums(tensors, x, at, acc, first, begin, end, N, stored, flips, words: tl.constexpr, numbers: tl.constexpr,
          scale: tl.constexpr, finish: tl.constexpr, fields: tl.constexpr, row_fields: tl.constexpr, width: tl.constexpr,
          bits: tl.constexpr, spans: tl.constexpr, unit: tl.constexpr, base: tl.constexpr, adds: tl.constexpr, R: tl.constexpr,
          W: tl.constexpr, STAGES: tl.constexpr, F: tl.constexpr):
     """acc plus the products of chunks begin to end of x with R tiles of rows from `first` on.  adds: numbers have a summand."""
-    loaded = ()
+    ready = ()
     for r in tl.static_range(R):
         row = tile.rows_of_tile(first + 16 * W * r, W, N, 0)
-        place = (row, begin, stored)
-        loaded = loaded + ((tile.first_span(words(tensors, row, stored, begin), begin, spans), (
-            affine(tensors, place, scale, finish, fields, row_fields, base, adds, unit, field_of_words),
-            affine(tensors, place, scale, finish, fields, row_fields, base, adds, unit, field_of_later_pairs))),)
+        ready = ready + (loaded(tensors, row, begin, stored, words, scale, finish, fields, row_fields, spans, base, adds, unit),)
     for chunk in tl.range(begin, end, num_stages=STAGES):
         columns = tl.load(x + chunk * 128 + at)
         later, following = tl.minimum(chunk + 1, end - 1), ()
         for r in tl.static_range(R):
             row = tile.rows_of_tile(first + 16 * W * r, W, N, 0)
-            place = (row, later, stored)
-            following = following + ((tile.first_span(words(tensors, row, stored, later), later, spans), (
-                affine(tensors, place, scale, finish, fields, row_fields, base, adds, unit, field_of_words),
-                affine(tensors, place, scale, finish, fields, row_fields, base, adds, unit, field_of_later_pairs))),)
+            following = following + (loaded(tensors, row, later, stored, words, scale, finish, fields, row_fields, spans, base,
+                                            adds, unit),)
         new = ()
         for r in tl.static_range(R):
-            w = operand(loaded[r][0], loaded[r][1], numbers, flips[r], width, bits, F)
+            w = operand(ready[r][0], ready[r][1], numbers, flips[r], width, bits, F)
             new = new + (tl.dot(w, columns, acc[r]),)
-        acc, loaded = new, following
+        acc, ready = new, following
     return acc
