@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import qdsl
 from qdsl.checkpoint.files import folder as module
 from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
@@ -77,6 +78,8 @@ def test_a_whole_model_is_read_without_what_lies_next_to_it(tmp_path: Path, name
     shown = contents(tmp_path)
     assert shown["notes"] == [f"{other} holds other weights, which are no part of the model" for other in folder.unread]
     assert shown["total"]["weights"] == 4
+    report = qdsl.load_weights_(torch.nn.ModuleDict({"up": torch.nn.Linear(2, 2, bias=False)}), tmp_path)
+    assert report.unread == folder.unread and f"not read, as no part of the model: {folder.unread[0]}" in str(report)
     with Folder(tmp_path / name) as folder:
         assert folder.unread == []
 

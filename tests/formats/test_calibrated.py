@@ -155,6 +155,19 @@ def test_fields_are_chosen_again_only_for_less_loss(format: Format) -> None:
     assert descend(rounded, exact, hessian) is rounded
 
 
+def test_fields_that_decode_to_a_larger_loss_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the sums say that it fell."""
+    def spoil(state: Descent, name: str) -> bool:
+        state.fields = {**state.fields, name: torch.zeros_like(state.fields[name])}
+        state.loss = 0.0
+        return True
+
+    weight, hessian = layer()
+    rounded = q4_k.FORMAT.quantize(weight)
+    monkeypatch.setattr(Descent, "choose", spoil)
+    assert descend(rounded, weight, hessian) is rounded
+
+
 def test_the_best_row_of_a_grid_is_chosen() -> None:
     """Of all rows of it, by the loss of the whole weight: no other row for any one group has less."""
     format, (weight, hessian) = iq2_xs.FORMAT, layer()

@@ -35,6 +35,7 @@ plugin = pytest.importorskip("qdsl.models.transformers")
 transformers = pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tests.support.tiny_models")
 rope = pytest.importorskip("qdsl.models.transformers.gguf_rope")
+gguf_additions = pytest.importorskip("qdsl.models.transformers.gguf_additions")
 pytestmark = pytest.mark.filterwarnings("default")
 
 ANSWERS: dict[str, dict[str, list[float]]] = json.loads((gguf_cases.FOLDER / "answers.json").read_text())
@@ -60,38 +61,46 @@ def may_be_refused(model_type: str, name: str) -> bool:
     return bool(unread) or name in REFUSED or (model_type, name) in REFUSED_OF
 
 
-def check_all(model_type: str, folder: Path, step: int = 1) -> set[str]:
-    """Check each case of a model type, or every so many: the names of those that are computed."""
-    own, computed = gguf_cases.tiny(model_type), set()
-    for name, recorded in list(ANSWERS[model_type].items())[::step]:
-        expected = recorded or ANSWERS[model_type]["unchanged"]  # what changes no logit
-        path = gguf_cases.write_case(folder / "model.gguf", own, gguf_cases.cases()[name])
-        try:
-            model = plugin.from_pretrained(path, dtype=torch.float32)
-        except LoadError as error:
-            assert may_be_refused(model_type, name), f"{model_type}, {name}: {error}"
-            continue
-        assert model.config.model_type == model_type or name != "unchanged"
-        with torch.no_grad():
-            logits = gguf_cases.sample(model(torch.tensor([gguf_cases.TOKENS])).logits[0].float())
-        difference = float((logits - torch.tensor(expected)).norm() / torch.tensor(expected).norm())
-        close = TABLED.get(model_type, CLOSE)
-        assert difference < close, f"{model_type}, {name}: logits differ from llama.cpp's by {difference:.2g}"
-        computed.add(name)
-    return computed
+def checked(model_type: str, name: str, folder: Path) -> Any:
+    """A case's model, which computes the recorded logits; None for one that may be refused, and is."""
+    expected = ANSWERS[model_type][name] or ANSWERS[model_type]["unchanged"]      # what changes no logit
+    path = gguf_cases.write_case(folder / "model.gguf", gguf_cases.tiny(model_type), gguf_cases.cases()[name])
+    try:
+        model = plugin.from_pretrained(path, dtype=torch.float32)
+    except LoadError as error:
+        assert may_be_refused(model_type, name), f"{model_type}, {name}: {error}"
+        return None
+    assert model.config.model_type == model_type or name != "unchanged"
+    with torch.no_grad():
+        logits = gguf_cases.sample(model(torch.tensor([gguf_cases.TOKENS])).logits[0].float())
+    difference = float((logits - torch.tensor(expected)).norm() / torch.tensor(expected).norm())
+    close = TABLED.get(model_type, CLOSE)
+    assert difference < close, f"{model_type}, {name}: logits differ from llama.cpp's by {difference:.2g}"
+    return model
 
 
 @pytest.mark.parametrize("model_type", ANSWERS if ALL else ("llama", *SAMPLE))
 def test_logits_are_those_of_llama_cpp_or_the_file_is_refused(model_type: str, tmp_path: Path) -> None:
-    assert check_all(model_type, tmp_path, STEP if model_type in SAMPLE and not ALL else 1)
+    names = list(ANSWERS[model_type])[::STEP if model_type in SAMPLE and not ALL else 1]
+    assert {name for name in names if checked(model_type, name, tmp_path) is not None}
 
 
-# What classes have no place for is added to the models: with a window, two rotary embeddings, biases, a scale, an epsilon.
-ADDITIONS = (("lfm2", "a window"), ("gemma2", "another base of windows"), ("mixtral", "biases of attention"),
-             ("cohere2_moe", "scaled experts"), ("olmo", "another epsilon of means"), ("gemma", "a partial width and attention"))
+# What classes have no place for is added to the models, by the key of the config's entry.
+ADDITIONS = {"attention.sliding_window": ("lfm2", "a window"), "rope.freq_base_swa": ("gemma2", "another base of windows"),
+             "biases": ("mixtral", "biases of attention"), "expert_weights_scale": ("cohere2_moe", "scaled experts"),
+             "attention.layer_norm_epsilon": ("olmo", "another epsilon of means"),
+             "attention.layer_norm_rms_epsilon": ("minicpm3", "another epsilon"),
+             "rope.dimension_count": ("gemma", "a partial width and attention"),
+             "rotated_layers": ("afmoe", "every other layer a window"), "rope.dimension_sections": ("glm4", "sections")}
 
 
-@pytest.mark.parametrize(("model_type", "case"), ADDITIONS)
+@pytest.mark.parametrize("key", gguf_additions.ADD)
+def test_what_a_class_lacks_is_computed(key: str, tmp_path: Path) -> None:
+    model_type, case = ADDITIONS[key]
+    assert key in checked(model_type, case, tmp_path).config.llama_cpp
+
+
+@pytest.mark.parametrize(("model_type", "case"), [case for key, case in ADDITIONS.items() if key != "rope.dimension_sections"])
 def test_what_a_class_lacks_is_kept(model_type: str, case: str, tmp_path: Path) -> None:
     """By caches, by saved folders, and by models in plain numbers, which are not saved without it; other programs refuse it."""
     tokens = torch.tensor([gguf_cases.TOKENS])
