@@ -1,7 +1,10 @@
 /* The loops over interleaved rows that row_groups.h describes, written once; the compiler's functions complete them. */
 
-INLINE void prefetch_block(const uint8_t *block) {
-    for (int i = 0; i < BLOCK_BYTES; i += 64) __builtin_prefetch(block + AHEAD + i);
+/* M: rows of x.  A loop that reads codes once keeps them out of the L2 cache, where the rest of the program has its data. */
+INLINE void prefetch_block(const uint8_t *block, const int M) {
+    for (int i = 0; i < BLOCK_BYTES; i += 64)
+        if (LANES == GROUP_ROWS && M < 4) __builtin_prefetch(block + AHEAD + i, 0, 0);
+        else __builtin_prefetch(block + AHEAD + i);
 }
 
 /* The LANES numbers of columns 8j + 2c + e of a block, for one c. */
@@ -51,7 +54,7 @@ INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, 
         for (int i = 0; i < M * SUMS; i++) p[i / SUMS][i % SUMS] = (vf){0};
         const int64_t start = k, end = k + span < K ? k + span : K;
         do {
-            prefetch_block(block);
+            prefetch_block(block, M);
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
                 vf q[4][2];
@@ -134,7 +137,7 @@ INLINE void dot_bytes(const Weight *w, const float *x, int64_t step, float *out,
     for (int m = 0; m < M; m++) total[m] = (vf){0};
     for (int64_t k = 0; k < K; k += BLOCK, block += BLOCK_BYTES) {
         vi p[M][2];
-        prefetch_block(block);
+        prefetch_block(block, M);
         if (SPAN ? k % (SPAN ? SPAN : 1) < BLOCK : !k) group(w, at, k, &scale[0], &offset[0]);
         if (SHORT_GROUPS) group(w, at, k + 16, &scale[1], &offset[1]);
 #pragma GCC unroll 4
@@ -319,7 +322,7 @@ static void float_tile(const Weight *w, const float *all, int64_t M, int64_t til
             for (int64_t k = 0; k < depth && at.group * GROUP_ROWS < w->rows; k += BLOCK) {
                 const uint8_t *block = block_at(w, at, start + k);
                 const Groups g = block_groups(w, at, start + k);
-                prefetch_block(block);
+                prefetch_block(block, MOST);
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; c++) {
                     vf q[4][2];
@@ -380,7 +383,7 @@ static void brain_tile(const Weight *w, const uint16_t *all, int64_t M, int64_t 
                 }
                 const uint8_t *block = block_at(w, at, start + k);
                 const Groups g = block_groups(w, at, start + k);
-                prefetch_block(block);
+                prefetch_block(block, MOST);
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; c++) {
                     vf q[4][2];
