@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from qdsl.compiler.emit.module.module import module
 from qdsl.compiler.passes import compile_spec
-from qdsl.compiler.spec.schema import KEYS, TENSOR_KEYS, parse
+from qdsl.compiler.spec.keys import KEYS, TENSOR_KEYS
+from qdsl.compiler.spec.schema import parse
 from qdsl.compiler.spec.source import SpecError
 from tests.support.paths import ROOT
 

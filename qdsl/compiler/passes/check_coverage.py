@@ -55,7 +55,8 @@ def _check_words(tensor: Tensor, problems: Problems) -> bool:
     span = tensor.record_span
     if tensor.record_bits % tensor.element.bits:
         problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits, which is not a whole number of "
-                           f"{tensor.element.bits}-bit elements", "fill it with pad:BITS")
+                           f"{tensor.element.bits}-bit elements",
+                     f"add items, or fill it with pad:{-tensor.record_bits % tensor.element.bits}")
     elif tensor.words != 1 and not any("" in axis.digits for axis in tensor.axes):
         problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits and an element has "
                            f"{tensor.element.bits}: add 'word' to the axis along which its {tensor.words} elements lie")

@@ -45,7 +45,8 @@ def check_encode(program: Program, problems: Problems) -> Program:
         return program
     scheme = SCHEMES.get(call.name)
     if scheme is None:
-        problems.add(call.span, f"unknown encode scheme '{call.name}'{did_you_mean(call.name, SCHEMES)}")
+        near = did_you_mean(call.name, SCHEMES)
+        problems.add(call.span, f"unknown encode scheme '{call.name}'{near}", *([] if near else _remedies(program, {})))
         return program
     roles, options = _arguments(program, call, scheme, problems)
     if problems:
@@ -85,9 +86,9 @@ def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Proble
         else:
             problems.add(key.span, f"'{call.name}' has no role or option '{key.name}'"
                                    f"{did_you_mean(key.name, (*scheme.roles, *scheme.options))}")
-    for word in scheme.required:
-        if word not in {key.name for key, _ in call.keywords}:
-            problems.add(call.span, f"'{call.name}' needs '{word}'", scheme.summary)
+    if missing := [word for word in scheme.required if word not in {key.name for key, _ in call.keywords}]:
+        problems.add(call.span, f"'{call.name}' needs " + " and ".join(f"'{word}'" for word in missing), scheme.summary,
+                     *_remedies(program, roles, call.name))
     return roles, options
 
 
@@ -109,13 +110,17 @@ def _add_difference(program: Program, call: g.Apply, scheme: Scheme, roles: Mapp
     unread = [name for name in roles.values() if name not in _read(program, program.values[-1])]
     wanted = " or ".join(as_spec(pattern) for pattern in scheme.patterns if all(
         re.search(rf"\b{role}\b", pattern) for role in roles if role != "sums")) or " or ".join(map(as_spec, scheme.patterns))
-    others = list(_inverting(program, roles))
-    remedies = [f"'{others[0]}' inverts this decode"] if others else []
-    decode = program.spec.decode.span
+    remedies, decode = _remedies(program, roles), program.spec.decode.span
     if unread:
         problems.add(decode, f"'{call.name}' chooses '{unread[0]}', which decode does not read; it inverts {wanted}", *remedies)
     else:
         problems.add(decode, f"'{call.name}' inverts {wanted}, and decode is something else", *remedies)
+
+
+def _remedies(program: Program, roles: Mapping[str, str], name: str = "") -> list[str]:
+    """A note with a call that inverts decode, where there is one: of the scheme `name`, or else of the first."""
+    calls = sorted(_inverting(program, roles), key=lambda call: not call.startswith(f"{name}("))
+    return [f"'{call}' inverts this decode" for call in calls[:1]]
 
 
 def _inverting(program: Program, roles: Mapping[str, str]) -> Iterator[str]:
@@ -159,7 +164,8 @@ def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: C
     """Adds a problem for options of the spec that do not suit the type of its codes."""
     for word in () if code.is_float else scheme.of_integers:
         if word not in options:
-            problems.add(call.span, f"'{call.name}' of codes that are {code.name} needs '{word}'", scheme.summary)
+            problems.add(call.span, f"'{call.name}' of codes that are {code.name} needs '{word}', such as "
+                                    f"{word}={2 ** (code.bits - 1) - 1}", scheme.summary)
     for key, value in call.keywords:
         words = scheme.words(key.name, code) if scheme.options.get(key.name) else ()
         if key.name in options and scheme.options[key.name] and options[key.name] not in words:

@@ -47,7 +47,9 @@ class Scope:
                 return Index(value)
             case g.Name(word, span):
                 if word not in self.names:
-                    raise _Unreadable(span, f"unknown name '{word}' in {self.what}{did_you_mean(word, self.names)}")
+                    notes = [f"a parameter is declared by its values: `params: {{{word}: [32, 64]}}`"]
+                    raise _Unreadable(span, f"unknown name '{word}' in {self.what}{did_you_mean(word, self.names)}",
+                                      *(notes if "subscript" in self.what else []))
                 return self.names[word]
             case g.Negate(value):
                 return self._index(value) * -1

@@ -106,8 +106,12 @@ class _Builder:
             case g.Apply("round"):
                 self.problems.add(expr.span, "round takes a value and the type that it is rounded to: round(s * q, bf16)")
             case _ if op is None:
-                self.problems.add(expr.span, f"unknown function '{expr.name}' in decode"
-                                             f"{did_you_mean(expr.name, ['round', *functions()])}")
+                word, spec = expr.name, self.program.spec
+                fields, tables = ({one.name.value for one in part} for part in (spec.fields, spec.tables))
+                note = f"'{word}' is a field: a product is {word} * (...)" if word in fields else \
+                    f"'{word}' is a table: its entries are {word}[...]" if word in tables else ""
+                near = "" if note else did_you_mean(word, ["round", *functions()])
+                self.problems.add(expr.span, f"unknown function '{word}' in decode{near}", *([note] if note else []))
             case g.Apply(_, arguments, ()) if len(arguments) == op.operands:
                 args = [arg for argument in arguments if (arg := self.value(argument)) is not None]
                 return self.operation(op, expr.span, tuple(args)) if len(args) == op.operands else None

@@ -105,7 +105,8 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
         lists = [param.name.value for param in program.spec.params if isinstance(param.values[0], str)]
         near = near_type(word)
         hint = f"; did you mean '{near}'?" if near else did_you_mean(word, lists)
-        problems.add(kind.span, f"unknown type '{word}'{hint}", KNOWN_TYPES)
+        bits = word[1:] if word[0] in "ui" and word[1:] in {param.name.value for param in program.spec.params} else ""
+        problems.add(kind.span, f"unknown type '{word}'{hint}", f"write {word[0]}{{{bits}}}" if bits else KNOWN_TYPES)
         return None
     return number_type
 
@@ -218,9 +219,11 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
             inner = index
     if inner not in (name("n"), name("k"), *(name(field) for field in _index_fields(program) if inner is index)):
         exact = index.terms[0][0].op == "exact" if index.terms else False
+        note = "write // for blocks" if exact else \
+            "n is the row and k the column; N and K are how many there are" if index in (name("N"), name("K")) else ""
         problems.add(expr.span, f"a subscript of field '{item.name}' is n, k, n // size, k // size, (n*K + k) // size or an "
                                 "index field"
-                                f"{'' if exact else f', not {index}'}", *(["write // for blocks"] if exact else []))
+                                f"{'' if exact else f', not {index}'}", *([note] if note else []))
         return None
     return index
 

@@ -434,6 +434,8 @@ class _Parser:
         loops = self.loops()
         items: list[Item | Group] = [self.item()]
         while self.token.kind != "end":
+            if self.token.text == ",":
+                self.fail("the next item, without a comma between items")
             items.append(self.item())
         return Line(tuple(loops), tuple(items), self.span(0))
 

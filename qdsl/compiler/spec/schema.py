@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from qdsl.compiler.spec import branch_lines, grammar, marked
 from qdsl.compiler.spec.detection import check_detection
+from qdsl.compiler.spec.keys import DECODE, DETECT_KEYS, KEYS, SECTION_KEYS, TABLE, TENSOR_KEYS
 from qdsl.compiler.spec.marked import Mapping, Node, Sequence
 from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Sectioned, Spec, Storage, Stored, Table, Tensor
 from qdsl.compiler.spec.reserved import RESERVED
@@ -34,48 +35,6 @@ _SOFT_KEYWORDS = {"case", "match"}  # the same with every release of Python: 3.1
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
 MAX_FIXED = 1 << 20              # the largest fixed extent of weights
 MAX_ENTRIES = 64                # in a mapping or list: far more than any format needs, so that passes stay quick
-
-KEYS = {
-    "format": "the format's name; the generated module is called so",
-    "title": "one line that says what it is",
-    "source": "where the layout is defined",
-    "params": "parameters, each with the list of its values, the default first",
-    "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces; a number where it is fixed",
-    "dims": "derived extents and constants",
-    "tables": "numbers that decode looks up: listed, read from a file, or computed from other tables",
-    "fields": "stored values: a type, and a subscript that says which weights share one",
-    "decode": "the value of weight [n, k], each operation rounded to float32 in the order written",
-    "plus": "side branches that are added to the decoded weight: kinds, and their tensors, which every storage has",
-    "encode": "the scheme that chooses the fields for given weights",
-    "storage": "storages by name: tensors, and where every bit of a field lies in them",
-    "detect": "how a checkpoint of this format is recognised",
-    "claims": "facts that the compiler checks: bytes of a record, bits-per-weight",
-}
-DETECT_KEYS = {
-    "gguf": "the name of the GGML type",
-    "repacked": "GGML types that hold the same weights in another order, and the storage of each",
-    "safetensors": "the dtype of a safetensors file",
-    "tensors": "small tensors beside a weight that say its parameters and shape",
-    "words": "words that tell storages apart which fit alike",
-    "spills": "fields that a producer lost, by the words that it wrote then",
-    "bias": "how producers store a bias beside the weight, where that is not row by row",
-    "parts": "weights that one code holds together: the tensor that says where they begin, and the keys of their settings",
-}
-TENSOR_KEYS = {
-    "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",
-    "run": "for tensors of records: a record holds consecutive elements along this axis, and subscripts are local",
-    "record": "the items in storage order, low bits first",
-    "optional": "the tensor may be missing; the expression is then its field's value",
-    "omit": "true: a quantizer leaves the optional tensor out where its field has that value",
-    "aliases": "other names that checkpoints use for the tensor",
-    "seen": "the shape that files give the tensor, where it is not that of its axes",
-    "ordered": "false: columns in order, in a storage whose `order` moves those of others; true, of a side branch: moved, too",
-    "stored": "a reversible operation between what the record packs and what the file holds",
-    "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
-    "sections": "in place of a record: what every row holds one after the other, each with its own type, axes and record",
-    "regions": "the same for what the whole tensor holds one after the other",
-}
-SECTION_KEYS = ("tensor", "run", "record")
 
 
 def load(path: Path | str, name: str | None = None) -> Spec:
@@ -117,7 +76,8 @@ class _Reader:
         if node is None:
             return ()
         if not isinstance(node, Mapping):
-            self.problems.add(node.span, f"{what} must be a mapping, `key: value`")
+            dashes = ", without dashes in front" if isinstance(node, Sequence) else ""
+            self.problems.add(node.span, f"{what} must be a mapping, `key: value`{dashes}")
             return ()
         return self.few(node.items, node.span, what)
 
@@ -152,13 +112,13 @@ class _Reader:
             return ()
         return tuple(text for item in self.few(node.items, node.span, what, most) if (text := self.text(item, what)) is not None)
 
-    def parsed(self, rule: Callable[[Text], _T], text: Text | None) -> _T | None:
+    def parsed(self, rule: Callable[[Text], _T], text: Text | None, *notes: str) -> _T | None:
         if text is None:
             return None
         try:
             return rule(text)
         except GrammarError as error:
-            self.problems.add(error.problem.span, error.problem.message)
+            self.problems.add(error.problem.span, error.problem.message, *(notes if "expected" in error.problem.message else ()))
             return None
 
     def name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
@@ -167,7 +127,9 @@ class _Reader:
         if not form.match(word):
             rule = "a letter, then letters, digits and '_'" if form is _ANY_CASE else \
                 "a small letter, then small letters, digits and '_'"
-            self.problems.add(text.span, f"{what} name {word!r} is not allowed: {rule}, at most 64")
+            near = re.sub(r"\W", "_", word.lower())
+            hint = f"; did you mean '{near}'?" if near != word and _LOWER.match(near) else ""
+            self.problems.add(text.span, f"{what} name {word!r} is not allowed: {rule}, at most 64{hint}")
         elif keyword.iskeyword(word) or re.fullmatch(r"acc\d+", word) or word in _SOFT_KEYWORDS or word in _DEVICES or \
                 (word in RESERVED and what != "format"):
             self.problems.add(text.span, f"{what} name '{word}' is reserved: choose another")
@@ -202,7 +164,7 @@ class _Reader:
         if name is not None:
             self.name(name, "format")
         decode_text = self.text(parts.get("decode"), "decode")
-        decode = self.parsed(grammar.expression, decode_text)
+        decode = self.parsed(grammar.expression, decode_text, DECODE)
         params = tuple(self.params(parts.get("params")))
         dims = tuple(self.dims(parts.get("dims")))
         tables = tuple(self.tables(parts.get("tables")))
@@ -297,10 +259,10 @@ class _Reader:
     def table(self, key: Text, value: Node, tables: dict[str, Table]) -> Table | None:
         """A table from a file, or computed from earlier tables."""
         if not isinstance(value, Mapping):
-            return self.parsed(lambda text: computed(key, text, tables), self.text(value, "a table"))
+            return self.parsed(lambda text: computed(key, text, tables), self.text(value, "a table"), TABLE)
         node = self.keys(value, ["file"], f"table '{key}'").get("file")
         if node is None:
-            self.problems.add(key.span, f"table '{key}' is a list, {{file: NAME}} or a computation such as 'i<256: i % 4'")
+            self.problems.add(key.span, f"table '{key}' has no file", TABLE)
         return self.parsed(lambda text: from_file(key, text, self.folder), self.text(node, "file"))
 
     def listed(self, key: Text, value: Node) -> Table | None:
@@ -334,7 +296,12 @@ class _Reader:
         settings: dict[str, Node] = {}
         tensors: list[Tensor] = []
         shapes: list[Text] = []
-        for key, value in self.mapping(node, f"storage '{name}'"):
+        parts = self.mapping(node, f"storage '{name}'")
+        if any(key.value in ("tensor", "run") and isinstance(value, Text) for key, value in parts):
+            self.problems.add(name.span, f"'{name}' is a tensor where a storage stands: name the storage above its tensors, "
+                                         f"`storage: {{plain: {{{name}: ...}}}}`")
+            return Storage(name, (), ())
+        for key, value in parts:
             if key.value in ("where", "least", "encode") or (key.value in ("transient", "order") and isinstance(value, Text)):
                 settings[key.value] = value
             elif self.name(key, "tensor", _ANY_CASE):
