@@ -12,19 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
+import qdsl
 from qdsl.cli import app
 from qdsl.encode.calibrated import solve
+from qdsl.encode.calibrated.descent import descend
+from qdsl.encode.calibrated.hessian import Hessian
 from qdsl.host import progress
-from qdsl.host.progress import Counters, Row
+from qdsl.host.progress import SOLVE, Counters, Row
 from qdsl.jobs.compress import pieces
 from qdsl.jobs.gguf import run
 from qdsl.models import calibrate, gguf_vocabulary
 from tests.support import language_models
+from tests.support.quantize_command import drawn
 
 Counts = list[tuple[Counters, float, float | None]]                # the counters, the time, and the seconds left
 BLOCKS = 6
@@ -47,16 +52,16 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
 
 
 class Clock(TorchDispatchMode):
-    """Counts what torch's operations read, multiply and write."""
+    """Counts what torch's operations read, multiply and write.  number: the time of a number that is read or written."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: float = 1e-6) -> None:
         super().__init__()
-        self.now = 0.0
+        self.now, self.number = 0.0, number
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         inputs, outputs = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (args, result))
-        self.now += 1e-6 * sum(leaf.numel() for leaf in inputs + outputs)
+        self.now += self.number * sum(leaf.numel() for leaf in inputs + outputs)
         if "mm" in str(function) and outputs and inputs:         # an output is a sum of as many products as the first has columns
             self.now += 1e-8 * outputs[0].numel() * inputs[0].shape[-1]
         return result
@@ -137,6 +142,20 @@ def test_the_time_left_is_right_within_a_factor_of_two(name: str, model: Path, c
         assert result.exit_code == 0, result.output
     judged = [pair for one in {id(one): one for one, *_ in counts}.values() for pair in estimates(counts, one)]
     assert len(judged) >= BLOCKS
+    assert [(left, actual) for left, actual in judged if left is None or not 0.5 <= left / actual <= 2] == []
+
+
+@pytest.mark.parametrize("name", ["int_group", "q4_k"])
+def test_the_time_left_inside_of_a_matrix_whose_fields_are_chosen_again(name: str, clock: Clock, counts: Counts) -> None:
+    """By the products alone, which take most of the time of large matrices."""
+    weight, hessian = drawn(64, 512).float(), Hessian.empty(512, torch.device("cpu"))
+    hessian.add(drawn(600, 512).float())
+    packed = qdsl.load(name).quantize(weight)
+    clock.number = 0
+    with progress.counting({SOLVE: 1000}), progress.step(SOLVE, 1000), progress.part(1000, weight.numel()):
+        descend(packed, weight, hessian)
+    judged = estimates(counts, counts[0][0])
+    assert len(judged) >= 20
     assert [(left, actual) for left, actual in judged if left is None or not 0.5 <= left / actual <= 2] == []
 
 

@@ -25,6 +25,7 @@ from qdsl.encode.calibrated.affine import (
     places_of,
 )
 from qdsl.encode.calibrated.hessian import Hessian
+from qdsl.host import progress
 from qdsl.runtime.weight.packed import PackedWeight
 
 STEP = 128                                                       # columns whose changes reach the others by one product
@@ -35,14 +36,17 @@ Choose = Callable[[slice, Tensor, Tensor], Tensor]               # columns, thei
 
 
 def descend(packed: PackedWeight, weight: Tensor, hessian: Hessian) -> PackedWeight:
-    """The weight with the fields that lessen its loss."""
+    """The weight with the fields that lessen its loss.  Progress: its numbers."""
     state = Descent(packed, weight, hessian)
     # codes last: they are the best ones for the scales that are stored
     names = sorted(state.fields, key=lambda name: field_columns(packed, name), reverse=True)
+    sweep = weight.numel() * len(names) / (2 + SWEEPS * len(names))      # progress counts products with H: a field is one
+    progress.passed((weight.numel() - SWEEPS * sweep) / 2)
     loss = state.loss
     for _ in range(SWEEPS):
         before = state.loss
-        names = [name for name in names if state.choose(name)]
+        with progress.part(sweep, len(names) * weight.numel()):
+            names = [name for name in names if state.choose(name)]
         if not names or state.loss > (1 - LEAST_GAIN) * before:
             break
     chosen = packed.format.pack(state.fields, packed.storage, **packed.params)
@@ -178,6 +182,7 @@ class Descent:
         """Add changes to the values of some columns."""
         self.values[columns] += changes
         self.gradient.addmm_(self.hessian[:, columns], changes, alpha=-1)
+        progress.passed(changes.numel())
 
 
 def _quotient(factor: Tensor, inner: Tensor, slope: Tensor) -> Tensor:

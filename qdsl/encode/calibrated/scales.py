@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qdsl.encode.blocks import cut_blocks, join_blocks
 from qdsl.encode.calibrated.levels import code_field
+from qdsl.host import progress
 from qdsl.runtime.weight.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
                      ) -> tuple[PackedWeight, dict[str, Tensor]]:
     """The quantized weight [N, K] and its fields, ranges of blocks clipped where that lessens the weighted error.
 
-    Schemes that search with an importance do so, and clip nothing.
+    Schemes that search with an importance do so, and clip nothing.  Progress: 1 for each trial.
     """
     options = {**_fixed_options(format, weight), **options}
-    packed = format.quantize(weight, importance=importance, **options)
+    with progress.part(1, weight.numel()):
+        packed = format.quantize(weight, importance=importance, **options)
     fields = format.unpack(packed)
     code = code_field(packed.variant)
     own = [name for name in fields if packed.variant.fields[name].groups is None]    # columns are in order
@@ -38,7 +40,8 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     least = _block_errors(packed, weight, importance, size)
     for clip in CLIPS:
         clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clip), high * clip), *weight.shape)
-        trial = format.quantize(clipped, importance=importance, **options)
+        with progress.part(1, weight.numel()):
+            trial = format.quantize(clipped, importance=importance, **options)
         errors = _block_errors(trial, weight, importance, size)
         better = errors < least
         least = torch.where(better, errors, least)
