@@ -90,7 +90,9 @@ def calibrate(model: nn.Module, data: Sequence[torch.Tensor], format: ModuleType
     qdsl.models.plan.LoadError for a model that is not a list of blocks.
     """
     from qdsl.models.calibrate import calibrate as run
+    from qdsl.runtime.torch.model import check_model
 
+    check_model(model)
     if format is None:
         return run(model, data)
     module, options = _module(format, options)
@@ -268,7 +270,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         from difflib import get_close_matches
 
-        near = get_close_matches(name, __all__, n=1)
+        near = ["models.transformers.from_pretrained"] if name == "from_pretrained" else get_close_matches(name, __all__, n=1)
         raise AttributeError(f"module 'qdsl' has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     module, _, attribute = _LAZY[name].rpartition(".")
     return getattr(import_module(f"qdsl.{module}"), attribute)

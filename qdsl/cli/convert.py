@@ -32,7 +32,7 @@ from qdsl.cli.app import (
 from qdsl.cli.compress import print_compressed, print_restored
 from qdsl.cli.model_class import compared, layer_shapes, model_shapes
 from qdsl.cli.progress import progress
-from qdsl.core.text import counted
+from qdsl.core.text import counted, name_key
 
 
 @app.command()
@@ -56,6 +56,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     """
     from qdsl.checkpoint.detect.shaped import shaped_layers
     from qdsl.checkpoint.files.folder import Folder
+    from qdsl.jobs.compress.units import FORMATS
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
     from qdsl.jobs.engine.others import check_folder
@@ -65,6 +66,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
         fail("say what to write: --to awq, or another storage of the layers' format, keeps all numbers; --requantize fp8_block, "
              "or another format, with its --param, writes other numbers", 2)
     patterns = read_patterns(skip)
+    if to is not None and name_key(to) in FORMATS:
+        fail(f"{to} is written by `qdsl compress --format {name_key(to)}`, from another lossless format too", 2)
     with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits, producer=producer or "", allow_unknown=allow_unknown)

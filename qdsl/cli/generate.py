@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 TEXT, IMAGE = "Language models", "Pipelines of diffusers"        # headings of options that are for one kind of model
 ASK = "> "
+MOST_THREADS = 4 * (os.cpu_count() or 1)                         # more only wait for one another, until none can be started
 
 
 def _text(*names: str, help: str, **more: Any) -> Any:
@@ -57,7 +59,8 @@ Context = Annotated[int | None, _text("--context", "-c", min=2, help="Most token
 Temperature = Annotated[float, _text("--temperature", min=0, help="0: the most probable token.")]
 TopK = Annotated[int | None, _text("--top-k", min=1, metavar="N", help="Sample among the N most probable tokens.")]
 TopP = Annotated[float | None, _text("--top-p", min=0, max=1, help="Sample among the most probable tokens of this probability.")]
-Threads = Annotated[int | None, _text("--threads", "-t", min=1, help="Of a CPU; by default as many as torch chooses.")]
+Threads = Annotated[int | None, _text("--threads", "-t", min=1, max=MOST_THREADS,
+                                      help="Of a CPU; by default as many as torch chooses.")]
 Exact = Annotated[bool | None, _text("--exact/--int8", help="Products on a CPU with x as it is, or rounded to 8 bits where an "
                                                            "answer is written; exact by default.", show_default=False)]
 Base = Annotated[str | None, _text("--base", metavar="MODEL", help="The model that weights were made of, for what DF11 folders "
@@ -88,6 +91,8 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
 
     with reported():
         is_pipeline = has_file(model, "model_index.json")
+    if prompt is not None and "/" not in model and Path(prompt).exists() and not Path(model).exists():
+        fail(f"{model}: no such folder or file; the model comes before the prompt: `qdsl generate {prompt} ...`", 2)
     if is_pipeline:
         refuse_options(typer_context, TEXT, f"language models, and {model} is a pipeline of diffusers")
     else:

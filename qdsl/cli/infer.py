@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Collection
 from importlib import import_module
@@ -104,7 +105,7 @@ def _check_name(name: str) -> None:
     """Exit with code 2 for a name that no format may have, or that one has which ships with qdsl."""
     from qdsl.core import places
 
-    if not name.isidentifier():
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
         fail(f"'{name}' is no name of a format: expected small letters, digits and _", 2)
     if name in [path.stem for path in places.shipped()]:
         fail(f"'{name}' is a format that ships with qdsl, and QDSL_SPECS would refuse another one: choose another name", 2)

@@ -108,6 +108,8 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
         return
     from qdsl.jobs.gguf import mixes
 
+    if out is not None and out.suffix != ".gguf":                # by which programs know the file
+        fail(f"--type writes a GGUF file: {out} does not end in .gguf", 2)
     with reported(2):
         options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),

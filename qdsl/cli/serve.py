@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import asdict
 from typing import Annotated
 
@@ -62,6 +63,10 @@ def serve(model: Model,
     Requests are answered one by one, by the server of transformers.  For many users at a time see vLLM in the documentation.
     """
     needs("serving a model", "serve", "transformers", *SERVER)
+    try:                                                         # before the model is loaded
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        fail(f"--host {host} --port {port}: {str(error.strerror).partition(' (')[0]}: give another", 2)
     with running():
         from qdsl.models import openai_server
         from qdsl.models.language import load_language_model

@@ -117,6 +117,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """What is left of the words of a command line.  Words that stand alone are told to follow an option."""
+        is_param = "--param" in args                             # which the parser takes out
         try:
             return super().parse_args(ctx, args)
         except Exception as error:                               # a usage error, whichever click made it
@@ -124,8 +125,10 @@ class Command(TyperCommand):
             if isinstance(message, str) and "unexpected extra argument" in message:
                 own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
                 named = [option for option in ("--format", "--to", "--text", "--out") if option in own]
-                error.message = f"{message}: write the option in front of each" + (     # type: ignore[attr-defined]
-                    f", as {' or '.join(named)}" if named else "")
+                if is_param:
+                    named.insert(0, "--param KEY=VALUE")
+                error.message = message + (                      # type: ignore[attr-defined]
+                    f": write the option in front of each, as {' or '.join(named)}" if named else "")
             raise
 
     def get_params(self, ctx: Any) -> Any:

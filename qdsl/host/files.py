@@ -133,8 +133,8 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 
     Raises InputError for anything else, and OSError, with the path also where a read fails.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):                  # to open a device may change it
-        raise InputError(f"{path}: not a regular file")
+    if not stat.S_ISREG(mode := os.stat(path).st_mode):          # to open a device may change it
+        raise InputError(f"{path}: not a regular file{', but a folder' if stat.S_ISDIR(mode) else ''}")
     file = os.open(path, system.READ)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -168,8 +168,10 @@ def _check_depth(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it.  Raises OutputError for more than DEPTH_LIMIT of them, OSError."""
+    """Make a folder, and those above it.  Raises OutputError for a file, and for more than DEPTH_LIMIT of them, OSError."""
     _check_depth(path.absolute())
+    if path.is_file():
+        raise OutputError(f"{path} is a file: the output is a folder")
     path.mkdir(parents=True, exist_ok=True)
 
 

@@ -21,6 +21,8 @@ from qdsl.models.transformers.gguf import file_dtype, gguf_path
 from qdsl.runtime.torch.module import PackedModule
 
 CLEAR = (ValueError, OSError, ImportError, MemoryError)          # CheckpointError and FormatError, too
+NO_TOKENIZER = ("{}: has no tokenizer, and its prompt would be lost: copy the model's tokenizer files into it, or name a base "
+                "that has them")
 
 
 @contextmanager
@@ -50,11 +52,13 @@ class LanguageModel:
     @cached_property
     def tokenizer(self) -> Any:
         """Its tokenizer, loaded on first use."""
+        is_folder = self.base is None and Path(self.path).is_dir()
+        if is_folder and not any(any(Path(self.path).glob(name)) for name in ("*token*", "vocab*", "*.model")):
+            raise LoadError(NO_TOKENIZER.format(self.path))
         with named_errors(f"{self.path}: transformers reads no tokenizer from it"):
             tokenizer = plugin.tokenizer(self.path, self.base)
         if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:          # what transformers makes of no files
-            raise LoadError(f"{self.path}: has no tokenizer, and its prompt would be lost: copy the model's tokenizer files into "
-                            "it, or name a base that has them")
+            raise LoadError(NO_TOKENIZER.format(self.path))
         return tokenizer
 
     @property
@@ -101,6 +105,11 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     path = gguf_path(path) or path
     if not path.exists():
         raise LoadError(f"{ref}: no such folder or file")
+    if path.is_file() and gguf_path(path) is None:
+        raise LoadError(f"{ref}: a language model is a GGUF file, or a folder of all its files" + (
+            f", as {path.parent}" if path.suffix == ".safetensors" else ""))
+    if base is None and any(path.glob("*.safetensors")) and not (path / "config.json").is_file():
+        raise LoadError(f"{ref}: no config.json beside the weights, which says of what model they are")
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
     is_gguf = gguf_path(path) is not None
     if is_gguf or base is not None or format is not None or _is_packed(path):

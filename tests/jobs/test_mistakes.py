@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from qdsl.checkpoint.files import references
-from qdsl.cli import app
+from qdsl.cli import app, serve
 from tests.support import folders
 from tests.support.converted_folders import two_files, two_layers
 
@@ -41,6 +43,18 @@ MISTAKES = {
     "a file as a folder to write": ("quantize plain --format q4_0 --out text.txt", 2, "is a file: the output is a folder"),
     "a text as tensors": ("infer text.txt", 1, "neither a .safetensors nor a .npz file"),
     "a text that is none": ("imatrix plain latin.txt --out i.gguf", 1, "latin.txt: not UTF-8 text: unexpected end"),
+    "a mix, to another kind of file": ("quantize plain --type Q4_0 --out x.safetensors", 2, "does not end in .gguf"),
+    "a type that is none": ("quantize plain --type Q4_0 --tensor-type a=q9 --out x.gguf", 2, "expected one of F32, F16, Q4_0"),
+    "a parameter without its equals sign": ("quantize plain --format nf4 --param block 64 --out x", 2, "as --param KEY=VALUE"),
+    "a lossless format as a storage": ("convert model --to fix4 --out x", 2, "`qdsl compress --format fix4`"),
+    "a prompt before the model": ("generate hello plain", 2, "the model comes before the prompt: `qdsl generate plain"),
+    "a file of a folder": ("generate plain/model-00001-of-00001.safetensors hello", 1, "a folder of all its files, as plain"),
+    "weights without a config": ("generate bare hello", 1, "bare: no config.json beside the weights"),
+    "far too many threads": ("generate plain hello --threads 1000000", 2, "less than or equal to"),
+    "a folder as a text": ("imatrix plain models --out i.gguf", 1, "models: not a regular file, but a folder"),
+    "a format's name in capitals": ("new W4", 2, "'W4' is no name of a format: expected small letters"),
+    "a file as a folder for an example": ("example text.txt", 2, "text.txt is a file: the output is a folder"),
+    "a word for a command without any": ("list x", 2, "Got unexpected extra argument(s) (x) "),
     "a GGUF file, converted": ("convert a.gguf --to awq --out x", 1, "`qdsl dequantize` makes one of a GGUF file"),
 }
 
@@ -51,6 +65,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     two_files(tmp_path, two_layers()).rename("model")
     folders.folder(Path("plain"), {"up.weight": torch.ones(128, 128, dtype=torch.bfloat16)}, config={"model_type": "llama"})
+    shutil.copytree("plain", "bare")
+    Path("bare/config.json").unlink()
     Path("models/qwen").mkdir(parents=True)
     Path("a.gguf").write_bytes(b"GGUF")
     Path("text.txt").write_text("Some words.")
@@ -58,6 +74,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(references, "getproxies", dict)
     monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
     return tmp_path
+
+
+def test_a_port_in_use_is_named_before_the_model_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "needs", lambda *_: None)
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "no_such", "--port", str(port)])
+    assert result.exit_code == 2 and f"--port {port}: Address already in use: give another" in result.output
 
 
 @pytest.mark.parametrize(("line", "code", "answer"), MISTAKES.values(), ids=MISTAKES)

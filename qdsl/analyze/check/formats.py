@@ -210,7 +210,7 @@ def read_golden(path: Path, names: Collection[str] | None = None) -> tuple[dict[
                 return ({name: file.tensor(name) for name in (file.names() if names is None else names)},
                         dict(file.header.metadata))
         if not zipfile.is_zipfile(regular(path)):
-            raise GoldenError(f"{path}: neither a .safetensors nor a .npz file")
+            raise ValueError("neither a .safetensors nor a .npz file")
         with np.load(path, allow_pickle=False) as arrays:
             _expect(names, arrays.files)
             if names is not None:

@@ -64,9 +64,14 @@ def _check_names(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], pa
 def _header(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: Path) -> tuple[bytes, list[int], int]:
     """The encoded header, which the parser accepts, the sizes of the tensors in bytes, and the alignment."""
     for tensor in tensors:                                       # what cannot even be written down
+        if not isinstance(tensor.type, GgmlType):
+            raise CheckpointError(f"{path}: tensor {shown(tensor.name)}: its type is one of GGML_TYPES, not {tensor.type!r}")
         lengths = [max(1, length) for length in tensor.shape]
         if not tensor.type.is_readable or min((*tensor.shape, 0)) < 0 or math.prod(lengths) >= ELEMENTS_LIMIT:
             raise CheckpointError(f"{path}: tensor {shown(tensor.name)}: {tensor.type.name} {list(tensor.shape)} is not stored")
+    for key, value in metadata.items():
+        if not isinstance(value, Value):
+            raise CheckpointError(f"{path}: metadata {shown(key)} is a GgufValue, such as GgufValue.of('u32', 1), not {value!r}")
     alignment = alignment_of(metadata, path)
     parts = [MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     parts += [_text(key, path) + value.stored() for key, value in metadata.items()]

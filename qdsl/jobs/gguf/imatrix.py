@@ -129,7 +129,7 @@ def _older(path: Path) -> Imatrix:
         if size < 4:
             raise CheckpointError(f"{path}: {size} bytes are no importance matrix")
         reader = _Reader(memoryview(map_file(file)).toreadonly(), path)
-    count = reader.number("the number of entries", 1, size // 17)
+    count = reader.number("the number of entries of an importance matrix", 1, size // 17)
     importances: dict[str, Entry] = {}
     for _ in range(count):
         start = reader.place

@@ -175,7 +175,8 @@ def type_named(name: str) -> str:
     upper, weights = name.upper(), types()
     if upper not in weights:
         near = get_close_matches(upper, weights, n=1)
-        raise QuantizeError(f"no type '{name}' to store weights in" + (f"; did you mean {near[0]}?" if near else ""))
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(weights)}"
+        raise QuantizeError(f"no type '{name}' to store weights in; {hint}")
     return upper
 
 

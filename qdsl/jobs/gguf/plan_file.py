@@ -120,6 +120,8 @@ def notes(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) ->
         tensors, gets = (f"{len(names)} tensors, the first", "they get") if len(names) > 1 else ("tensor", "it gets")
         texts.append(f"{tensors} {shown(names[0])}: rows of {columns} are no multiple of {BY_NAME[wanted].elements}, the block "
                      f"of {wanted}; {gets} {type}")
+    texts += [f"--tensor-type {shown(pattern.pattern)}: found in no tensor's name" for pattern, _ in options.overrides
+              if not any(pattern.search(step.tensor.name) for step in steps)]
     missing = without_imatrix(steps, options, imatrix)
     if missing:
         texts.append(f"{len(missing)} tensors need an importance matrix, the first {shown(missing[0].tensor.name)} as "
