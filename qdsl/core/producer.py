@@ -6,9 +6,11 @@ A file describes the producer's configs.  It selects among the matchers and read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from qdsl.core.places import regular
 from qdsl.core.stored import INPUT_SCALE, Description
@@ -18,6 +20,7 @@ from qdsl.core.transforms import INPUT, KINDS, OUTPUT, Transform
 DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix")
 # A producer's names for scales of stacked experts: 'down_proj_scale', 'down_proj_weight_scale', or none.
 EXPERT_NAMES = ("short", "full", "none")
+Dialect = Annotated[str, DIALECTS]
 NULL = "null"                                                    # in a rule: the setting is absent
 # Keys of a rule that are not settings.
 ABOUT_RULE = ("storage", "where", "fixed", "with", "preferred", "quantize", "experts", "producer")
@@ -26,6 +29,7 @@ INLINE = "*"                                                     # in `layers`: 
 CONFIG_FILE = "config.json"
 
 Rule = dict[str, Any]
+Reader = Callable[[Any, str], Any]                              # of a value, and its key for messages
 
 
 class ProducerError(ValueError):
@@ -65,7 +69,7 @@ class LayerSettings:
 class PatternSettings:
     """How to read a map from patterns to settings.  under: the setting that they replace, '' if they are several."""
 
-    dialect: str
+    dialect: Dialect
     under: str = ""
 
 
@@ -81,7 +85,7 @@ class GroupSettings:
 
     key: str
     weights: tuple[str, ...]
-    targets: str
+    targets: Dialect
     every: str
     name: str
     embeddings: str = ""
@@ -118,7 +122,7 @@ class Readers:
 class DiffusersSettings:
     """What a producer's settings have in models of diffusers instead: lists of unquantized layers, and further settings."""
 
-    skipped: Mapping[str, tuple[str, ...]]
+    skipped: Mapping[str, tuple[Dialect, ...]]
     written: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -135,7 +139,7 @@ class Header:
     plain: Mapping[str, Any] = field(default_factory=dict)
     layers: str = ""
     tensor: str = ""
-    prefixes: tuple[str, ...] = ("",)
+    prefixes: tuple[Annotated[str, _any], ...] = ("",)
     marker: str = ""
 
 
@@ -151,7 +155,7 @@ class TransformRule:
     based: a matrix without a tensor may have a base; one of all columns is then transposed.
     """
 
-    kind: str
+    kind: Annotated[str, KINDS]
     tensor: str = ""
     optional: bool = False
     siblings: tuple[str, ...] = ()
@@ -159,7 +163,7 @@ class TransformRule:
     size: str = ""
     normalized: bool = False
     transposed: bool = False
-    dtype: str = "float32"
+    dtype: Annotated[str, _any] = "float32"
     eps: str = ""
     repeats: tuple[str, ...] = ()
     listed: str = ""
@@ -178,10 +182,10 @@ class TransformSchemes:
 
     key: str
     groups: str
-    targets: str
+    targets: Dialect
     every: str
-    types: Mapping[str, str]
-    sides: Mapping[str, str]
+    types: Mapping[str, Annotated[str, ("built", "ones", "matrix")]]
+    sides: Mapping[str, Annotated[str, (INPUT, OUTPUT)]]
     fused: tuple[str, ...] = ()
     pairs: tuple[str, ...] = ()
 
@@ -242,22 +246,22 @@ class Producer:
     places: tuple[Place, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     accepts: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
-    skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skipped: Mapping[str, tuple[Dialect, ...]] = field(default_factory=dict)
     copied_skips: tuple[str, ...] = ()
     diffusers: DiffusersSettings | None = None
     skipped_patterns: str = ""
     plain_by_default: tuple[str, ...] = ()
     layers: Mapping[str, LayerSettings] = field(default_factory=dict)
     patterns: Mapping[str, PatternSettings] = field(default_factory=dict)
-    only: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, Dialect] = field(default_factory=dict)
     groups: GroupSettings | None = None
     written: Mapping[str, Any] = field(default_factory=dict)
     follows_tensors: bool = False
-    experts: str = "short"
+    experts: Annotated[str, EXPERT_NAMES] = "short"
     readers: Readers = field(default_factory=Readers)
     header: Header | None = None
-    formats: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
-    headers: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
+    formats: Mapping[str, Sequence[Annotated[Rule, _rule]]] = field(default_factory=dict)
+    headers: Mapping[str, Sequence[Annotated[Rule, _rule]]] = field(default_factory=dict)
     tensors: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
     transforms: tuple[TransformRule, ...] = ()
     schemes: TransformSchemes | None = None
@@ -307,7 +311,7 @@ def _any(value: Any, key: str) -> Any:
     return value
 
 
-def _mapping_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], dict[str, Any]]:
+def _mapping_of(read: Reader) -> Callable[[Any, str], dict[str, Any]]:
     def mapping(value: Any, key: str) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             raise ProducerError(f"{key}: expected a mapping, not {value!r}")
@@ -315,7 +319,7 @@ def _mapping_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], dict[st
     return mapping
 
 
-def _list_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple[Any, ...]]:
+def _list_of(read: Reader) -> Callable[[Any, str], tuple[Any, ...]]:
     def listed(value: Any, key: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
             raise ProducerError(f"{key}: expected a list, not {value!r}")
@@ -331,8 +335,27 @@ def _one_of(words: Sequence[str]) -> Callable[[Any, str], str]:
     return word
 
 
-def _record(kind: Callable[..., Any], keys: Mapping[str, Callable[[Any, str], Any]], needed: Sequence[str] = (),
-            ) -> Callable[[Any, str], Any]:
+def _reader(type: Any) -> Reader:
+    """The function that reads a value of a type.  Annotated types state the words that are allowed, or that function."""
+    origin, arguments = get_origin(type), get_args(type)
+    if origin is Annotated:
+        return arguments[1] if callable(arguments[1]) else _one_of(arguments[1])
+    if origin in (tuple, Sequence):
+        return _list_of(_reader(arguments[0]))
+    if origin is Mapping:
+        return _mapping_of(_reader(arguments[1]))
+    if origin is UnionType and NoneType in arguments:
+        return _reader(arguments[0])
+    return {str: _word, bool: _flag, Any: _any, int | str: _any}.get(type) or _record(type)
+
+
+@cache
+def _record(kind: Any) -> Reader:
+    """The function that reads a dataclass; fields without a default are needed."""
+    hints = get_type_hints(kind, include_extras=True)
+    keys = {own.name: _reader(hints[own.name]) for own in fields(kind)}
+    needed = [own.name for own in fields(kind) if own.default is own.default_factory is MISSING]
+
     def record(value: Any, key: str) -> Any:
         contents = _mapping_of(_any)(value, key)
         for name in contents:
@@ -369,67 +392,10 @@ def _with_null_words(value: Any) -> Any:
     return NULL if value is None else value
 
 
-_words = _list_of(_word)
-_dialect = _one_of(DIALECTS)
-_rules = _mapping_of(_list_of(_rule))
-KEYS: dict[str, Callable[[Any, str], Any]] = {
-    "methods": _words,
-    "unnamed": _list_of(_words),
-    "places": _list_of(_record(Place, {"file": _word, "at": _words, "first": _flag, "repeat": _flag}, ["file"])),
-    "settings": _mapping_of(_word),
-    "accepts": _mapping_of(_list_of(_any)),
-    "skipped": _mapping_of(_list_of(_dialect)),
-    "copied_skips": _words,
-    "diffusers": _record(DiffusersSettings, {"skipped": _mapping_of(_list_of(_dialect)), "written": _mapping_of(_any)},
-                         ["skipped"]),
-    "skipped_patterns": _word,
-    "plain_by_default": _words,
-    "layers": _mapping_of(_record(LayerSettings, {"complete": _flag, "plain": _mapping_of(_list_of(_any)), "alone": _flag,
-                                          "searched": _flag})),
-    "patterns": _mapping_of(_record(PatternSettings, {"dialect": _dialect, "under": _word}, ["dialect"])),
-    "only": _mapping_of(_dialect),
-    "groups": _record(GroupSettings, {"key": _word, "weights": _words, "targets": _dialect, "every": _word, "name": _word,
-                                      "embeddings": _word, "defaults": _mapping_of(_any), "repeated": _words},
-                      ["key", "weights", "targets", "every", "name"]),
-    "written": _mapping_of(_any),
-    "follows_tensors": _flag,
-    "experts": _one_of(EXPERT_NAMES),
-    "readers": _record(Readers, {
-        "programs": _words, "diffusers": _words, "notes": _mapping_of(_word),
-        "refuses": _list_of(_record(Refusal, {"program": _word, "when": _mapping_of(_list_of(_any)), "uneven": _word,
-                                              "why": _word, "removes": _words}, ["program"]))}),
-    "header": _record(Header, {"weights": _word, "plain": _mapping_of(_any), "layers": _word, "tensor": _word,
-                               "prefixes": _list_of(_any), "marker": _word}),
-    "formats": _rules,
-    "headers": _rules,
-    "tensors": _mapping_of(_mapping_of(_mapping_of(_word))),
-    "transforms": _list_of(_record(TransformRule, {
-        "kind": _one_of(KINDS), "tensor": _word, "optional": _flag, "siblings": _words, "when": _mapping_of(_list_of(_any)),
-        "size": _word, "normalized": _flag, "transposed": _flag, "dtype": _any, "eps": _word,
-        "repeats": _words, "listed": _word, "based": _flag}, ["kind"])),
-    "schemes": _record(TransformSchemes, {
-        "key": _word, "groups": _word, "targets": _dialect, "every": _word,
-        "types": _mapping_of(_one_of(("built", "ones", "matrix"))), "sides": _mapping_of(_one_of((INPUT, OUTPUT))),
-        "fused": _words, "pairs": _words}, ["key", "groups", "targets", "every", "types", "sides"]),
-    "used": _words,
-    "inert": _words,
-    "coarser": _words,
-    "acts": _mapping_of(_word),
-    "usual": _mapping_of(_list_of(_any)),
-    "common": _flag,
-    "unread": _mapping_of(_word),
-    "needs": _mapping_of(_record(Needs, {"config": _words, "files": _words, "name": _word})),
-    "transformed": _words,
-    "open": _words,
-    "tagged": _words,
-    "neighbors": _record(Neighbors, {"used": _words, "inert": _words, "coarser": _words, "acts": _mapping_of(_word)}),
-}
-
-
 def producer_of(data: Any, source: str) -> Producer:
     """A producer from its file's data.  Raises ProducerError, which names the source and the key."""
     try:
-        producer: Producer = _record(Producer, {"name": _word, **KEYS}, ["name"])(
+        producer: Producer = _record(Producer)(
             {("name" if key == "producer" else key): value for key, value in _mapping_of(_any)(data, "the file").items()}, "")
     except ProducerError as error:
         raise ProducerError(f"{source}: {str(error).lstrip(': ')}") from None
