@@ -1,4 +1,4 @@
-"""The encode schemes that a spec may name, each registered here once: roles, options, and the decode formula that it inverts.
+"""The encode schemes that a spec may name: roles, options, and the decode formula that each inverts, by schemes.toml.
 
 The compiler reads this table.  qdsl/encode implements a scheme as the function of its name; `encode.scheme` checks its arguments.
 """
@@ -6,8 +6,11 @@ The compiler reads this table.  qdsl/encode implements a scheme as the function 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from qdsl.core.numbers import Number
 
@@ -93,120 +96,16 @@ class Scheme:
                      if option in self.overridable or (option not in self.own and len(self.words(option, code)) > 1))
 
 
-_TIES = ("even", "away", "up")
-_POWERS = ("up", "floor", "ceil", "even", "half")
 # Words of options that differ between float and integer codes.
 _OF_FLOATS = {"ties": ("even", "zero")}
-_OF_INTEGERS = {"ties": _TIES, "power": (), "zeros": ()}
-_BY = ("stored", "exact", "inverse")
+_OF_INTEGERS = {"ties": ("even", "away", "up"), "power": (), "zeros": ()}
 
-SCHEMES = {
-    "absmax": Scheme({"code": "code", "scale": "power", "sums": "sums"}, ("code", "scale"),
-                     {"divisor": None, "by": _BY, "ties": (*_TIES, "zero"), "lost": ("least", "zero"), "least": None,
-                      "power": _POWERS, "zeros": ("signed", "negative", "positive")},
-                     "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
-                     overridable=("divisor", "least"), of_integers=("divisor",), kernel=True, signs=("code",)),
-    "signmax": Scheme({"code": "code", "scale": "scale", "sums": "sums"}, ("code", "scale", "divisor"),
-                      {"divisor": None, "by": (*_BY, "ratio"), "ties": _TIES},
-                      "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
-                      importance=True, kernel=True, signs=("code",)),
-    "nested_absmax": Scheme({"code": "code", "scale": "nested", "super_scale": "whole"},
-                            ("code", "scale", "super_scale", "divisor", "empty"),
-                            {"divisor": None, "empty": None, "least": None, "amax": None, "by": ("stored", "inverse"),
-                             "ties": ("even", "zero"), "zeros": ("signed", "negative", "positive"),
-                             "precision": ("f32", "own")},
-                            "super-scale from the largest magnitude of the weight; scale = largest of the block / divisor, in "
-                            "its units",
-                            ("super_scale * scale * code", "scale / super_scale * code"), own=("precision",),
-                            overridable=("empty", "least", "amax"), which="divided", signs=("code",)),
-    "absmax_level": Scheme({"code": "count", "scale": "small"}, ("code", "scale"), {},
-                           "scale = largest magnitude of the block / largest level; of levels the nearest, of two the first",
-                           "scale * factor * level[code]", kernel=True, signs=("level",)),
-    "minmax": Scheme({"code": "code", "zero": "zero", "scale": "scale"}, ("code", "zero", "scale"),
-                     {"by": ("stored", "exact"), "symmetric": ("true", "false"), "rounds": ("quotient", "sum", "code"),
-                      "span": ("found", "full", "tight", "signed")},
-                     "scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0",
-                     "(code - zero) * scale"),
-    "scaled_zero": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
-                          "scale = range of the block / (2^bits - 1); zero = -scale * the code of 0", "code * scale + zero"),
-    "affine": Scheme({"code": "count", "scale": "scale", "min": "minimum"}, ("code", "scale", "min"), {},
-                     "min = the least weight of the block; scale = its range / (2^bits - 1)", "scale * code + min",
-                     importance=True),
-    "edge_affine": Scheme({"code": "count", "scale": "scale", "min": "minimum"}, ("code", "scale", "min"), {},
-                          "min = the end of the block of larger magnitude; scale = what makes 0 a code", "scale * code + min",
-                          kernel=True),
-    "meansign": Scheme({"code": "bit", "scale": "scale"}, ("code", "scale"), {},
-                       "scale = the mean magnitude of the block; a code says that the weight is not negative",
-                       "scale * (2 * code - 1)"),
-    "ternary": Scheme({"code": "count", "scale": "scale"}, ("code", "scale"), {},
-                      "scale = the mean magnitude of the block, or its inverse; codes of the nearest of -1, 0 and 1 times that",
-                      ("scale * (code - 1)", "(code - 1) / scale"), which="divided"),
-    "progressive": Scheme({"code": "count", "scale": "integer", "zero": "integer", "super_scale": "scale"},
-                          ("code", "scale", "zero", "super_scale", "divisor"), {"divisor": None},
-                          "weights in units of largest magnitude of the row / divisor are rounded, and these integers again by "
-                          "their range", "super_scale * (scale * code + zero)", across=False, of_rows=True),
-    "kquant_minmax": Scheme({"code": "count", "scale": "count", "min": "count", "super_scale": "scale", "super_min": "minimum"},
-                            ("code", "scale", "min", "super_scale", "super_min", "first", "step", "steps"),
-                            {"first": None, "step": None, "steps": None, "errors": ("squares", "magnitudes"), "spread": None},
-                            "scale and min by search for the least error; both in steps of the super-block's largest",
-                            "super_scale * scale * code - super_min * min", importance=True, own=("errors",), across=False),
-    "kquant_signmax": Scheme({"code": "integer", "scale": "integer", "super_scale": "scale"},
-                             ("code", "scale", "super_scale"),
-                             {"by": ("trials", "exchange"), "spread": None},
-                             "scale by search for the least error; in steps of the super-block's largest, sign and all",
-                             "super_scale * (scale - scale_offset) * (code - offset)", importance=True, own=("by",),
-                             across=False, signs=("code", "scale")),
-    "block_levels": Scheme({"code": "count", "scale": "scale"}, ("code", "scale"), {},
-                           "scale by search for the least error; codes of the nearest levels",
-                           "scale * levels[code]", importance=True, across=False, signs=("levels",)),
-    "kquant_levels": Scheme({"code": "count", "scale": "integer", "super_scale": "scale"}, ("code", "scale", "super_scale"), {},
-                            "scale by search for the least error, in steps of the super-block's largest, sign and all; codes of "
-                            "the nearest levels",
-                            "super_scale * (scale - scale_offset) * levels[code]", importance=True, across=False,
-                            signs=("scale", "levels")),
-    "grid_signs": Scheme({"code": "row", "sign": "row", "scale": "count", "super_scale": "scale"},
-                         ("code", "sign", "scale", "super_scale"), {},
-                         "rows, signs and scales by search for the least error; super-scale by a fit to them",
-                         ("super_scale * steps(scale) * grid[code, k] * signs[sign, k]",
-                          "super_scale * steps(scale) * grid[code, k] * (1 - 2 * sign)"), importance=True, across=False),
-    "grid_shifts": Scheme({"code": "row", "shift": "bit", "scale": "count", "super_scale": "scale"},
-                          ("code", "shift", "scale", "super_scale"), {},
-                          "rows, shifts and scales by search for the least error; super-scale by a fit to them",
-                          "super_scale * steps(scale) * (grid[code, k] + shifts(shift))", importance=True, across=False,
-                          signs=("grid",)),
-    "unit_absmax": Scheme({"code": "integer", "scale": "scale"}, ("code", "scale"), {},
-                          "scale = largest magnitude of the block; codes are w * (divisor / scale)", "scale * code / divisor",
-                          signs=("code",)),
-    "unit_level": Scheme({"code": "count", "scale": "scale"}, ("code", "scale"), {},
-                         "scale = largest magnitude of the block; codes of the levels nearest to w * (1 / scale)",
-                         "scale * level[code]", signs=("level",)),
-    "unit_level_nested": Scheme({"code": "count", "scale": "count", "super_scale": "scale", "offset": "minimum"},
-                                ("code", "scale", "super_scale", "offset"), {},
-                                "codes as unit_level's; offset = the mean of its scales, which are coded so less the offset",
-                                "level[code] * (entry[scale] * super_scale + offset)", signs=("level", "entry")),
-    "float_zero": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
-                         "scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both, unrounded",
-                         "(code - zero) * scale"),
-    "float_middle": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
-                           "scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by both, as stored",
-                           ("(code - offset) * scale + zero", "(code - offset) * scale - zero"), which="negated", kernel=True),
-    "kmeans": Scheme({"code": "count", "levels": "levels"}, ("code", "levels"), {},
-                     "levels of a stored table by k-means of the weights that share it; codes of the nearest levels",
-                     "levels[code]", importance=True),
-    "scaled_kmeans": Scheme({"code": "count", "scale": "scale", "levels": "levels"}, ("code", "scale", "levels"), {},
-                            "scale = largest magnitude of the block; levels of the one stored table by k-means of all weights "
-                            "over their scales; codes of the nearest levels", "scale * levels[code]", importance=True),
-    "least_squares": Scheme({"code": "code", "sign": "bit", "choice": "count", "scale": "power"}, ("code", "scale"), {},
-                            "scale by search for the least squared error; codes of the nearest values, of any table or formula",
-                            ("scale * values(code)", "scale * values(sign, code)", "scale * values(choice, code)",
-                             "scale * values(choice, sign, code)"), importance=True, signs=("values",)),
-    "least_squares_nested": Scheme({"code": "code", "sign": "bit", "choice": "count", "scale": "integer", "super_scale": "scale"},
-                                   ("code", "scale", "super_scale"), {},
-                                   "as least_squares; scales are steps of a super-scale of columns or of the row",
-                                   ("super_scale * steps(scale) * values(code)",
-                                    "super_scale * steps(scale) * values(sign, code)",
-                                    "super_scale * steps(scale) * values(choice, code)",
-                                    "super_scale * steps(scale) * values(choice, sign, code)"),
-                                   importance=True, across=False, of_rows=True, signs=("values",)),
-    "nearest": Scheme({"code": "float"}, ("code",), {}, "each weight is rounded to nearest, ties to even", "code"),
-}
+
+def _scheme(row: Mapping[str, Any]) -> Scheme:
+    """The scheme of a table's row."""
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values["options"] = {option: None if words == "number" else tuple(words) for option, words in row.get("options", {}).items()}
+    return Scheme(**values)
+
+
+SCHEMES = {name: _scheme(row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()}

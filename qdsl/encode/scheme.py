@@ -1,4 +1,4 @@
-"""The decorator of functions that implement an encode scheme of qdsl/core/schemes.py."""
+"""The decorator of functions that implement an encode scheme of qdsl/core/schemes.toml."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def scheme(function: _Function) -> _Function:
     needed, allowed = SCHEMES[function.__name__].arguments
     arguments = set(inspect.signature(function).parameters) - {"weight"}
     if not needed <= arguments <= allowed:
-        raise TypeError(f"{function.__name__} and its entry in core/schemes.py differ: "
+        raise TypeError(f"{function.__name__} and its entry in core/schemes.toml differ: "
                         f"{', '.join(sorted((needed - arguments) | (arguments - allowed)))}")
     return function

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,62 +35,10 @@ class GgmlType:
         return self.head + columns // self.elements * self.nbytes
 
 
-_TABLE = """
- 0 F32       1   4
- 1 F16       1   2
- 2 Q4_0     32  18
- 3 Q4_1     32  20
- 6 Q5_0     32  22
- 7 Q5_1     32  24
- 8 Q8_0     32  34
- 9 Q8_1     32  36
-10 Q2_K    256  84
-11 Q3_K    256 110
-12 Q4_K    256 144
-13 Q5_K    256 176
-14 Q6_K    256 210
-15 Q8_K    256 292
-16 IQ2_XXS 256  66
-17 IQ2_XS  256  74
-18 IQ3_XXS 256  98
-19 IQ1_S   256  50
-20 IQ4_NL   32  18
-21 IQ3_S   256 110
-22 IQ2_S   256  82
-23 IQ4_XS  256 136
-24 I8        1   1
-25 I16       1   2
-26 I32       1   4
-27 I64       1   8
-28 F64       1   8
-29 IQ1_M   256  56
-30 BF16      1   2
-31 Q4_0_4_4 32  18
-32 Q4_0_4_8 32  18
-33 Q4_0_8_8 32  18
-34 TQ1_0   256  54
-35 TQ2_0   256  66
-39 MXFP4    32  17
-40 NVFP4    64  36
-41 Q1_0    128  18
-42 Q2_0     64  18
-"""
-# Types of ik_llama.cpp, with the bytes ahead of a row.
-_IK_TABLE = """
-137 IQ2_K  256 76 0
-138 IQ3_K  256 110 0
-139 IQ4_K  256 144 0
-140 IQ5_K  256 176 0
-144 IQ4_KS 256 136 4
-146 IQ4_KSS 256 128 4
-202 Q4_0_R8   32  18 0
-220 IQ4_NL_R4 32  18 0
-"""
-
-TYPES = {type.id: type for type in (GgmlType(int(id), name, *map(int, sizes))
-                                    for id, name, *sizes in map(str.split, (_TABLE.strip() + _IK_TABLE).splitlines()))}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+TYPES = {id: GgmlType(id, name, *sizes) for name, (id, *sizes) in _TABLE["types"].items()}
 BY_NAME = {type.name: type for type in TYPES.values()}
-REMOVED = {4: "Q4_2", 5: "Q4_3", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
+REMOVED = {int(id): name for id, name in _TABLE["removed"].items()}
 
 # Types whose elements are numbers of torch's own, and what torch calls them.
 TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",

@@ -1,15 +1,13 @@
-"""Diffusion models in GGUF files: detects their architectures, and chooses a type for each tensor.
-
-Names and rules are those by which ComfyUI-GGUF (city96, Apache-2.0: tools/convert.py, tools/lcpp.patch) makes such files;
-those of qwen_image, which it reads and does not make, are ours.
-"""
+"""Diffusion models in GGUF files: detects their architectures, and chooses a type for each tensor, by diffusion.toml."""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.safetensors import shown
@@ -31,69 +29,16 @@ class Architecture:
     reshaped: rows that no block divides are stored as rows of 256.
     """
 
-    keys: tuple[tuple[str, ...], ...]
-    kept: tuple[str, ...]
-    whole: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
-    not_with: tuple[str, ...] = ()
+    keys: Sequence[Sequence[str]]
+    kept: Sequence[str]
+    whole: Sequence[str] = ()
+    exact: Sequence[str] = ()
+    not_with: Sequence[str] = ()
     reshaped: bool = False
 
 
-_FLUX = ("txt_in.", "img_in.", "time_in.", "vector_in.", "guidance_in.", "final_layer.")
-_UNET = ("class_embedding.", "time_embedding.", "add_embedding.", "time_embed.", "label_emb.", "conv_in.", "conv_out.")
-_SDXL_KEYS = ("add_embedding.linear_1.weight", "label_emb.0.0.weight")
-_UNET_ENDS = ("input_blocks.0.0.weight", "out.2.weight")
-
-ARCHITECTURES = {
-    "flux": Architecture((("double_blocks.0.img_attn.proj.weight",),), _FLUX,
-                         not_with=("transformer_blocks.0.attn.norm_added_k.weight",)),
-    "sd3": Architecture((("joint_blocks.0.x_block.attn.qkv.weight",),),
-                        ("final_layer.", "time_text_embed.", "context_embedder.", "t_embedder.", "y_embedder.", "x_embedder."),
-                        whole=("proj_out.weight", "pos_embed"), not_with=("transformer_blocks.0.attn.add_q_proj.weight",)),
-    "aura": Architecture((("double_layers.3.modX.1.weight",),), ("t_embedder.", "init_x_linear."),
-                         whole=("modF.1.weight", "cond_seq_linear.weight", "final_linear.weight", "positional_encoding",
-                                "register_tokens"),
-                         not_with=("joint_transformer_blocks.3.ff_context.out_projection.weight",)),
-    "hidream": Architecture((("caption_projection.0.linear.weight",
-                              "double_stream_blocks.0.block.ff_i.shared_experts.w3.weight"),),
-                            ("p_embedder.", "t_embedder.", "x_embedder.", "final_layer.", "caption_projection."),
-                            exact=(".ff_i.gate.weight", "img_emb.emb_pos")),
-    "cosmos": Architecture((("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_cross_attn.1.weight"),),
-                           ("p_embedder.", "t_embedder.", "t_embedding_norm.", "x_embedder.", "final_layer."),
-                           exact=("pos_embedder",)),
-    "ltxv": Architecture((("adaln_single.emb.timestep_embedder.linear_2.weight", "transformer_blocks.27.scale_shift_table",
-                           "caption_projection.linear_2.weight"),),
-                         ("adaln_single.", "caption_projection.", "patchify_proj.", "proj_out."), exact=("scale_shift_table",)),
-    "hyvid": Architecture((("double_blocks.0.img_attn_proj.weight",
-                            "txt_in.individual_token_refiner.blocks.1.self_attn_qkv.weight"),), _FLUX),
-    "wan": Architecture((("blocks.0.self_attn.norm_q.weight", "text_embedding.2.weight", "head.modulation"),),
-                        ("modulation.", "patch_embedding.", "text_embedding.", "time_projection.", "time_embedding.", "img_emb.",
-                         "head."), exact=(".modulation",)),
-    "sdxl": Architecture((("down_blocks.0.downsamplers.0.conv.weight", _SDXL_KEYS[0]),
-                          ("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight", "output_blocks.2.2.conv.weight",
-                           "output_blocks.5.2.conv.weight"), _SDXL_KEYS[1:]), _UNET, whole=_UNET_ENDS, reshaped=True),
-    "sd1": Architecture((("down_blocks.0.downsamplers.0.conv.weight",),
-                         ("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight", "input_blocks.9.0.op.weight",
-                          "output_blocks.2.1.conv.weight", "output_blocks.5.2.conv.weight", "output_blocks.8.2.conv.weight")),
-                        _UNET, whole=_UNET_ENDS, not_with=_SDXL_KEYS, reshaped=True),
-    "lumina2": Architecture((("cap_embedder.1.weight", "context_refiner.0.attention.qkv.weight"),),
-                            ("t_embedder.", "x_embedder.", "final_layer.", "cap_embedder.", "context_refiner.",
-                             "noise_refiner."), not_with=("context_refiner.0.attention.to_q.weight",)),
-    "qwen_image": Architecture((("transformer_blocks.0.img_mod.1.weight", "transformer_blocks.0.txt_mod.1.weight",
-                                 "transformer_blocks.0.attn.add_q_proj.weight"),),
-                               ("img_in.", "txt_in.", "time_text_embed.", "norm_out."), whole=("proj_out.weight",)),
-}
-
-_VALUES = ("attn_v.weight", ".to_v.weight", ".v.weight", ".attn.w1v.weight", ".attn.w2v.weight", "_attn.v_proj.weight")
-_FUSED = ("attn_qkv.weight", "attn.qkv.weight", "attention.qkv.weight")
-_DOWN = ("ffn_down", ".ffn.2.weight", ".ff.net.2.weight", ".mlp.layer2.weight", ".adaln_modulation_mlp.2.weight",
-         ".feed_forward.w2.weight")
-_BY_ROLE = {
-    "value": {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "Q4_K_M": "Q6_K", "Q5_K_M": "Q6_K"},
-    "fused": {"Q3_K_M": "Q4_K", "Q3_K_L": "Q4_K", "Q4_K_M": "Q5_K", "Q5_K_M": "Q6_K"},
-    "down": {"Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "Q4_K_S": "Q5_K", "Q4_K_M": "Q6_K", "Q5_K_M": "Q6_K", "Q4_0": "Q4_1",
-             "Q5_0": "Q5_1"},
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+ARCHITECTURES = {name: Architecture(**row) for name, row in _TABLE["architectures"].items()}
 _FIRST_VALUES = {"Q3_K_M": 2, "Q4_K_S": 4}                       # so many of the first values get Q5_K
 
 
@@ -151,7 +96,7 @@ def _choice(architecture: Architecture, tensor: Tensor, options: Options, seen: 
     wanted = named or default
     if named is None and not options.pure and default not in TORCH:
         role = _role(name)
-        wanted = _BY_ROLE.get(role, {}).get(options.mix.name, default)
+        wanted = _TABLE["roles"].get(role, {"types": {}})["types"].get(options.mix.name, default)
         if role == "value" and seen[role] < _FIRST_VALUES.get(options.mix.name, 0):
             wanted = "Q5_K"
         seen[role] += 1
@@ -159,12 +104,9 @@ def _choice(architecture: Architecture, tensor: Tensor, options: Options, seen: 
 
 
 def _role(name: str) -> str:
-    if any(part in name for part in _VALUES):
-        return "value"
-    if any(part in name for part in _FUSED):
-        return "fused"
     experts = "experts." in name and ".w2.weight" in name
-    return "down" if experts or any(part in name for part in _DOWN) else "other"
+    return next((role for role, row in _TABLE["roles"].items() if any(part in name for part in row["parts"])),
+                "down" if experts else "other")
 
 
 def _stays(architecture: Architecture, name: str, tensor: Tensor) -> bool:

@@ -1,16 +1,19 @@
 """Chooses the types that llama-quantize gives the tensors of a language model, from metadata, names and shapes alone.
 
-The rules and their order are those of llama.cpp's src/llama-quant.cpp (MIT), at ggml-org/llama.cpp@0c1e57098.
+The rules and their order are those of llama.cpp's src/llama-quant.cpp (MIT), at ggml-org/llama.cpp@0c1e57098; its tables are in
+mixes.toml.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.jobs.gguf import QuantizeError
@@ -25,51 +28,14 @@ class Mix:
     default: str | None
 
 
-MIXES = {name: Mix(name, number, default) for number, default, *names in (
-    (0, "F32", "F32"), (1, "F16", "F16"), (2, "Q4_0", "Q4_0"), (3, "Q4_1", "Q4_1"), (7, "Q8_0", "Q8_0"), (8, "Q5_0", "Q5_0"),
-    (9, "Q5_1", "Q5_1"), (10, "Q2_K", "Q2_K"), (11, "Q3_K", "Q3_K_S"), (12, "Q3_K", "Q3_K_M"), (13, "Q3_K", "Q3_K_L"),
-    (14, "Q4_K", "Q4_K_S"), (15, "Q4_K", "Q4_K_M"), (16, "Q5_K", "Q5_K_S"), (17, "Q5_K", "Q5_K_M"), (18, "Q6_K", "Q6_K"),
-    (19, "IQ2_XXS", "IQ2_XXS"), (20, "IQ2_XS", "IQ2_XS"), (21, "Q2_K", "Q2_K_S"), (22, "IQ3_S", "IQ3_XS"),
-    (23, "IQ3_XXS", "IQ3_XXS"), (24, "IQ1_S", "IQ1_S"), (25, "IQ4_NL", "IQ4_NL"), (26, "IQ3_S", "IQ3_S"),
-    (27, "IQ3_S", "IQ3_M"), (28, "IQ2_XS", "IQ2_S"), (29, "IQ2_S", "IQ2_M"), (30, "IQ4_XS", "IQ4_XS"), (31, "IQ1_M", "IQ1_M"),
-    (32, "BF16", "BF16"), (36, "TQ1_0", "TQ1_0"), (37, "TQ2_0", "TQ2_0"), (38, "MXFP4", "MXFP4_MOE"), (40, "Q1_0", "Q1_0"),
-    (41, "Q2_0", "Q2_0"), (None, None, "COPY")) for name in names}
-ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
-
-_TWO_BITS = ("IQ2_S", "IQ2_M")                                   # of the lowest mixes, those that keep more in IQ3_S
-_LOWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", *_TWO_BITS)
-_EMBEDDING = {**dict.fromkeys(_LOWEST, "Q2_K"), **dict.fromkeys((*_TWO_BITS, "IQ3_XXS"), "IQ3_S"),
-              **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "Q4_K")}
-_ATTENTION_OUTPUT = {"IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S", "Q2_K": "Q3_K",
-                     "IQ3_XXS": "IQ3_S", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_M": "Q4_K"}
-_ATTENTION_OUTPUT_OF_8 = (*_LOWEST, "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M",
-                          "IQ4_NL", "IQ4_XS")
-_FALLBACK = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
-             **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"), "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-_NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")  # the last two are of what weights are multiplied with
-# To which power importances count where 1, ggml's measure, costs perplexity: a search that follows it to the end spoils the other
-# columns.  These are ours alone; types whose bytes are ggml's have 1.
-IMATRIX_POWERS = {"IQ3_XXS": 0.5, "IQ3_S": 0.5}
-_IMATRIX_ONLY = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
-
-# What stays as it is: tensors of few rows or few values, of which a small error would spread.
-_KEPT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
-         "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "attn_rel_b.weight",
-         ".position_embd", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd", ".patch_merger", "a.rvq.codebook",
-         "mm.a.code_embd", *(f"time_mix_{part}.weight" for part in ("first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2",
-                                                                    "g1", "g2", "decay_w1", "decay_w2", "lerp_fused")))
-_KEPT_NAMES = ("position_embd.weight", "token_types.weight")
-_KEPT_OF = {"glm5-next": ("hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate",
-                          "indexer_compressor_ape", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight",
-                          "ssm_beta.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight")}
-_AT_LEAST_Q8 = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
-_LAYERS_OF_70B = {"deci": 80, "jais2": 68, "llama": 80, "llama-embed": 80, "olmo": 80, "qwen2": 80}
-
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_NAMES: Mapping[str, list[str]] = _TABLE
+_TYPES: Mapping[str, Mapping[str, str]] = _TABLE
+MIXES = {**{name: Mix(name, *row) for name, row in _TABLE["mixes"].items()}, "COPY": Mix("COPY", None, None)}
+ALIASES = _TYPES["aliases"]
+IMATRIX_POWERS: Mapping[str, float] = _TABLE["imatrix_powers"]
 OUTPUT = "output.weight"
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
-_ROLES = (("attn_qkv.weight", "value"), ("attn_kv_b.weight", "value"), ("attn_v.weight", "value"), ("attn_k.weight", "key"),
-          ("attn_q.weight", "query"), ("attn_output.weight", "attention output"), ("ffn_up", "up"), ("ffn_gate", "gate"),
-          ("ffn_down", "down"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +57,8 @@ class Model:
     def is_70b(self) -> bool:
         """Whether llama.cpp gives the narrow value projections of this size more bits."""
         wide = self.heads == self.heads_kv or self.experts == 8
-        return _LAYERS_OF_70B.get(self.architecture) == self.layers and not (self.architecture.startswith("llama") and wide)
+        is_other = self.architecture.startswith("llama") and wide
+        return bool(_TABLE["layers_of_70b"].get(self.architecture) == self.layers) and not is_other
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +134,7 @@ def mix_of(name: str) -> Mix:
 
 def types() -> list[str]:
     """The ggml names of the types that store weights."""
-    return [type for type in BY_NAME if type not in _NO_WEIGHTS]
+    return [type for type in BY_NAME if type not in _NAMES["no_weights"]]
 
 
 def type_named(name: str) -> str:
@@ -203,23 +170,23 @@ def choose(model: Model, tensors: Iterable[Tensor], options: Options) -> dict[st
 
 def requires_imatrix(name: str, type: str, mix: str) -> bool:
     """Whether a tensor would be garbage in a type without an importance matrix."""
-    return name != OUTPUT and name not in EMBEDDINGS and (type in _IMATRIX_ONLY or (type == "Q2_K" and mix == "Q2_K_S"))
+    return name != OUTPUT and name not in EMBEDDINGS and (type in _NAMES["imatrix_only"] or (type == "Q2_K" and mix == "Q2_K_S"))
 
 
 def is_kept(tensor: Tensor, leave_output: bool = False, architecture: str = "") -> bool:
     """Whether a tensor of a language model keeps its type: vectors, norms, routers and other small ones."""
     name = tensor.name
-    return tensor.rank < 2 or not name.endswith("weight") or name in _KEPT_NAMES or (leave_output and name == OUTPUT) \
-        or any(part in name for part in (*_KEPT, *_KEPT_OF.get(architecture, ())))
+    return tensor.rank < 2 or not name.endswith("weight") or name in _NAMES["kept_names"] or (leave_output and name == OUTPUT) \
+        or any(part in name for part in (*_NAMES["kept"], *_TABLE["kept_of"].get(architecture, ())))
 
 
 def fitting(tensor: Tensor, wanted: str) -> Choice:
     """The wanted type, or one of smaller blocks where rows are not a multiple of its blocks.  Raises QuantizeError."""
     type = wanted
     if tensor.columns % BY_NAME[wanted].elements:
-        if wanted not in _FALLBACK and BY_NAME[wanted].elements > 32:
+        if wanted not in _TYPES["fallback"] and BY_NAME[wanted].elements > 32:
             raise QuantizeError(f"{_indivisible(tensor, wanted)}, for which there is no type to fall back on")
-        type = _FALLBACK.get(wanted, wanted)
+        type = _TYPES["fallback"].get(wanted, wanted)
         if tensor.columns % BY_NAME[type].elements:
             type = "F16"
     return Choice(type, wanted)
@@ -234,7 +201,7 @@ def place_of(tensor: Tensor) -> tuple[int, bytes]:
 def _role(name: str) -> str:
     if name == OUTPUT:
         return "output"
-    return "embedding" if name in EMBEDDINGS else next((role for part, role in _ROLES if part in name), "other")
+    return "embedding" if name in EMBEDDINGS else next((role for part, role in _TYPES["roles"].items() if part in name), "other")
 
 
 class _Rules:
@@ -264,7 +231,7 @@ class _Rules:
 
     def _mixed(self, tensor: Tensor, role: str, default: str) -> str:
         architecture = self.model.architecture
-        if any(part in tensor.name for part in _AT_LEAST_Q8.get(architecture, ())):
+        if any(part in tensor.name for part in _TABLE["at_least_q8"].get(architecture, ())):
             return "Q8_0"
         if role == "output" or (self.tied and role == "embedding"):
             return self.options.output or self._output(tensor, default)
@@ -272,19 +239,19 @@ class _Rules:
             stacked = tensor.experts > 1 and (architecture != "bailingmoe3" or role in ("up", "gate", "down"))
             return "MXFP4" if stacked else "Q8_0"
         if role == "embedding":
-            return _EMBEDDING.get(self.mix, default)
+            return _TYPES["embedding"].get(self.mix, default)
         counted = self.seen[role]
-        type = self._lowest(role, counted) if self.mix in _LOWEST else self._usual(tensor.name, role, counted, default)
+        type = self._lowest(role, counted) if self.mix in _NAMES["lowest"] else self._usual(tensor.name, role, counted, default)
         self.seen[role] += 1
         return type or default
 
     def _output(self, tensor: Tensor, default: str) -> str:
         if self.mix == "MXFP4_MOE" or default == "Q8_0" or self.is_falcon or tensor.columns % BY_NAME[default].elements:
             return "Q8_0"
-        return "Q5_K" if self.mix in (*_LOWEST, "IQ3_XXS") else "Q6_K"
+        return "Q5_K" if self.mix in (*_NAMES["lowest"], "IQ3_XXS") else "Q6_K"
 
     def _lowest(self, role: str, counted: int) -> str | None:
-        more = "IQ3_S" if self.mix in _TWO_BITS else "Q2_K"
+        more = "IQ3_S" if self.mix in _NAMES["two_bits"] else "Q2_K"
         if role == "value":
             return "Q4_K" if self.model.heads_per_kv >= 4 or self.model.experts >= 4 else more
         if role == "key":
@@ -313,11 +280,11 @@ class _Rules:
         return None
 
     def _attention_output(self) -> str | None:
-        if self.is_falcon and self.mix not in _LOWEST:
+        if self.is_falcon and self.mix not in _NAMES["lowest"]:
             return "Q4_K" if self.mix == "Q3_K_L" else None
         if self.model.experts == 8:
-            return "Q5_K" if self.mix in _ATTENTION_OUTPUT_OF_8 else None
-        return _ATTENTION_OUTPUT.get(self.mix)
+            return "Q5_K" if self.mix in _NAMES["attention_output_of_8"] else None
+        return _TYPES["attention_output"].get(self.mix)
 
     def _value(self, place: int, default: str) -> str:
         type = "Q8_0" if self.model.experts == 8 else self._dense_value(place) or default
