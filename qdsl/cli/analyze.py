@@ -10,16 +10,14 @@ from typing import Annotated, Any
 import typer
 
 import qdsl
-from qdsl.cli.app import Json, Params, app, fail, one_of, print_table, read_param, reported
+from qdsl.cli.app import app, fail, one_of, print_table, reported
+from qdsl.cli.options import Extents, Json, Params, Rows, Spec, Storage, read_param
 
 
 @app.command()
-def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
-            storage: Annotated[str | None, typer.Option("--storage", help="A storage; the format's first by default.")] = None,
-            param: Params = None,
+def analyze(spec: Spec, storage: Storage = None, param: Params = None,
             kernel: Annotated[list[str] | None, typer.Option("--kernel", help="linear, the default, or dequantize.")] = None,
-            rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
-            shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
+            rows: Rows = 1, shape: Extents = None,
             x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
             arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_75 to sm_120, gfx942, gfx950 or gfx1201.")] = None,
             gpu: Annotated[list[str] | None, typer.Option("--gpu", help="As h100; an unknown name prints all.")] = None,
@@ -65,11 +63,8 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
 
 
 @app.command()
-def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
-            storage: Annotated[str | None, typer.Option("--storage", help="A storage; the format's first by default.")] = None,
-            param: Params = None,
-            rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
-            shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
+def explain(spec: Spec, storage: Storage = None, param: Params = None,
+            rows: Rows = 1, shape: Extents = None,
             x: Annotated[str, typer.Option("--x", help="The type of x and the result: bf16 or f16; f32 on a CPU.")] = "bf16",
             gpu: Annotated[list[str] | None, typer.Option("--gpu", help="As h100, or cpu; others print all.")] = None,
             as_json: Json = False) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from errno import ENOENT
 from importlib import import_module
 from importlib.util import find_spec
@@ -59,20 +59,6 @@ app = Commands(name="qdsl", cls=_Commands, no_args_is_help=True, add_completion=
                context_settings={"help_option_names": ["-h", "--help"]},
                help="Read, convert, quantize and run models with quantized weights, and compile formats of your own from a spec.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
-PRODUCER_HELP = "Whose settings the config gets, such as fp8 for vLLM's own FP8; by default the first producer of the storage."
-ALLOW_HELP = "Go on where settings or tensors change the model and are not computed, or not understood."
-SHARD_HELP = "Write only the I-th of N parts, from 1; `merge-index` completes the folder after all of them."
-JOBS_HELP = "Processes; by default as many as processors and memory allow."
-Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help=JOBS_HELP)]
-Shard = Annotated[str | None, typer.Option("--shard", help=SHARD_HELP)]
-Params = Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP)]
-OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder to write.", show_default=False)]
-AllowUnknown = Annotated[bool, typer.Option("--allow-unknown", help=ALLOW_HELP)]
-Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
-         "TIB": 1 << 40}
 LONGEST = 4000                                                   # characters of a line of a message: some quote a file
 SHOWN = 50                                                       # the most differences or notes that are printed
 
@@ -196,14 +182,6 @@ def needs(what: str, extras: str, *packages: str) -> None:
              f"{install_command(extras)}", 2)
 
 
-def refuse_options(context: typer.Context, heading: str, reason: str) -> None:
-    """Exit with code 2 for a used option whose help has a heading.  reason: what such options are for."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if getattr(parameter, "rich_help_panel", None) == heading and source is not None and source.name != "DEFAULT":
-            fail(f"{parameter.opts[0]} is for {reason}", 2)
-
-
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """Exit at SIGTERM as at an interrupt, so that temporary files are removed."""
@@ -227,50 +205,6 @@ def _local(ref: str) -> Path:
 def input_argument(help: str) -> Any:
     """An argument for a file or folder that is read, which may be remote."""
     return typer.Argument(parser=_local, help=help, show_default=False)
-
-
-def read_param(text: str) -> tuple[str, Any]:
-    """Parses key=value of --param; values are true, false, integers, floats, or strings."""
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        fail(f"--param is key=value, not '{text}'", 2)
-    for read in (int, float):
-        with suppress(ValueError):
-            return key, read(value)
-    return key, {"true": True, "false": False}.get(value.lower(), value)
-
-
-def read_size(text: str) -> int:
-    """Parses a size in bytes, such as 20GB, 20 GiB or 49152.  Exits with code 2 for other text, and where a unit seems to be
-    missing.
-    """
-    digits = text.strip().rstrip("BbIiKkMmGgTt ")
-    unit = text.strip()[len(digits):].strip().upper()
-    if unit not in UNITS or not digits.replace(".", "", 1).isdecimal():
-        fail(f"{text!r} is no size; expected one such as 20GB or 20GiB", 2)
-    if not unit and float(digits) < UNITS["KIB"]:
-        fail(f"{text!r} without a unit is a number of bytes; write {digits}GB or {digits}GiB, or {digits}B", 2)
-    return int(float(digits) * UNITS[unit])
-
-
-def read_part(text: str) -> tuple[int, int]:
-    """Parses I/N of --shard: the number of the part, from 1, and the number of parts."""
-    place, _, count = text.partition("/")
-    if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
-        fail(f"--shard is I/N with I from 1 to N, not '{text}'", 2)
-    return int(place), int(count)
-
-
-def read_patterns(patterns: list[str] | None) -> tuple[str, ...]:
-    """The regular expressions of --skip.  Exits with code 2 for an invalid one."""
-    import re
-
-    for pattern in patterns or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            fail(f"--skip '{pattern}' is no regular expression: {error}", 2)
-    return tuple(patterns or ())
 
 
 def print_report(report: dict[str, Any], as_json: bool) -> bool:

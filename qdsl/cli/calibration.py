@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from qdsl.cli.app import fail, needs, refuse_options, reported
+from qdsl.cli.app import fail, needs, reported
+from qdsl.cli.options import refuse_options
 
 if TYPE_CHECKING:
     from qdsl.jobs.calibrate import Sampling

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import Json, app, print_table, read_size, reported
+from qdsl.cli.app import app, print_table, reported
+from qdsl.cli.options import Json, read_size
 
 
 @app.command()

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, Jobs, Json, app, fail, input_argument, needs, read_size, reported, width
+from qdsl.cli.app import SHOWN, app, fail, input_argument, needs, reported, width
 from qdsl.cli.model_class import layer_shapes
+from qdsl.cli.options import Jobs, Json, read_size
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 from qdsl.host.progress import CHECK, COMPARE

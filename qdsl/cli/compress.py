@@ -7,23 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import (
-    SHOWN,
-    Force,
-    Jobs,
-    Json,
-    OutFolder,
-    Shard,
-    app,
-    exit_on_sigterm,
-    fail,
-    input_argument,
-    one_of,
-    print_report,
-    read_part,
-    reported,
-)
+from qdsl.cli.app import SHOWN, app, exit_on_sigterm, fail, input_argument, one_of, print_report, reported
 from qdsl.cli.model_class import missing_in, model_shapes
+from qdsl.cli.options import Force, Jobs, Json, OutFolder, Shard, read_part
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 

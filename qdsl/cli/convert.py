@@ -9,28 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import (
-    PRODUCER_HELP,
+from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, print_report, print_table, reported
+from qdsl.cli.compress import print_compressed, print_restored
+from qdsl.cli.model_class import compared, layer_shapes, model_shapes
+from qdsl.cli.options import (
     AllowUnknown,
     Force,
     Jobs,
     Json,
     OutFolder,
     Params,
+    Producer,
     Shard,
-    app,
-    exit_on_sigterm,
-    fail,
-    input_argument,
-    print_report,
-    print_table,
     read_param,
     read_part,
     read_patterns,
-    reported,
 )
-from qdsl.cli.compress import print_compressed, print_restored
-from qdsl.cli.model_class import compared, layer_shapes, model_shapes
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted, name_key
 
@@ -43,7 +37,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
             requantize: Annotated[str | None, typer.Option("--requantize", help="A format, or FORMAT.STORAGE, that all quantized "
                                                            "layers are to have: numbers change, and it says how much.")] = None,
             param: Params = None,
-            producer: Annotated[str | None, typer.Option("--producer", help=PRODUCER_HELP)] = None,
+            producer: Producer = None,
             skip: Annotated[list[str] | None, typer.Option("--skip", help="A regular expression for layers that stay as they "
                                                              "are: whole names, or parts between dots.")] = None,
             keep_misfits: Annotated[bool, typer.Option("--keep-misfits", help="Leave layers as they are that the storage cannot "

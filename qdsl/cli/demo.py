@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import Json, app, fail, print_table, reported
+from qdsl.cli.app import app, fail, print_table, reported
+from qdsl.cli.options import Json
 
 
 @app.command()

@@ -10,25 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import (
-    JOBS_HELP,
-    SHARD_HELP,
-    AllowUnknown,
-    Force,
-    Json,
-    app,
-    exit_on_sigterm,
-    fail,
-    input_argument,
-    one_of,
-    os_message,
-    print_report,
-    read_part,
-    read_patterns,
-    refuse_options,
-    reported,
-)
+from qdsl.cli import options as shared
+from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, one_of, os_message, print_report, reported
 from qdsl.cli.model_class import compared, layer_shapes
+from qdsl.cli.options import AllowUnknown, Force, Json, headed, read_part, read_patterns, refuse_options
 from qdsl.cli.progress import progress
 from qdsl.core.text import counted
 
@@ -42,11 +27,10 @@ def dequantize(context: typer.Context,
                out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE|FOLDER", show_default=False,
                                                  help="The .safetensors file to write; of a folder, the folder.")],
                dtype: Annotated[str, typer.Option("--dtype", metavar="f32|bf16|f16", help="f32 is exact.")] = "f32",
-               jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, rich_help_panel=FOLDERS, help=JOBS_HELP)] = None,
-               skip: Annotated[list[str] | None, typer.Option("--skip", rich_help_panel=FOLDERS, help="A regular expression for "
-                                                              "layers that stay quantized: whole names, or parts between dots."),
-                               ] = None,
-               shard: Annotated[str | None, typer.Option("--shard", help=SHARD_HELP, rich_help_panel=FOLDERS)] = None,
+               jobs: Annotated[int | None, headed(FOLDERS, "--jobs", "-j", min=1, help=shared.JOBS_HELP)] = None,
+               skip: Annotated[list[str] | None, headed(FOLDERS, "--skip", help="A regular expression for layers that stay "
+                                                        "quantized: whole names, or parts between dots.")] = None,
+               shard: Annotated[str | None, headed(FOLDERS, "--shard", help=shared.SHARD_HELP)] = None,
                force: Force = False, allow_unknown: AllowUnknown = False, as_json: Json = False) -> None:
     """Write the weights of a quantized model as plain floats: a GGUF file as a safetensors file, a folder as a folder.
 

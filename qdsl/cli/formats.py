@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Force, Json, app, fail, os_message, print_table, reported
+from qdsl.cli.app import app, fail, os_message, print_table, reported
+from qdsl.cli.options import Force, Json, Spec
 from qdsl.core.text import counted, name_key
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _checked(name: str) -> tuple[dict[str, Any], list[str]]:
 
 
 @app.command()
-def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
+def test(spec: Spec,
          golden: Annotated[Path | None, typer.Option("--golden", help="A .npz or .safetensors file of stored tensors, and the "
                                                                       "weights as 'expected'.")] = None,
          as_json: Json = False) -> None:
@@ -193,7 +194,7 @@ def list_(as_json: Json = False) -> None:
 
 
 @app.command()
-def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
+def show(spec: Spec,
          svg: Annotated[Path | None, typer.Option("--svg", help="Write the bit picture to this file; - prints it.")] = None,
          program: Annotated[bool, typer.Option("--program", help="Print the typed programs.")] = False,
          force: Force = False, as_json: Json = False) -> None:

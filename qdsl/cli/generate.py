@@ -7,25 +7,15 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import (
-    AllowUnknown,
-    Force,
-    Json,
-    Params,
-    app,
-    fail,
-    needs,
-    read_param,
-    refuse_options,
-    reported,
-    without_controls,
-)
+from qdsl.cli.app import app, fail, needs, reported, without_controls
 from qdsl.cli.models import Device, DType, MatchDense, format_name, print_allowed, running
+from qdsl.cli.options import AllowUnknown, Force, Json, Params, headed, read_param, refuse_options
 
 if TYPE_CHECKING:
     from qdsl.models.generation import Conversation, Generation
@@ -34,15 +24,7 @@ if TYPE_CHECKING:
 TEXT, IMAGE = "Language models", "Pipelines of diffusers"        # headings of options that are for one kind of model
 ASK = "> "
 MOST_THREADS = 4 * (os.cpu_count() or 1)                         # more only wait for one another, until none can be started
-
-
-def _text(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=TEXT, **more)
-
-
-def _image(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=IMAGE, **more)
-
+_text, _image = (partial(headed, heading) for heading in (TEXT, IMAGE))
 
 AnyModel = Annotated[str, typer.Argument(help="A folder or a repository of a language model, or of a pipeline of diffusers; or a "
                                               "GGUF file.", show_default=False)]

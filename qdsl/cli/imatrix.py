@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import Force, app, input_argument, needs, reported
+from qdsl.cli.app import app, input_argument, needs, reported
 from qdsl.cli.models import Device, running
+from qdsl.cli.options import Force
 from qdsl.cli.progress import progress
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Force, Json, app, fail, reported
+from qdsl.cli.app import app, fail, reported
+from qdsl.cli.options import Force, Json
 
 if TYPE_CHECKING:
     from qdsl.infer.run import Inferred

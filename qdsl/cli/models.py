@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import AllowUnknown, Force, Json, app, fail, needs, one_of, read_param, reported, without_controls
+from qdsl.cli.app import app, fail, needs, one_of, reported, without_controls
+from qdsl.cli.options import AllowUnknown, Force, Json, read_param
 from qdsl.cli.progress import progress
 from qdsl.cli.words import DTYPES
 from qdsl.host.progress import SAMPLES

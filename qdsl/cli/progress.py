@@ -43,7 +43,6 @@ class Meter:
 
     @property
     def done(self) -> float:
-        """Bytes that are done."""
         return min(self.total, max(self._reported, self.counters.done))
 
     @property

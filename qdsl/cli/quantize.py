@@ -4,96 +4,75 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qdsl.cli.app import (
-    PARAM_HELP,
-    PRODUCER_HELP,
-    SHARD_HELP,
-    AllowUnknown,
-    Force,
-    Jobs,
-    Json,
-    app,
-    exit_on_sigterm,
-    fail,
-    input_argument,
-    print_table,
-    read_param,
-    read_part,
-    read_patterns,
-    refuse_options,
-    reported,
-)
+from qdsl.cli import options as shared
+from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, print_table, reported
 from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of
 from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
 from qdsl.cli.model_class import missing_in
+from qdsl.cli.options import AllowUnknown, Force, Jobs, Json, headed, read_param, read_part, read_patterns, refuse_options
 from qdsl.cli.progress import progress
 
 if TYPE_CHECKING:
     from qdsl.jobs.gguf.mixes import Options
 
 GGUF, FOLDER = "GGUF files, with --type", "Folders, with --format"   # headings of options that are for one of the two
+_gguf, _folder, _calibrated = (partial(headed, heading) for heading in (GGUF, FOLDER, HEADING))
+
+Mix = Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as Q4_K_M, or "
+                                         "COPY.", show_default=False)]
+Format = Annotated[str | None, typer.Option("--format", "-f", metavar="FORMAT[.STORAGE]", help="Write a folder of safetensors, "
+                                            "such as fp8_block.", show_default=False)]
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE|FOLDER", help="The GGUF file or the folder to write.")]
+Svg = Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")]
+Storage = Annotated[str | None, _folder("--storage", help="Of the format; its first by default.")]
+Param = Annotated[list[str] | None, _folder("--param", help=shared.PARAM_HELP)]
+Producer = Annotated[str | None, _folder("--producer", help=shared.PRODUCER_HELP)]
+Skip = Annotated[list[str] | None, _folder("--skip", help="A regular expression for layers that stay plain: whole names, or "
+                                                          "parts between dots.")]
+Component = Annotated[list[str] | None, _folder("--component", help="A model of several, such as transformer, that is quantized; "
+                                                                    "by default all but autoencoders.")]
+Shard = Annotated[str | None, _folder("--shard", help=shared.SHARD_HELP)]
+Imatrix = Annotated[Path | None, _gguf("--imatrix", help="How much columns matter, as llama-imatrix writes it.")]
+Power = Annotated[float | None, _gguf("--imatrix-power", min=0, max=1, help="To which power importances count: 1 is ggml's "
+                                      "measure, 0 none; by default 0.5 for IQ3, else 1.")]
+Pure = Annotated[bool, _gguf("--pure", help="One type for all matrices.")]
+TensorType = Annotated[list[str] | None, _gguf("--tensor-type", help="PATTERN=TYPE for tensors whose names the regular "
+                                               "expression is found in; the first that fits counts.")]
+OutputType = Annotated[str | None, _gguf("--output-tensor-type", help="A type for output.weight.")]
+EmbeddingType = Annotated[str | None, _gguf("--token-embedding-type", help="A type for the token embedding.")]
+LeaveOutput = Annotated[bool, _gguf("--leave-output-tensor", help="Keep output.weight as it is.")]
+Requantize = Annotated[bool, _gguf("--allow-requantize", help="Take weights that are quantized already, for a worse model.")]
+Arch = Annotated[str | None, _gguf("--arch", help="A diffusion model's architecture, such as flux.")]
+DryRun = Annotated[bool, _gguf("--dry-run", help="Show types and sizes; write nothing.")]
+Calibrate = Annotated[Path | None, typer.Option("--calibrate", metavar="TEXT", help="Run the model on this text, and choose "
+                                                "codes by what its layers get as inputs.")]
+Samples = Annotated[int, _calibrated("--samples", min=1, help="Runs of tokens.")]
+Length = Annotated[int, _calibrated("--length", min=4, help="Tokens of a run.")]
+Method = Annotated[str | None, _calibrated("--method", help="importance: the inputs choose scales alone; by default the codes, "
+                                                            "too.")]
+Sequential = Annotated[bool, _calibrated("--sequential/--one-shot", help="Give each block the outputs of the quantized block "
+                                         "before it, or of the plain one.")]
+Device = Annotated[str | None, _calibrated("--device", help="That runs the model, such as cuda; by default a GPU where there is "
+                                                            "one.")]
 
 
 @app.command()
 def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGUF or .safetensors file, or a folder.")],
-             mix: Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as "
-                                                     "Q4_K_M, or COPY.", show_default=False)] = None,
-             format: Annotated[str | None, typer.Option("--format", "-f", metavar="FORMAT[.STORAGE]", help="Write a folder of "
-                                                        "safetensors, such as fp8_block.", show_default=False)] = None,
-             out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE|FOLDER",
-                                                      help="The GGUF file or the folder to write.")] = None,
-             jobs: Jobs = None, force: Force = False, allow_unknown: AllowUnknown = False,
-             svg: Annotated[Path | None, typer.Option("--svg", help="Draw what quantizing cost into this file.")] = None,
-             storage: Annotated[str | None, typer.Option("--storage", help="Of the format; its first by default.",
-                                                         rich_help_panel=FOLDER)] = None,
-             param: Annotated[list[str] | None, typer.Option("--param", help=PARAM_HELP, rich_help_panel=FOLDER)] = None,
-             producer: Annotated[str | None, typer.Option("--producer", help=PRODUCER_HELP, rich_help_panel=FOLDER)] = None,
-             skip: Annotated[list[str] | None, typer.Option("--skip", help="A regular expression for layers that stay plain: "
-                                                              "whole names, or parts between dots.",
-                                                              rich_help_panel=FOLDER)] = None,
-             component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
-                                  "that is quantized; by default all but autoencoders.", rich_help_panel=FOLDER)] = None,
-             shard: Annotated[str | None, typer.Option("--shard", help=SHARD_HELP, rich_help_panel=FOLDER)] = None,
-             imatrix: Annotated[Path | None, typer.Option("--imatrix", help="How much columns matter, as llama-imatrix "
-                                                                            "writes it.", rich_help_panel=GGUF)] = None,
-             imatrix_power: Annotated[float | None, typer.Option("--imatrix-power", min=0, max=1, help="To which power "
-                                      "importances count: 1 is ggml's measure, 0 none; by default 0.5 for IQ3, else 1.",
-                                      rich_help_panel=GGUF)] = None,
-             pure: Annotated[bool, typer.Option("--pure", help="One type for all matrices.", rich_help_panel=GGUF)] = False,
-             tensor_type: Annotated[list[str] | None, typer.Option("--tensor-type", help="PATTERN=TYPE for tensors whose names "
-                                    "the regular expression is found in; the first that fits counts.",
-                                    rich_help_panel=GGUF)] = None,
-             output_type: Annotated[str | None, typer.Option("--output-tensor-type", help="A type for output.weight.",
-                                                             rich_help_panel=GGUF)] = None,
-             embedding_type: Annotated[str | None, typer.Option("--token-embedding-type", help="A type for the token embedding.",
-                                                                rich_help_panel=GGUF)] = None,
-             leave_output: Annotated[bool, typer.Option("--leave-output-tensor", help="Keep output.weight as it is.",
-                                                        rich_help_panel=GGUF)] = False,
-             requantize: Annotated[bool, typer.Option("--allow-requantize", help="Take weights that are quantized already, for "
-                                                                                 "a worse model.", rich_help_panel=GGUF)] = False,
-             arch: Annotated[str | None, typer.Option("--arch", help="A diffusion model's architecture, such as flux.",
-                                                      rich_help_panel=GGUF)] = None,
-             dry_run: Annotated[bool, typer.Option("--dry-run", help="Show types and sizes; write nothing.",
-                                                   rich_help_panel=GGUF)] = False,
-             calibrate: Annotated[Path | None, typer.Option("--calibrate", metavar="TEXT", help="Run the model on this text, and "
-                                  "choose codes by what its layers get as inputs.")] = None,
-             samples: Annotated[int, typer.Option("--samples", min=1, help="Runs of tokens.",
-                                                  rich_help_panel=HEADING)] = 128,
-             length: Annotated[int, typer.Option("--length", min=4, help="Tokens of a run.",
-                                                 rich_help_panel=HEADING)] = 2048,
-             method: Annotated[str | None, typer.Option("--method", help="importance: the inputs choose scales alone; by default "
-                                                        "the codes, too.", rich_help_panel=HEADING)] = None,
-             sequential: Annotated[bool, typer.Option("--sequential/--one-shot", help="Give each block the outputs of the "
-                                   "quantized block before it, or of the plain one.", rich_help_panel=HEADING)] = True,
-             device: Annotated[str | None, typer.Option("--device", help="That runs the model, such as cuda; by default a GPU "
-                               "where there is one.", rich_help_panel=HEADING)] = None,
-             as_json: Json = False) -> None:
+             mix: Mix = None, format: Format = None, out: Out = None, jobs: Jobs = None, force: Force = False,
+             allow_unknown: AllowUnknown = False, svg: Svg = None, storage: Storage = None, param: Param = None,
+             producer: Producer = None, skip: Skip = None, component: Component = None, shard: Shard = None,
+             imatrix: Imatrix = None, imatrix_power: Power = None, pure: Pure = False, tensor_type: TensorType = None,
+             output_type: OutputType = None, embedding_type: EmbeddingType = None, leave_output: LeaveOutput = False,
+             requantize: Requantize = False, arch: Arch = None, dry_run: DryRun = False, calibrate: Calibrate = None,
+             samples: Samples = 128, length: Length = 2048, method: Method = None, sequential: Sequential = True,
+             device: Device = None, as_json: Json = False) -> None:
     """Write a model in smaller types, as a GGUF file or as a folder, and print what that cost in quality.
 
     --type takes llama-quantize's mixes.  --format takes qdsl's formats.  Run the same command again to resume.

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import Json, app, fail, needs, print_table, reported
+from qdsl.cli.app import app, fail, needs, print_table, reported
 from qdsl.cli.generate import Base, Exact, Threads
 from qdsl.cli.models import Device, DType, Model, running
+from qdsl.cli.options import Json
 
 SERVER = ("pydantic", "fastapi", "uvicorn", "openai")            # packages of transformers' server
 

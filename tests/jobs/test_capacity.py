@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from qdsl.checkpoint.files.safetensors import CheckpointError, laid_out, write
 from qdsl.cli import app
-from qdsl.cli.app import Failure, read_size
+from qdsl.cli.app import Failure
+from qdsl.cli.options import read_size
 from qdsl.generated import fp8_channel, nvfp4_ct, q8_0
 from qdsl.jobs.compress.run import compress
 from qdsl.jobs.compress.units import Aim

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from qdsl.checkpoint.detect.layer_weights import weights
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.cli.app import read_param
+from qdsl.cli.options import read_param
 from qdsl.jobs.convert import run
 from qdsl.jobs.convert.aim import aimed
 from tests.support import language_models
