@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,16 +16,21 @@ from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.targets import with_storage
 
 
-class Weights(Protocol):
-    """Weights that qdsl reads, and in `state` the plain tensors among them, which transformers loads.
+@dataclass(eq=False)
+class Weights:
+    """Weights that qdsl reads, and in `state` the plain tensors among them, which transformers loads after packed layers.
 
-    names: a model's names for those of the files, None where they are the same.  open: the files as a checkpoint.
+    open(model, names): the files as a checkpoint.  names(model, rules): a model's names for those of the files, None where they
+    are the same.
     """
 
-    state: dict[str, Tensor]
+    open: Callable[[Any, Any], Checkpoint]
+    names: Callable[[Any, list[Any]], Any] = lambda model, rules: None
+    state: dict[str, Tensor] = field(default_factory=dict)
 
-    def names(self, model: Any, rules: list[Any]) -> Any: ...
-    def open(self, model: Any, names: Any) -> Checkpoint: ...
+    def __deepcopy__(self, memo: Any) -> Weights:
+        """Itself: transformers copies configs, and `state` is filled once."""
+        return self
 
 
 class Method(StrEnum):
@@ -94,5 +100,4 @@ class QdslConfig(QuantizationConfigMixin):
         return {"quant_method": OWN, **{key: value for key, value in named.items() if value is not None}, **self.params}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """As `to_dict`."""
         return self.to_dict()

@@ -6,14 +6,12 @@ import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from qdsl.checkpoint.checkpoint import Checkpoint
@@ -27,40 +25,20 @@ from qdsl.models.base import Base, check_described, complete, stored_config
 from qdsl.models.conversions import Conversions
 from qdsl.models.names import Names
 from qdsl.models.save import QUANTIZATION
-from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.config import QdslConfig, Weights
 
 REMEDY = "pass base=, a folder or repository of the model that it was made of"
 
 
-@dataclass(eq=False)
-class FolderWeights:
-    """A folder, its base, and in `state` the plain tensors that transformers loads, filled when packed layers are placed.
-
-    config: that describes the model, without the folder's quantization settings.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    base: Base | None = None
-    verify: bool = False
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def names(self, model: Any, rules: list[Any]) -> Conversions:
-        """The names of a model for those of the folder."""
-        return Conversions(model, rules)
-
-    def open(self, model: Any, names: Conversions) -> Checkpoint:
-        """The completed folder.  Raises CheckpointError for damaged files."""
-        if self.verify:
-            checksums.check(self.path, is_optional=True)
-        source = FolderSource(Folder(self.path))
-        model.tie_weights()
-        complete(source, Names(model), self.config, self.base, lambda full: names.target(full)[0])
-        return Checkpoint(self.path, {"": source})
-
-    def __deepcopy__(self, memo: Any) -> FolderWeights:
-        """Itself: transformers copies configs, and `state` is filled once."""
-        return self
+def _completed(path: Path, config: Mapping[str, Any], base: Base | None, is_verified: bool, model: Any, names: Conversions,
+               ) -> Checkpoint:
+    """A folder, completed for a model.  config: without quantization settings.  Raises CheckpointError for damaged files."""
+    if is_verified:
+        checksums.check(path, is_optional=True)
+    source = FolderSource(Folder(path))
+    model.tie_weights()
+    complete(source, Names(model), config, base, lambda full: names.target(full)[0])
+    return Checkpoint(path, {"": source})
 
 
 def needs_own_reading(config: Mapping[str, Any]) -> bool:
@@ -89,7 +67,7 @@ def load_folder(path: Path, *args: Any, base: str | Path | None = None, fetch: B
     if fetch is None and base is not None:
         fetch = partial(local_path, base)
     options = quantization_config or QdslConfig()
-    weights = FolderWeights(path, described, fetch, options.verify)
+    weights = Weights(partial(_completed, path, described, fetch, options.verify), Conversions)
     if kwargs.get("dtype") in (None, "auto"):
         kwargs["dtype"] = config.dtype or torch.bfloat16
     model = (model_class or named_class(config)).from_pretrained(None, *args, config=config, state_dict=weights.state,

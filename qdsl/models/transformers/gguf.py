@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.gguf_keys import table
 from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.ggml_types import TORCH
@@ -18,14 +19,13 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.gguf_keys import contradictions, unknown, unused_keys, wrong_types
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types
 from qdsl.models.llama_vocabulary import Vocabulary, read_vocabulary
-from qdsl.models.mapped_source import is_input_scale
+from qdsl.models.mapped_source import gguf_source, is_input_scale
 from qdsl.models.plan import LoadError
 from qdsl.models.processor import chosen_dtype
-from qdsl.models.transformers.config import QdslConfig
+from qdsl.models.transformers.config import QdslConfig, Weights
 from qdsl.models.transformers.gguf_config import DEFAULTS, config_of_file, is_tied, model_type_of, with_additions
 from qdsl.models.transformers.gguf_rope import computed_widths, rotary_contradictions
 from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
-from qdsl.models.transformers.gguf_weights import GgufWeights
 
 EMBEDDING = "token_embd.weight"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
@@ -58,7 +58,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         scales = [name for name in file.tensors if is_input_scale(name, file.tensors)]
     config.architectures = [own.model_class]
     vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
-    weights = GgufWeights(path, own, is_read)
+    weights = Weights(lambda model, _: Checkpoint(path, {"": gguf_source(path, own, model, model.config, is_read)}))
     if kwargs.get("dtype") in (None, "auto"):
         dtype, why = (config.dtype, "the config's") if config.dtype else (dtype, why)
         kwargs["dtype"] = dtype
@@ -66,8 +66,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
         dtype, why = kwargs["dtype"], "as asked"
     model = (model_class or getattr(transformers, own.model_class)).from_pretrained(
         None, *args, config=config, state_dict=weights.state,
-        quantization_config=QdslConfig(skip=options.skip, weights=weights, verify=options.verify,
-                                       match_dense=options.match_dense, allow_unknown=options.allow_unknown), **kwargs)
+        quantization_config=options.with_weights(weights), **kwargs)
     model.hf_quantizer.report.allowed += allowed
     model.hf_quantizer.report.unused += scales
     model.hf_quantizer.report.as_llama_cpp += [f"{own.architecture}.{key}" for key in unused]

@@ -59,7 +59,6 @@ class _Uncopied:
 
 
 def core_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer of a vocabulary."""
     core: Tokenizer = BUILDERS[vocabulary.model["kind"]](vocabulary)
     _add_special_tokens(core, vocabulary)
     _add_ends(core, vocabulary)

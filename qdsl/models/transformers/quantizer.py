@@ -229,7 +229,6 @@ class QdslHfQuantizer(HfQuantizer):
             model.generation_config.save_pretrained(folder)
 
     def is_serializable(self) -> bool:
-        """Whether models can be saved: yes."""
         return True
 
     @property
@@ -239,7 +238,6 @@ class QdslHfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether models can be compiled: yes."""
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
