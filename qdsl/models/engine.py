@@ -25,6 +25,7 @@ from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.targets import with_storage
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
+from qdsl.core.siblings import MERGED
 from qdsl.models.served import Served, assembled, decoding
 from qdsl.models.shards import Collector, Part, joined, linear
 from qdsl.runtime.gpu.placement import fastest_storage
@@ -32,9 +33,6 @@ from qdsl.runtime.weight import eight
 
 OWN_KEYS = ("quant_method", "method", "format", "skip", "quantize_x", "gguf_model", "verify", "allow_unknown")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
-# Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
-MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
-          "to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
 HEADS = {"q": 0, "k": 1, "v": 2}                                 # engines' names for the parts of a layer of q, k and v
 # Names of tensors by which loaders find no parameter.  A stack's gate and up come as one layer, which takes that of gate;
 # bitsandbytes names tensors after the weight.
@@ -80,11 +78,9 @@ class EngineConfig:
         self.has_warned = False
 
     def get_name(self) -> str:
-        """The name of the quantization method, 'qdsl'."""
         return OWN
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """The dtypes of activations that layers support."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
@@ -99,7 +95,6 @@ class EngineConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The config of a checkpoint's `quantization_config`."""
         return cls(config)
 
     @classmethod
@@ -187,7 +182,7 @@ class EngineConfig:
         """The layers of the checkpoint that a module consists of, [] where all are plain.  Raises ShardError."""
         layers = {**self.plain, **self.layers}
         stem, _, last = prefix.rpartition(".")
-        names = [prefix] if prefix in layers else [
+        names = [prefix] if prefix in layers else [              # some models do not state them, or, as Qwen3-MoE, too late
             f"{stem}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(last) or MERGED.get(last, ())]
         self.modules |= {layers[name].name: module for name in names if name in layers}
         if not any(name in self.layers for name in names):

@@ -21,6 +21,7 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.ledger import Finding
 from qdsl.checkpoint.detect.quantization import quantizations
+from qdsl.checkpoint.files.components import gguf_files
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.references import local_path
@@ -34,14 +35,13 @@ from qdsl.checkpoint.report.shards import (
     single_experts,
     why_transforms,
 )
+from qdsl.core.siblings import MERGED
 from qdsl.core.stored import INPUT_SCALE
 from qdsl.models.findings import biases_without_place
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
 from qdsl.runtime.weight.packed import PackedWeight
-
-GATED = {"gate_up_proj": ("gate_proj", "up_proj")}              # stacks of experts whose parts engines take one by one
 
 
 class Arrived(dict[str, Tensor]):
@@ -225,7 +225,7 @@ def _plain_singles(source: MappedSource, name: str) -> list[Layer]:
         return [plain_layer(stem, dtype, (shape[0], shape[1]))]
     if len(shape) != 3 or not stem.endswith("experts") or source.rules[name].transposed:
         return []
-    parts = GATED.get(last, (last,))
+    parts = MERGED.get(last, (last,))                            # engines take gate and up one by one
     return [plain_layer(f"{stem}.{expert}.{part}", dtype, (shape[1] // len(parts), shape[2]))
             for expert in range(shape[0]) for part in parts]
 
@@ -244,8 +244,7 @@ def gguf_path(model: str | Path, ref: str | None = None) -> Path | None:
     """
     if ref is not None or Path(model).suffix == ".gguf":
         return local_path(ref or model)
-    names = sorted(Path(model).glob("*.gguf")) if not any(Path(model).glob("*.safetensors")) else []
-    firsts = [name for name in names if "-of-" not in name.name or "-00001-of-" in name.name]
+    firsts = gguf_files(Path(model)) if not any(Path(model).glob("*.safetensors")) else []
     if len(firsts) > 1:
         raise CheckpointError(f"{model} has {len(firsts)} GGUF files; name one as \"gguf_model\" of the quantization_config")
     return firsts[0] if firsts else None

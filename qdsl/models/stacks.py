@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core.siblings import MERGED
 
 Stacks = Mapping[str, Sequence[Sequence[str]]]                   # parameter -> for every expert, layers of the checkpoint
 # Layers whose rows follow one another in a parameter, by the last part of its name.
-PIECES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("w2",),)}
+PIECES = {"gate_up_proj": (MERGED["gate_up_proj"], MERGED["w13"]), "down_proj": (("w2",),)}
 
 
 def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Callable[[str], str | None],
