@@ -59,12 +59,10 @@ class Instruction(sass.Instruction):
 
     @property
     def is_spill(self) -> bool:
-        """Whether it is a register spill."""
         return self.opcode.startswith("scratch_")
 
     @property
     def is_jump(self) -> bool:
-        """Whether it jumps to a label."""
         return self.opcode.startswith(("s_branch", "s_cbranch"))
 
     @property

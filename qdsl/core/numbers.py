@@ -36,7 +36,6 @@ class Number:
 
     @property
     def is_float(self) -> bool:
-        """Whether the type is a float."""
         return self.kind == "float"
 
     @property

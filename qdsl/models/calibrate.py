@@ -85,7 +85,6 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
 
 
 def block_name(path: str, number: int) -> str:
-    """The name of a block of a list."""
     return f"{path}.{number}"
 
 

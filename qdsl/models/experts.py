@@ -103,15 +103,12 @@ class Experts(SpecializedModule):
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions, 3."""
         return 3
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Number of dimensions, 3."""
         return 3
 
     def __len__(self) -> int:
@@ -218,7 +215,6 @@ class Experts(SpecializedModule):
         return function(*map(dense, args), **{name: dense(value) for name, value in (kwargs or {}).items()})
 
     def extra_repr(self) -> str:
-        """The arguments, for the printed module."""
         return f"shape={list(self.shape)}, transposed={self.transposed}"
 
     def _linears(self) -> list[QuantizedLinear]:

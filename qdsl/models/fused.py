@@ -202,7 +202,6 @@ class FusedLinear(QuantizedLinear):
                           for part, bias in zip(parts, biases, strict=True)], -1)
 
     def extra_repr(self) -> str:
-        """The arguments, for the printed module."""
         return f"{super().extra_repr()}, operation={self.operation.name}"
 
 

@@ -194,7 +194,6 @@ class LanguageFolder:
         return "F32" if is_plain or len(stored) > 1 else stored.pop()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of a tensor of the GGUF file as numbers [stop - start, columns]."""
         shape = self.tensors[name].shape
         if name in self.generated:
             return self.generated[name].view(-1, shape[-1])[start:stop]
@@ -247,7 +246,6 @@ class LanguageFolder:
         return [self.folder.range(part) for part in self.assemblies[name].parts] if name in self.assemblies else []
 
     def choices(self, options: mixes.Options) -> dict[str, mixes.Choice]:
-        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
         if options.mix.default is None:
             raise QuantizeError(f"{self.path}: only GGUF files are copied; give BF16 or F16 as the type")
         return mixes.choose(model_of(self.metadata, self.path), self.tensors.values(), options)

@@ -78,7 +78,6 @@ class PackedDoraEmbedding(DoraEmbeddingLayer):
     """The magnitudes of a DoRA over a packed nn.Embedding, whose weight is decoded at each use."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **kwargs: Any) -> Any:
-        """DoRA's addition to the layer's output."""
         return super().forward(x, base_layer=decoded_layer(base_layer), **kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -93,7 +93,6 @@ class MappedSource:
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
-        """The packed layers by module name."""
         packed = [layer for name, rule in self.rules.items() if (layer := self._layer(name, rule)) is not None]
         return {layer.name: layer for layer in packed}
 
@@ -125,7 +124,6 @@ class MappedSource:
         return self.rules.get(layer.name) or self.rules[f"{layer.name}.weight"]
 
     def weights(self, layer: Layer) -> list[PackedWeight]:
-        """The weights of a layer, one per expert.  Raises CheckpointError for an unrecognised layer."""
         if layer.why:
             raise CheckpointError(f"{self.path}: layer {shown(layer.name)}: {layer.why}")
         if layer.experts is None:
@@ -138,7 +136,6 @@ class MappedSource:
         return [whole.shard("N", expert * layer.shape[0], (expert + 1) * layer.shape[0]) for expert in range(layer.experts)]
 
     def stacked(self, layer: Layer) -> PackedWeight:
-        """The weight of a layer, all experts in one."""
         parts, order = self._parts(layer)
         if not self._rule(layer).rows:
             return PackedWeight.join(parts)
@@ -176,23 +173,19 @@ class MappedSource:
 
     @property
     def plain(self) -> Sequence[str]:
-        """Names of parameters that take plain numbers."""
         filled = [name for name in self.rules if name not in self.layers and name.removesuffix(".weight") not in self.layers]
         return [*filled, *self.zeros, *self.unused]
 
     @property
     def transforms(self) -> Mapping[str, Sequence[Transform]]:
-        """Transforms of modules with plain weights, by the names of the model."""
         plain = {f"{name}.weight": own for name, own in self.file.transforms.items()}
         return {name.removesuffix(".weight"): plain[source] for name, rule in self.rules.items() for source in rule.sources
                 if source in plain}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a parameter."""
         return self._shapes[name] if name in self.rules or name in self.zeros else self.file.shape(self._scales.get(name, name))
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a parameter's tensors in the file."""
         if name in self.zeros:
             return 0
         return sum(map(self.file.nbytes, self.rules[name].sources if name in self.rules else (self._scales.get(name, name),)))
@@ -238,22 +231,18 @@ class MappedSource:
     # -- what such a file has not -------------------------------------------------------------------------------------
 
     def group_weight(self, group: Group) -> PackedWeight:
-        """The packed weight of a group."""
         return self.file.group_weight(group)
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
-        """The decoded weights of a group."""
         return self.file.decoded(group)
 
     def use_shapes(self, shapes: Shapes) -> None:
         """Does nothing: the file's blocks state their shapes."""
 
     def described(self) -> MappedSource:
-        """This source."""
         return self
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
 

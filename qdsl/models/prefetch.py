@@ -36,7 +36,6 @@ class SideStream:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], object], tensors: Iterable[Tensor]) -> None:
-        """Queue work on tensors, which begins after all work so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
@@ -44,7 +43,6 @@ class SideStream:
             tensor.record_stream(self._stream)                   # keeps their memory until the work is done
 
     def join(self) -> None:
-        """Make the computing stream wait for all work queued here."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

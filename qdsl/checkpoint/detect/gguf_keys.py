@@ -34,7 +34,6 @@ EFFECTS = {"rope.": "rotary embeddings", "attention.": "attention", "attn_": "at
 
 @cache
 def table() -> Mapping[str, Any]:
-    """The table of keys."""
     loaded: dict[str, Any] = json.loads(TABLE.read_text())
     return loaded
 

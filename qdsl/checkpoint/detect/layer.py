@@ -60,7 +60,6 @@ class Layer:
 
     @property
     def transform_tensors(self) -> frozenset[str]:
-        """The names of the tensors of its transforms."""
         return frozenset(name for own in self.transforms for name in own.tensors)
 
     @property

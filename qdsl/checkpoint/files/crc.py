@@ -28,7 +28,6 @@ def text(checksums: Mapping[str, Mapping[str, int]], others: Mapping[str, int] |
 
 
 def file_checksum(path: Path) -> int | None:
-    """The CRC-32 of a file."""
     with open_input(path) as file:
         return checksum(file, 0, os.fstat(file.fileno()).st_size)
 

@@ -40,7 +40,6 @@ def axis_text(extent: Index, words: int = 1) -> str:
 
 
 def tensor_axes(tensor: Tensor) -> list[str]:
-    """The axes of a stored tensor."""
     texts: list[str] = []
     for axis in tensor.axes:
         variables = [digit for digit in axis.digits if digit]

@@ -75,7 +75,6 @@ class Index(_Hashed):
 
     @property
     def is_const(self) -> bool:
-        """Whether it is a constant."""
         return not self.terms
 
     @property

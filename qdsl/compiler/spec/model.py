@@ -180,7 +180,6 @@ class Spec:
 
     @property
     def branch_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of its branches."""
         return tuple(tensor for branch in self.plus for tensor in branch.tensors)
 
     def table(self, name: str) -> Table:

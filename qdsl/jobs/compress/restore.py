@@ -39,22 +39,18 @@ class Decode:
 
     @property
     def kind(self) -> str:
-        """All matrices are decoded alike."""
         return "decode"
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it writes."""
         return sum(nbytes for _, nbytes in self.extents)
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
-        """Offset and size in the file of each matrix that it writes."""
         return [(start, Part(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
 
     @property
     def reads(self) -> Sequence[Range]:
-        """The ranges of files that hold the encoded tensors."""
         return [data.range for data in self.coded.tensors.values()]
 
     def write(self, out: BinaryIO) -> None:

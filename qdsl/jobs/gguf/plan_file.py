@@ -49,7 +49,6 @@ class Step:
 
     @property
     def weights(self) -> int:
-        """Number of weights."""
         return self.tensor.rows * self.tensor.columns
 
 
@@ -76,7 +75,6 @@ class Plan:
 
     @property
     def weights(self) -> int:
-        """Number of weights of all tensors."""
         return sum(step.weights for step in self.steps)
 
     def bits(self, steps: Sequence[Step]) -> float | None:

@@ -124,7 +124,6 @@ class Gguf:
         return Gguf, (self.path,)
 
     def choices(self, options: Options) -> dict[str, Choice]:
-        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
         kind = str(self.metadata["general.type"].decoded()) if "general.type" in self.metadata else "model"
         if kind in NO_MODELS or (not self.tensors and "tokenizer.ggml.model" in self.metadata):
             what = f"general.type is {kind!r}" if self.tensors else "a vocabulary alone, without weights"
@@ -135,7 +134,6 @@ class Gguf:
         return choose(model_of(self.metadata, self.path), self.tensors.values(), options)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor as numbers [stop - start, columns], of its own dtype, or float32 where it is in blocks."""
         import torch
 
         from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
@@ -150,11 +148,9 @@ class Gguf:
         return packed.format.dequantize(packed, torch.float32)
 
     def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Stored rows of a tensor that keeps its type."""
         return self.file.rows(name, start, stop)
 
     def ranges(self, name: str) -> list[Range]:
-        """The range of the file that holds a tensor."""
         return [self.file.range(name)]
 
 
@@ -211,7 +207,6 @@ class Safetensors:
         return str(chosen or detected)
 
     def choices(self, options: Options) -> dict[str, Choice]:
-        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
         if options.mix.default is None:
             raise QuantizeError(f"{self.path}: only GGUF files are copied; give BF16 or F16 as the type")
         choices = diffusion.choose(self.architecture, self.tensors.values(), options, from_gguf=False)
@@ -223,7 +218,6 @@ class Safetensors:
         return choices
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor as numbers [stop - start, columns], of its own dtype."""
         import torch
 
         tensor, parts, place = self.tensors[name], [], 0
@@ -245,5 +239,4 @@ class Safetensors:
         return self.rows(name, start, stop)
 
     def ranges(self, name: str) -> list[Range]:
-        """The ranges of files that a tensor is joined from."""
         return [self.folder.range(part.name) for part in self.parts[name]]

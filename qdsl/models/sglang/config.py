@@ -27,7 +27,6 @@ class PackedLinearMethod(PackedLinear, LinearMethodBase):
     """A linear layer, an embedding or a head of packed layers of the checkpoint."""
 
     def ranks(self, layer: Any) -> tuple[int, int]:
-        """The number of ranks that share a module, and the number of this one."""
         rank, size = get_group_rank_size(layer.tp_group)
         return size, rank
 

@@ -370,7 +370,6 @@ class _Printer:
         return Value(narrow, dtype, True)
 
     def as_float(self, number: Any) -> Value:
-        """A value as a float."""
         value = self.as_value(number)
         if value.dtype in HALVES:
             return self.function(HALVES[value.dtype] if self.lanes else f"soft_{HALVES[value.dtype]}", value)

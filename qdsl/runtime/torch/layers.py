@@ -262,13 +262,11 @@ def _wrong_scale(scale: Tensor) -> str:
 
 @cache
 def linear_class(format: WeightFormat) -> type[QuantizedLinear]:
-    """The Linear class of a format."""
     return type("Linear", (QuantizedLinear,), {"format": format, "__module__": format.__module__,
                                                "__doc__": f"A linear layer with a {format.name} weight."})
 
 
 @cache
 def embedding_class(format: WeightFormat) -> type[QuantizedEmbedding]:
-    """The Embedding class of a format."""
     return type("Embedding", (QuantizedEmbedding,), {"format": format, "__module__": format.__module__,
                                                      "__doc__": f"An embedding with a {format.name} weight."})

@@ -55,7 +55,6 @@ class BranchTensor:
         object.__setattr__(self, "order", tuple(map(tuple, order)))
 
     def dtype(self, params: Mapping[str, int | str]) -> torch.dtype:
-        """The dtype of the field."""
         return stored_dtype(str(params.get(self.kind, self.kind)))
 
     def step(self, dim: str) -> int:
@@ -123,7 +122,6 @@ class Branch:
 
     @property
     def names(self) -> list[str]:
-        """The names of its tensors."""
         return list(dict.fromkeys(tensor.name for tensor in self.tensors.values()))
 
     def add(self, fields: Fields, weight: Tensor) -> None:

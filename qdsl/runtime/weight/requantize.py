@@ -43,7 +43,6 @@ class Report(Displayed):
         return 20 * math.log10(self.weight / self.rms)
 
     def table(self) -> tuple[str, Sequence[str], list[tuple[object, ...]]]:
-        """The errors."""
         return "errors of a requantized weight", ("largest", "root mean square", "signal to noise"), [
             (f"{self.largest:.4g}", f"{self.rms:.4g}", f"{self.decibels:.2f} dB")]
 

@@ -59,7 +59,6 @@ class Part:
 
     @property
     def defined(self) -> list[Definition]:
-        """All its definitions."""
         return [*self.reference, *self.kernels]
 
     @property

@@ -160,7 +160,6 @@ class Decoder:
         return formula(self.program, TRITON, names, 0)
 
     def digit(self, value: Value) -> Index:
-        """A digit of the column."""
         assert value.range is not None
         return ix.mod(ix.div(self.coordinate("k"), int(value.const), self.tile.domain), value.range[1] + 1, self.tile.domain)
 
