@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from qdsl.host.files import digest, read_utf8
 from qdsl.host.progress import SAMPLES
-from qdsl.host.system import processor_flags
 from qdsl.jobs.gguf.mixes import EMBEDDINGS, OUTPUT
 
-BFLOAT16 = {"avx512_bf16", "amx_bf16"}                           # instructions of processors that multiply bfloat16
 EXPERTS = "_exps.weight"                                         # ends the names of stacked experts in GGUF files
 
 if TYPE_CHECKING:
@@ -85,9 +83,10 @@ def _loaded(model: str, sampling: Sampling, device: str | None, fast: bool = Fal
     """
     from qdsl.models.language import load_language_model
     from qdsl.models.plugin import usable_device
+    from qdsl.models.processor import bfloat16_instructions
 
     content = sampling.content()                                 # before the model, which takes longer
-    of_cpu = "bfloat16" if fast and processor_flags() & BFLOAT16 else "float32"
+    of_cpu = "bfloat16" if fast and bfloat16_instructions() else "float32"
     language = load_language_model(model, device=device, dtype=of_cpu if usable_device(device) == "cpu" else "auto")
     if language.packed_layers:
         language.model.dequantize()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.runtime.torch.products import product_of
@@ -77,7 +77,7 @@ def orient_squares(steps: Sequence[PackedStep], modules: Mapping[str, nn.Module]
 
 def holds_numbers(layer: Layer) -> bool:
     """Whether a layer codes a tensor of plain numbers without loss, and so with the axes that it has in files."""
-    fields = next(format.fields for format in descriptions() if format.name == layer.format)
+    fields = description_of(layer.format).fields
     return bool(fields) and all(len(own) == 1 for own in fields.values())
 
 

@@ -25,6 +25,7 @@ from qdsl.core.text import Displayed, byte_text, counted
 from qdsl.host.files import flush_folder, make_folder, shared_file, write_text
 from qdsl.jobs.convert.config import own_settings
 from qdsl.jobs.engine.others import INDICES, WEIGHTS, regular_files
+from qdsl.jobs.engine.shards import Files, headers_index, shard_names
 from qdsl.models.collect import Collector, SaveError, Stored
 from qdsl.models.origin import Origin, origin_in
 from qdsl.runtime.libraries.private_apis import without_autocast
@@ -158,10 +159,7 @@ def _new_files(tensors: Mapping[str, Stored], stem: str) -> dict[str, tuple[byte
             size = 0
         shards[-1][name] = tensor.kind
         size += tensor.nbytes
-    names = [f"{stem}.safetensors"] if len(shards) == 1 else [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-                                                              for number in range(1, len(shards) + 1)]
-    return {name: laid_out(name, own, {"format": "pt"}) for name, own in zip(names, shards, strict=True)}
-
+    return {name: laid_out(name, own, {"format": "pt"}) for name, own in zip(shard_names(stem, len(shards)), shards, strict=True)}
 
 
 def _bytes(tensor: Stored) -> Iterator[Buffer]:
@@ -169,7 +167,7 @@ def _bytes(tensor: Stored) -> Iterator[Buffer]:
 
 
 def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | None, collected: Collector,
-           files: Mapping[str, tuple[bytes, Header]], exact: bool, stem: str) -> dict[str, str]:
+           files: Files, exact: bool, stem: str) -> dict[str, str]:
     """The texts of config.json and the index."""
     texts: dict[str, str] = {}
     if origin is not None and not collected.changed and config is None:
@@ -191,9 +189,7 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
         return texts | ({} if origin.index is None else dict([origin.index]))
     if len(files) > 1:
         name = origin.index[0] if origin is not None and origin.index is not None else f"{stem}.safetensors.index.json"
-        placed = {tensor: file for file, (_, header) in files.items() for tensor in header.tensors}
-        size = sum(entry.nbytes for _, header in files.values() for entry in header.tensors.values())
-        texts[name] = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}, indent=2) + "\n"
+        texts[name] = headers_index(files)
     return texts
 
 

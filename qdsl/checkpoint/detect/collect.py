@@ -11,7 +11,8 @@ from qdsl.checkpoint.detect.header_claims import HeaderClaims, scale_markers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.tensor_names import TensorNames
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import START_BYTES, CheckpointError, shown, strict_json, torch_name
+from qdsl.checkpoint.files.safetensors import START_BYTES, shown, torch_name
+from qdsl.checkpoint.files.strict_json import strict_object
 from qdsl.core.stored import Description, TensorInfo
 
 NUMBERS_LIMIT = 1 << 10                                          # most bytes of a tensor whose numbers are read
@@ -96,9 +97,7 @@ class Collector:
                 continue
             if isinstance(self.small_tensors[leaf], Mapping):
                 where = f"{self.folder.file(full).path}: tensor {shown(full)}"
-                contents[leaf] = strict_json(data, where, depth=8)
-                if not isinstance(contents[leaf], Mapping):
-                    raise CheckpointError(f"{where}: not a JSON object")
+                contents[leaf] = strict_object(data, where, depth=8)
             elif dtype in NUMBER_CODES and len(data) <= NUMBERS_LIMIT:
                 code = NUMBER_CODES[dtype]
                 numbers = list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))

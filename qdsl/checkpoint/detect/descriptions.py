@@ -23,6 +23,11 @@ def descriptions() -> tuple[Description, ...]:
     return _with_producers(producers())
 
 
+def description_of(format: str) -> Description:
+    """The description of a shipped format."""
+    return next(own for own in descriptions() if own.name == format)
+
+
 @cache
 def _shipped() -> tuple[Description, ...]:
     """The formats without producers' rules."""

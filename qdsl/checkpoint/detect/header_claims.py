@@ -12,6 +12,7 @@ from typing import Any
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
+from qdsl.checkpoint.files.strict_json import strict_object
 from qdsl.core.producer import Header
 
 TEXT_LIMIT = 1 << 16                                             # most characters of metadata per weight
@@ -93,10 +94,7 @@ def _settings(text: bytes, where: str) -> dict[str, Any]:
     """The JSON object in a text.  Raises CheckpointError."""
     if len(text) > TEXT_LIMIT:
         raise CheckpointError(f"{where}: {len(text)} characters are over the limit of {TEXT_LIMIT}")
-    settings = strict_json(text, where, depth=DEPTH)
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{where}: not a JSON object")
-    return settings
+    return strict_object(text, where, depth=DEPTH)
 
 
 def flat(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.files.folder import Folder
@@ -193,7 +193,7 @@ def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
 
 def layout_of(layer: Layer) -> Mapping[str, Stored]:
     """The tensors of a layer's storage."""
-    return next(format for format in descriptions() if format.name == layer.format).layout(layer.storage, layer.params)
+    return description_of(layer.format).layout(layer.storage, layer.params)
 
 
 def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layers import detected_layers, layers
 from qdsl.checkpoint.detect.ledger import Finding
 from qdsl.checkpoint.files.folder import Folder
@@ -84,7 +84,7 @@ class Source(Protocol):
 
 
 class FolderSource:
-    """A folder of safetensors files, a single file, or headers alone.  shapes: as `layers` takes them.
+    """A `Source`: a folder of safetensors files, a single file, or headers alone.  shapes: as `layers` takes them.
 
     is_described: settings that contradict tensors are problems; else CheckpointError is raised for the layers.
     """
@@ -96,89 +96,69 @@ class FolderSource:
         self.shapes = shapes
 
     @cached_property
-    def _layers(self) -> tuple[dict[str, Layer], list[Group], list[str], list[str], Mapping[str, tuple[Transform, ...]],
-                               list[Finding]]:
-        recognised = (detected_layers if self.is_described else layers)(self.folder, shapes=self.shapes)
-        coded = {full for group in recognised.groups for full in group.tensors.values()}
-        return ({layer.name: layer for layer in recognised.layers}, recognised.groups,
-                [name for name in recognised.plain if name not in coded],
-                [*recognised.problems, *recognised.contradictions], recognised.transforms,
-                recognised.findings)
+    def _detected(self) -> Layers:
+        return (detected_layers if self.is_described else layers)(self.folder, shapes=self.shapes)
 
-    @property
+    @cached_property
     def layers(self) -> Mapping[str, Layer]:
-        """Recognised layers, by the names of modules."""
-        return self._layers[0]
+        return {layer.name: layer for layer in self._detected.layers}
 
     @property
     def groups(self) -> Sequence[Group]:
-        """Layers that are coded together."""
-        return self._layers[1]
+        return self._detected.groups
 
-    @property
+    @cached_property
     def plain(self) -> Sequence[str]:
-        """Tensors that belong to neither."""
-        return self._layers[2]
+        coded = {full for group in self.groups for full in group.tensors.values()}
+        return [name for name in self._detected.plain if name not in coded]
 
     @property
     def problems(self) -> Sequence[str]:
-        """Problems of the checkpoint and not of one layer."""
-        return self._layers[3]
+        return [*self._detected.problems, *self._detected.contradictions]
 
     @property
     def transforms(self) -> Mapping[str, Sequence[Transform]]:
-        """Transforms of modules with plain weights, by name."""
-        return self._layers[4]
+        return self._detected.transforms
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """Settings and tensors with which qdsl does not compute."""
-        return self._layers[5]
+        return self._detected.findings
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor.  Raises CheckpointError."""
         return self.folder.entry(name).shape
 
     def nbytes(self, name: str) -> int:
-        """The bytes of a tensor.  Raises CheckpointError."""
         return self.folder.entry(name).nbytes
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of plain numbers, mapped.  Raises CheckpointError."""
         return self.folder.tensor(name)
 
     def weights(self, layer: Layer) -> list[PackedWeight]:
-        """A layer's weights, one per expert.  Raises CheckpointError."""
         return layer_weights.weights(self.folder, layer)
 
     def stacked(self, layer: Layer) -> PackedWeight:
-        """A layer's weight, experts as one of E * N rows.  Raises CheckpointError and FormatError."""
         return layer_weights.stacked(self.folder, layer)
 
     def group_weight(self, group: Group) -> PackedWeight:
-        """The weight of all layers of a group.  Raises CheckpointError."""
         return layer_weights.group_weight(self.folder, group)
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
-        """A group's layers as plain numbers, by their names.  Raises CheckpointError."""
         return layer_weights.decoded(self.folder, group)
 
     def use_shapes(self, shapes: Shapes) -> None:
-        """Recognises layers again, with shapes that files do not state."""
         self.shapes = {**(self.shapes or {}), **shapes}
-        self.__dict__.pop("_layers", None)
+        for name in ("_detected", "layers", "plain"):
+            vars(self).pop(name, None)
 
     def described(self) -> FolderSource:
-        """The same folder for reports."""
         return FolderSource(self.folder, self.shapes, is_described=True)
 
     def close(self) -> None:
-        """Closes the files."""
         self.folder.close()
 
 
 class GgufSource:
-    """A GGUF file, or a set of split ones.  A layer is a tensor of blocks, named without its '.weight'."""
+    """A `Source`: a GGUF file, or a set of split ones.  A layer is a tensor of blocks, named without its '.weight'."""
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
@@ -190,7 +170,6 @@ class GgufSource:
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
-        """Tensors of blocks, by their names without .weight."""
         by_type = {type: (spec, storage) for spec in descriptions() if "gguf" in spec.detect
                    for type, storage in ((spec.detect["gguf"], ""), *spec.detect.get("repacked", {}).items())}
         recognised: dict[str, Layer] = {}
@@ -221,11 +200,9 @@ class GgufSource:
 
     @property
     def plain(self) -> Sequence[str]:
-        """Tensors of plain numbers."""
         return [name for name, entry in self.file.tensors.items() if entry.type.name in TORCH and name not in self._scales]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor in the model.  Raises CheckpointError."""
         return self.file.entry(name).logical_shape
 
     def is_reshaped(self, layer: Layer) -> bool:
@@ -234,43 +211,35 @@ class GgufSource:
         return any(entry.orig_shape is not None and entry.orig_shape[-1] != entry.shape[-1] for entry in entries)
 
     def nbytes(self, name: str) -> int:
-        """The bytes of a tensor.  Raises CheckpointError."""
         return self.file.entry(name).nbytes
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of plain numbers, mapped.  Raises CheckpointError."""
         return self.file.tensor(name)
 
     def weights(self, layer: Layer) -> list[PackedWeight]:
-        """A layer's weights, one per expert.  Raises CheckpointError."""
         name = self._blocks(layer)
         if layer.experts is None:
             return [packed_weight(self.file, name)]
         return [packed_weight(self.file, name, expert) for expert in range(layer.experts)]
 
     def stacked(self, layer: Layer) -> PackedWeight:
-        """A layer's weight, experts as one of E * N rows.  Raises CheckpointError and FormatError."""
         if layer.experts is None or len(layer.tensors) == 1:
             return packed_weight(self.file, self._blocks(layer))
         return layer_weights.joined(layer, self.weights(layer))
 
-    def group_weight(self, group: Group) -> PackedWeight:
+    def group_weight(self, group: Group) -> NoReturn:
         """Raises CheckpointError: these files have no groups."""
         raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
 
-    def decoded(self, group: Group) -> dict[str, Tensor]:
-        """Raises CheckpointError: these files have no groups."""
-        raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
+    decoded = group_weight
 
     def use_shapes(self, shapes: Shapes) -> None:
         """Does nothing: blocks state their shapes."""
 
     def described(self) -> GgufSource:
-        """This file, whose blocks state all that there is to know."""
         return self
 
     def close(self) -> None:
-        """Closes the files."""
         self.file.close()
 
     def _blocks(self, layer: Layer) -> str:

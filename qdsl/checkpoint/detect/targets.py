@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.descriptions import description_of, descriptions
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core import places
@@ -79,7 +79,7 @@ def storage_target(word: str) -> str:
     format, dot, storage = name_key(word).rpartition(".")
     if dot and format in formats():
         return f"{format}.{_storage_of(format, storage)}"
-    if not dot and (storage in storages() or any(storage in _transient(name) for name in formats())):
+    if not dot and (storage in storages() or any(storage in description_of(name).transient for name in formats())):
         return storage
     if not dot and len(meanings := _meanings(storage)) == 1:
         return meanings[0].partition(".")[2]
@@ -103,7 +103,7 @@ def _storage_of(format: str, storage: str) -> str:
     """The storage of a format, by a word.  Raises UnknownSpec where the format has none of it."""
     own = _own_storages(format)
     of_producer = [name.partition(".")[2] for name in _meanings(storage) if name.partition(".")[0] == format]
-    if storage in own or storage in _transient(format):          # a plan refuses transient ones, and says why
+    if storage in own or storage in description_of(format).transient:          # a plan refuses transient ones, and says why
         return storage
     if len(of_producer) == 1:
         return of_producer[0]
@@ -113,11 +113,7 @@ def _storage_of(format: str, storage: str) -> str:
 
 
 def _own_storages(format: str) -> list[str]:
-    return next(storages_of(description) for description in descriptions() if description.name == format)
-
-
-def _transient(format: str) -> tuple[str, ...]:
-    return next(description.transient for description in descriptions() if description.name == format)
+    return storages_of(description_of(format))
 
 
 def _meanings(word: str) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.files.crc import Range
-from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, TensorFile, open_regular, shown, strict_json
+from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, TensorFile, open_regular, shown
+from qdsl.checkpoint.files.strict_json import strict_object
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +209,4 @@ def read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str,
         data = file.read(limit + 1)
     if len(data) > limit:
         raise CheckpointError(f"{path}: over the limit of {limit} bytes")
-    value = strict_json(data, str(path), depth=64, constants=constants)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
+    return strict_object(data, str(path), depth=64, constants=constants)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Any
 
 # A string (to the end of the text if nothing closes it, so that no character is scanned twice) or a bracket.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
@@ -35,6 +36,14 @@ def strict_json(data: bytes, where: str, *, depth: int, constants: bool = False)
         raise CheckpointError(f"{where}: not JSON at character {error.pos}: {error.msg}") from None
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
+    return value
+
+
+def strict_object(data: bytes, where: str, *, depth: int, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in a text, as `strict_json` parses it.  Raises CheckpointError for anything else."""
+    value = strict_json(data, where, depth=depth, constants=constants)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: not a JSON object")
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.descriptions import description_of, descriptions
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
@@ -120,13 +120,9 @@ def unservable(layer: Layer) -> str:
     return f"{shown(layer.name)} is not recognised: {layer.why}" if layer.why else ""
 
 
-def _format(layer: Layer) -> Description:
-    return next(format for format in descriptions() if format.name == layer.format)
-
-
 def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
     """The step at whose multiples a piece can begin, and how its weight is computed."""
-    format, whole = _format(layer), layer.shape[dim == "K"]
+    format, whole = description_of(layer.format), layer.shape[dim == "K"]
     stored = format.layout(layer.storage, layer.params).values()
     if (start, stop) == (0, whole):
         return whole, "whole"
@@ -153,7 +149,7 @@ def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
     """The columns that a rank stores of an act-order weight: enough that its smallest groups are as many as those of the whole
     weight.
     """
-    format, k = _format(layer), layer.shape[1]
+    format, k = description_of(layer.format), layer.shape[1]
     sizes = [(name, [int(value) for value in format.params[name] if int(value) > 0]) for name, axis in format.sizes.items()
              if axis == "K"]
     needed = math.prod(-(-k // format.numbers(layer.params, layer.shape)[name]) * min(values) for name, values in sizes)

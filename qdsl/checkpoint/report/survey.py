@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.groups import SHARED_MEMORY, Group, memory
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.ledger import Finding, Kind
@@ -218,7 +218,7 @@ def _params_of(layer: Layer) -> dict[str, int | str]:
     """A layer's parameters, without the dtypes of optional tensors that are absent."""
     if not layer.format:
         return dict(layer.params)
-    layout = next(form for form in descriptions() if form.name == layer.format).layout(layer.storage, layer.params)
+    layout = description_of(layer.format).layout(layer.storage, layer.params)
     absent = {stored.dtype for name, stored in layout.items() if stored.optional and name not in layer.tensors}
     return {name: value for name, value in layer.params.items() if name not in absent}
 

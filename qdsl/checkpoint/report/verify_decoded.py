@@ -234,21 +234,23 @@ def _same_tensors(x: PackedWeight, y: PackedWeight) -> bool:
 
     tensors = {} if x.params != y.params else x.tensors if x.storage == y.storage else moved(x, y)
     return bool(tensors) and tensors.keys() == y.tensors.keys() and all(
-        _same_bits(tensor, y.tensors[name]) for name, tensor in tensors.items())
+        same_bits(tensor, y.tensors[name]) for name, tensor in tensors.items())
 
 
 def _same_fields(x: PackedWeight, y: PackedWeight) -> bool:
     from qdsl.runtime.weight.defaults import is_default
 
     x_fields, y_fields = x.format.unpack(x), y.format.unpack(y)
-    return all(_same_bits(x_fields[name], y_fields[name]) if name in x_fields and name in y_fields
+    return all(same_bits(x_fields[name], y_fields[name]) if name in x_fields and name in y_fields
                else is_default(x.variant, name, value, x.sizes) for name, value in (x_fields | y_fields).items())
 
 
-def _same_bits(x: Tensor, y: Tensor) -> bool:
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
     import torch
 
-    return x.dtype == y.dtype and torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (x, y)))
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(
+        *(tensor.contiguous().flatten().view(torch.uint8) for tensor in (x, y)))
 
 
 def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> Apart:

@@ -19,7 +19,7 @@ from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.files.references import local_headers
-from qdsl.checkpoint.files.safetensors import Entry, Header, laid_out, shown
+from qdsl.checkpoint.files.safetensors import Entry, laid_out, shown
 from qdsl.host.files import read_bytes
 from qdsl.jobs.compress import codecs, original
 from qdsl.jobs.compress.codecs import Shape
@@ -27,11 +27,10 @@ from qdsl.jobs.compress.original import Original
 from qdsl.jobs.compress.tensors import Coded, Data, Part, bytes_of
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.engine.heads import with_ties
-from qdsl.jobs.engine.shards import index_text
+from qdsl.jobs.engine.shards import Files, headers_index, shard_names
 
 WEIGHT = ".weight"
 STEMS = {True: "diffusion_pytorch_model", False: "model"}        # of files that diffusers reads, and transformers
-Files = Mapping[str, tuple[bytes, Header]]                       # by name: the bytes before the tensors, and the parsed header
 Shapes = Callable[[Folder], Mapping[str, Shape]]                 # returns the shapes of a model's parameters, as from its class
 
 
@@ -53,7 +52,6 @@ class Model:
 
     @property
     def path(self) -> Path:
-        """The path of the folder."""
         return self.folder.path
 
     @cached_property
@@ -224,10 +222,7 @@ def _new_files(folder: Folder, others: list[str], parts: Mapping[str, Part], ste
     for name, part in parts.items():
         tensors[part.coded.tensors["sign_mantissa"].path][name] = (part.dtype, part.shape)
     used = [path for path, own in tensors.items() if own]
-    names = [path.name for path in used]
-    if stem:
-        names = [f"{stem}-{number:05d}-of-{len(used):05d}.safetensors" for number in range(1, len(used) + 1)]
-        names = names if len(used) > 1 else [f"{stem}.safetensors"]
+    names = shard_names(stem, len(used)) if stem else [path.name for path in used]
     default = {"format": "pt"} if stem else None
     metadata = {file.path: file.header.metadata or default for file in folder.files()}
     return {name: laid_out(path, tensors[path], metadata[path]) for name, path in zip(names, used, strict=True)}
@@ -263,9 +258,7 @@ def _texts(folder: Folder, files: Files, index_name: str, described: Mapping[str
     config = config if has_own_settings(config) else unguarded(config)
     texts = {"config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
     if folder.index or len(files) > 1:
-        placed = {name: file for file, (_, header) in files.items() for name in header.tensors}
-        nbytes = sum(entry.nbytes for _, header in files.values() for entry in header.tensors.values())
-        texts[index_name] = index_text(placed, nbytes, folder.index)
+        texts[index_name] = headers_index(files, folder.index)
     return texts
 
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qdsl.checkpoint.files.folder import INDEX_LIMIT, ORIGINAL, Folder
-from qdsl.checkpoint.files.safetensors import CheckpointError, Header, open_regular, parse_header, strict_json
+from qdsl.checkpoint.files.folder import INDEX_LIMIT, ORIGINAL, Folder, read_object
+from qdsl.checkpoint.files.safetensors import CheckpointError, Header, parse_header
 
 SCHEMA = 1
 
@@ -46,9 +46,8 @@ def read(folder: Folder) -> Original | None:
     path = folder.root / ORIGINAL
     if not folder.path.is_dir() or not path.exists():
         return None
-    with open_regular(path) as file:
-        data = strict_json(file.read(INDEX_LIMIT), str(path), depth=8)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    data = read_object(path, INDEX_LIMIT)
+    if data.get("schema") != SCHEMA:
         raise CheckpointError(f"{path}: not of schema {SCHEMA}")
     headers, files, groups, crc = (_mapping(data.get(name), kind, f"{path}: {name}") for name, kind in
                                    (("headers", str), ("files", str), ("groups", list), ("crc", int)))

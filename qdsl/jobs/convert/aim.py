@@ -8,13 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.ignored import is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
 from qdsl.checkpoint.detect.targets import format_target, producer_target, storage_target
 from qdsl.core.places import UnknownSpec
-from qdsl.core.stored import Description
 from qdsl.jobs.engine import RewriteError
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Aim:
     @property
     def options(self) -> dict[str, int | str]:
         """Options for `quantize`: the parameters, and settings that readers of the storage need, such as symmetric codes."""
-        rules = [rule for rule in description(self.format).detect.get("config", []) if rule.get("storage") == self.storage]
+        rules = [rule for rule in description_of(self.format).detect.get("config", []) if rule.get("storage") == self.storage]
         return {**next((rule["quantize"] for rule in rules if "quantize" in rule), {}), **self.params}
 
     def includes(self, layer: Layer) -> bool:
@@ -117,7 +116,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     if format.storage(storage, chosen)[1].streams and format.variant(chosen).copies:
         raise RewriteError(f"{name}.{storage} is an entropy code of bfloat16, of variable length: "
                            f"`qdsl compress --format {name}` compresses plain matrices without loss")
-    if ignore is not None and "safetensors" in description(name).detect:
+    if ignore is not None and "safetensors" in description_of(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
     return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer, allow_unknown)
 
@@ -127,11 +126,6 @@ def _resolved(meaning: Callable[[str], str], word: str) -> str:
         return meaning(word)
     except UnknownSpec as error:
         raise RewriteError(str(error)) from None
-
-
-def description(name: str) -> Description:
-    """The description of a format by name."""
-    return next(format for format in descriptions() if format.name == name)
 
 
 def target(layer: Layer, aim: Aim) -> Format:
@@ -200,4 +194,4 @@ def becomes_transposed(layer: Layer, aim: Aim) -> bool:
 
 def is_plain_target(layer: Layer, aim: Aim) -> bool:
     """Whether a layer becomes plain numbers."""
-    return not aim.exact(layer) and "safetensors" in description(target(layer, aim).name).detect
+    return not aim.exact(layer) and "safetensors" in description_of(target(layer, aim).name).detect

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files import components
-from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import CheckpointError, strict_json
-from qdsl.host.files import read_bytes
+from qdsl.checkpoint.files.folder import CONFIG_LIMIT, Folder, read_object
 from qdsl.jobs.convert.plain import plain_layers
 from qdsl.jobs.engine import RewriteError
 
@@ -97,10 +95,7 @@ def _missing(path: Path, folders: Collection[str]) -> list[str]:
     index = path / components.PIPELINE
     if not index.is_file():
         return []
-    index_entries = strict_json(read_bytes(index), str(index), depth=8)
-    if not isinstance(index_entries, dict):
-        raise CheckpointError(f"{index}: not a JSON object")
-    return [name for name, entry in index_entries.items() if name.startswith(MODELS) and name not in folders
+    return [name for name, entry in read_object(index, CONFIG_LIMIT).items() if name.startswith(MODELS) and name not in folders
             and isinstance(entry, list) and all(isinstance(part, str) for part in entry)]
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.rules import EXPERTS, numbers, saying
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.safetensors import Entry, torch_dtypes
 from qdsl.host.progress import COPY
-from qdsl.jobs.convert.aim import Aim, becomes_transposed, description, is_plain_target
+from qdsl.jobs.convert.aim import Aim, becomes_transposed, is_plain_target
 
 if TYPE_CHECKING:
     import torch
@@ -68,12 +69,10 @@ class Change:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layer takes in the new file."""
         return sum(entry.nbytes for entry in self.to.values())
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
-        """Offset and size of each tensor in the new file."""
         return [(entry.start, entry.nbytes) for entry in self.to.values()]
 
 
@@ -83,7 +82,7 @@ def small_tensors(layer: Layer, format: WeightFormat, params: Mapping[str, int |
 
     single_numbers: the one-number tensors that JSON states; without them the text gets its maximal length.
     """
-    spec = description(format.name)
+    spec = description_of(format.name)
     values = {"N": layer.shape[0], "K": layer.shape[1], **params, **({} if layer.experts is None else {EXPERTS: layer.experts})}
     longest = saying(spec, {**values, **dict.fromkeys(numbers(spec), LONGEST)}, settings)
     small = longest if single_numbers is None else saying(spec, {**values, **single_numbers}, settings)

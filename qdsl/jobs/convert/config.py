@@ -14,9 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
 from qdsl.checkpoint.detect.layer import Layers
@@ -26,11 +24,11 @@ from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.detect.transforms import OWN_TRANSFORMS
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.checkpoint.report.verify_decoded import same_bits
 from qdsl.core.producer import ABOUT_RULE, WORDS, Producer, Refusal
 from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.text import counted
 from qdsl.core.transforms import Transform
-from qdsl.jobs.convert.aim import description
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan_conversion import Plan
 from qdsl.jobs.engine import RewriteError
@@ -48,7 +46,7 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
     """The packages that read a folder in the new storage, qdsl first; and those that do not, with the reason."""
     of_diffusers = DIFFUSERS in folder.config
     programs = PROGRAMS_OF_DIFFUSERS if of_diffusers else PROGRAMS
-    if "safetensors" in description(plan.format).detect and not plan.kept:
+    if "safetensors" in description_of(plan.format).detect and not plan.kept:
         return _complete(folder, list(programs), {})
     settings = _settings(folder, {}, "", plan, layers)[0]
     method = settings.get("quant_method", OWN)
@@ -163,12 +161,7 @@ def _is_same(folder: Folder, weights: Mapping[str, Mapping[str, str]], changed: 
     """Whether two modules keep the same stored tensors.  changed: names of layers that get another storage."""
     own, others = weights[one], weights[other]
     return (one in changed) == (other in changed) and own.keys() == others.keys() and all(
-        _has_same_bytes(folder.tensor(own[leaf]), folder.tensor(others[leaf])) for leaf in own)
-
-
-def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(
-        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
+        same_bits(folder.tensor(own[leaf]), folder.tensor(others[leaf])) for leaf in own)
 
 
 def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -188,7 +181,7 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     """
     refused = {own.key for own in layers.findings if own.is_refused}
     claims = [own for own in (quantization(old, "", method).findings if old else ()) if not own.is_refused or own.key in refused]
-    is_plain = "safetensors" in description(plan.format).detect
+    is_plain = "safetensors" in description_of(plan.format).detect
     new, note = ({}, "") if is_plain else _renewed(folder, old, method, plan, layers)
     absent = [own.key for own in claims if own.is_refused and own.key in old.keys() - new]
     kept = {} if is_plain else {key: old[key] for key in absent}
@@ -278,7 +271,7 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     """The rules for the storage that match the first layer's parameters; none if there are several formats or storages."""
     if len({*plan.storages}) > 1:
         return []
-    format, params = description(plan.format), plan.params[0]
+    format, params = description_of(plan.format), plan.params[0]
     rules: list[dict[str, Any]] = format.detect.get("config", [])
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
     fit = [rule for rule in rules if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage

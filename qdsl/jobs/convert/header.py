@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.header_claims import PREFIX, HeaderClaims
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
@@ -25,7 +25,7 @@ TENSORS = "tensors"                                              # key of a rule
 
 def rule(format: str, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Any] | None:
     """The rule that describes a weight in a header; None if no rule describes all required settings."""
-    rules = next(candidate for candidate in descriptions() if candidate.name == format).detect.get("header", [])
+    rules = description_of(format).detect.get("header", [])
     return next((candidate for candidate in rules if "with" in candidate and candidate.get("storage") == storage
                  and candidate.get("where", {}).items() <= params.items()), None)
 
@@ -36,7 +36,7 @@ def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int
     stored = stored_tensor(format, storage, name)
     if stored is None or not stored.seen:
         return None
-    spec = next(spec for spec in descriptions() if spec.name == format)
+    spec = description_of(format)
     return seen_shape(stored.seen, *layer_shape, spec.numbers(params, layer_shape), prod(shape))
 
 
@@ -64,7 +64,7 @@ def unwritable(layer: Layer, format: str, storage: str, params: Mapping[str, int
 
 def stored_tensor(format: str, storage: str, name: str) -> Stored | None:
     """A tensor of a storage; None for one outside of it."""
-    variants = next(spec for spec in descriptions() if spec.name == format).variants
+    variants = description_of(format).variants
     return next(storages[storage].get(name) for storages in variants.values() if storage in storages)
 
 
@@ -73,7 +73,7 @@ def weight_json(layer: Layer, format: str, storage: str, params: Mapping[str, in
     header_rule = rule(format, storage, params)
     if header_rule is None:
         return None
-    spec = next(spec for spec in descriptions() if spec.name == format)
+    spec = description_of(format)
     values = {**params, **spec.numbers(params, layer.shape), "N": layer.shape[0], "K": layer.shape[1]}
     settings = _written(header_rule["with"], {TENSORS: sorted(tensors)})
     for key, wanted in header_rule.items():

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.header_claims import HeaderClaims
 from qdsl.checkpoint.detect.ignored import is_skipped
@@ -30,7 +31,7 @@ from qdsl.core.stored import OF_QUANTIZED_X, Description
 from qdsl.core.text import listed
 from qdsl.host.files import digest, identity
 from qdsl.jobs.convert import encoded, header
-from qdsl.jobs.convert.aim import Aim, become, becomes_transposed, description, is_plain_target, params_in, shares_scale, target
+from qdsl.jobs.convert.aim import Aim, become, becomes_transposed, is_plain_target, params_in, shares_scale, target
 from qdsl.jobs.convert.change import Change, small_tensors
 from qdsl.jobs.convert.fused import fused_layers
 from qdsl.jobs.engine import RewriteError
@@ -223,7 +224,7 @@ def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
     method: the quant_method of the folder's settings.  Raises RewriteError where the storage cannot hold the layer.
     """
     dtypes = {str(dtype)[6:]: name for name, dtype in torch_dtypes().items()}
-    storages = [item for variant in description(target(layer, aim).name).variants.values() for item in variant.items()]
+    storages = [item for variant in description_of(target(layer, aim).name).variants.values() for item in variant.items()]
     layouts = [layout for _, layout in sorted(storages, key=lambda item: item[0] == aim.storage)]   # its own names come last
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     format, params = target(layer, aim).name, params_in(layer, aim)
@@ -261,7 +262,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     from qdsl.runtime.weight.packed import FormatError
 
     format, params = target(layer, aim), params_in(layer, aim)
-    spec = description(format.name)
+    spec = description_of(format.name)
     written = dict.fromkeys(name for storages in spec.variants.values() for name in storages)
     if aim.storage not in written:
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
@@ -310,14 +311,14 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
 
 def producer(format: str, storage: str, method: str = "") -> str:
     """The producer whose settings are written for a storage: `method` if it describes the storage, '' if no producer does."""
-    names = [rule["quant_method"] for rule in description(format).detect.get("config", [])
+    names = [rule["quant_method"] for rule in description_of(format).detect.get("config", [])
              if rule.get("storage", storage) == storage]
     return method if method in names else next(iter(names), "")
 
 
 def _settings(folder: Folder, format: Format) -> dict[str, Any]:
     """The config's settings that small tensors next to a weight also have."""
-    return {name: folder.config[name] for name in choices(description(format.name)) if name in folder.config}
+    return {name: folder.config[name] for name in choices(description_of(format.name)) if name in folder.config}
 
 
 def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:

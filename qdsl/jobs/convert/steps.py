@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import torch
 
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import weights
 from qdsl.checkpoint.detect.rules import numbers, says_extents
@@ -15,7 +16,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
 from qdsl.checkpoint.report import worker
 from qdsl.host import progress
-from qdsl.jobs.convert.aim import become, description, target, values
+from qdsl.jobs.convert.aim import become, target, values
 from qdsl.jobs.convert.change import Change, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.gguf.quality import Sums, measured
@@ -119,7 +120,7 @@ def _put(out: BinaryIO, place: int, data: memoryview) -> None:
 
 def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], dict[str, memoryview]]:
     """The tensors of a weight, and the small ones that are stored once per layer."""
-    layer, form = step.layer, description(weight.format.name)
+    layer, form = step.layer, description_of(weight.format.name)
     if layer.experts is not None and not says_extents(form):
         return {name: bytes_of(tensor.t().contiguous() if layer.transposed else tensor)
                 for name, tensor in weight.tensors.items()}, {}

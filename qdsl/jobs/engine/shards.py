@@ -6,13 +6,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import Entry
+from qdsl.checkpoint.files.safetensors import Entry, Header
 from qdsl.host.files import read_chunks
 from qdsl.host.progress import COPY, advance
+
+Files = Mapping[str, tuple[bytes, Header]]                       # by name: the bytes before the tensors, and the parsed header
 
 
 class Sized(Protocol):
@@ -65,17 +68,14 @@ class Copy:
 
     @property
     def kind(self) -> str:
-        """All copies are of one kind."""
         return COPY
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
-        """The offset and the size of the tensor in the new file."""
         return [(self.to, self.nbytes)]
 
     @property
     def reads(self) -> Sequence[Range]:
-        """The bytes that are copied."""
         return [(self.path, self.start, self.nbytes)]
 
     def write(self, out: BinaryIO) -> None:
@@ -141,6 +141,18 @@ def index(shards: Sequence[Shard], old: Mapping[str, Any]) -> str:
     """The index of new shards of a folder, as text: metadata of the old index stay, except the total size."""
     placed = {name: Path(shard.name).name for shard in shards for name in shard.tensors}
     return index_text(placed, sum(shard.nbytes for shard in shards), old)
+
+
+def headers_index(files: Files, old: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The text of the index of files by their headers.  old: as of `index_text`."""
+    placed = {name: file for file, (_, header) in files.items() for name in header.tensors}
+    return index_text(placed, sum(entry.nbytes for _, header in files.values() for entry in header.tensors.values()), old)
+
+
+def shard_names(stem: str, count: int) -> list[str]:
+    """The names of a model's files, as Hugging Face's libraries number them."""
+    return [f"{stem}.safetensors"] if count == 1 else [f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+                                                       for number in range(1, count + 1)]
 
 
 def index_text(placed: Mapping[str, str], nbytes: int, old: Mapping[str, Any]) -> str:

@@ -12,9 +12,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint.files.safetensors import CheckpointError, parse_header, shown, strict_json
+from qdsl.checkpoint.files.folder import read_object
+from qdsl.checkpoint.files.safetensors import parse_header, shown
 from qdsl.host import unfinished
-from qdsl.host.files import locked, make_folder, open_input, write_text
+from qdsl.host.files import locked, make_folder, write_text
 from qdsl.jobs.engine import OccupiedFolder, RewriteError
 from qdsl.jobs.engine.others import check_free, has_checkpoint, other_files, replaced
 from qdsl.jobs.engine.shards import Shard
@@ -225,11 +226,7 @@ def _fingerprint(shard: Shard) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """A JSON object of the stage.  Raises CheckpointError for anything else."""
-    with open_input(path) as file:
-        content = strict_json(file.read(LIMIT), str(path), depth=4)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return content
+    return read_object(path, LIMIT)
 
 
 def write(path: Path, value: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.diffusers.pipeline import QUANTIZED, from_pretrained, pipeline_folder
+from qdsl.models.language import named_errors
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
@@ -82,13 +83,9 @@ def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, forma
     began = time.perf_counter()
     device = usable_device(device)
     folder = pipeline_folder(ref, [*(models or {})])
-    try:
+    with named_errors(f"{ref}: diffusers does not load it", CheckpointError, OSError):
         pipeline = from_pretrained(folder, format=format, params=params, device=device, allow_unknown=allow_unknown,
                                    dtype=_stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype), **(models or {}))
-    except (LoadError, CheckpointError, OSError):
-        raise
-    except Exception as error:                                   # of many kinds, by what is wrong
-        raise LoadError(f"{ref}: diffusers does not load it: {error}") from error
     for model in pipeline.components.values() if match_dense else ():
         if isinstance(model, torch.nn.Module):
             match_dense_layers(model)

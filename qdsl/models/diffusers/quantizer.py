@@ -15,6 +15,7 @@ from torch import nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.ignored import SKIPPED
+from qdsl.jobs.engine.shards import headers_index
 from qdsl.models.dense import make_dense
 from qdsl.models.load import fill_model
 from qdsl.models.load_report import LoadReport, bytes_by_device
@@ -160,11 +161,8 @@ def _drop_variant(model: Any) -> None:
     if origin is None or not any(map(VARIANT.search, origin.files)):
         return
     origin.files = {VARIANT.sub("", name): file for name, file in origin.files.items()}
-    placed = {tensor: name for name, (_, header) in origin.files.items() for tensor in header.tensors}
     if len(origin.files) > 1:
-        size = sum(entry.nbytes for _, header in origin.files.values() for entry in header.tensors.values())
-        origin.index = (f"{STEM}.safetensors.index.json",
-                        json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2) + "\n")
+        origin.index = f"{STEM}.safetensors.index.json", headers_index(origin.files)
 
 
 def _refuse_casting(*args: Any, **kwargs: Any) -> None:
