@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import qdsl
-from qdsl.cli.app import app, fail, one_of, print_table, reported
+from qdsl.cli.app import app, fail, json_text, one_of, print_table, reported
 from qdsl.cli.options import Extents, Json, Params, Rows, Spec, Storage, read_param
 
 
@@ -59,7 +58,7 @@ def analyze(spec: Spec, storage: Storage = None, param: Params = None,
                                              for prediction in surveyed.predictions])
         except survey.REFUSALS as error:
             fail(f"{error}", 1 if isinstance(error, AnalyzeError) else 2)
-    typer.echo(json.dumps({"schema": 1, "kernels": kernels}) if as_json else text.LEGEND)
+    typer.echo(json_text({"kernels": kernels}) if as_json else text.LEGEND)
 
 
 @app.command()
@@ -96,7 +95,7 @@ def explain(spec: Spec, storage: Storage = None, param: Params = None,
         except FormatError as error:
             fail(f"{error}", 2)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "products": explained}))
+        typer.echo(json_text({"products": explained}))
         return
     for choice in explained:
         typer.echo(choices.title(choice))
@@ -135,7 +134,7 @@ def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds
         except (*REFUSALS, ExecutionError) as error:
             fail(f"{error}", 1)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "trials": [asdict(result) for result in trials]}))
+        typer.echo(json_text({"trials": [asdict(result) for result in trials]}))
     if not all(result.is_right for result in trials):
         raise typer.Exit(3)
 

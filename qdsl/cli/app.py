@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from errno import ENOENT
 from importlib import import_module
@@ -49,7 +49,7 @@ class _Commands(Group):
                 raise
             message, code = error.format_message(), error.exit_code     # type: ignore[attr-defined]
             if as_json:
-                typer.echo(json.dumps({"schema": 1, "error": message, "exit_code": code}))
+                typer.echo(json_text({"error": message, "exit_code": code}))
             else:
                 typer.echo(getattr(error, "head", "") + message, err=True)
         sys.exit(code or 0)
@@ -207,10 +207,15 @@ def input_argument(help: str) -> Any:
     return typer.Argument(parser=_local, help=help, show_default=False)
 
 
+def json_text(report: Mapping[str, Any]) -> str:
+    """A report as the text of one JSON object."""
+    return json.dumps({"schema": 1, **report})
+
+
 def print_report(report: dict[str, Any], as_json: bool) -> bool:
     """Print a report as JSON, or else its notes.  Returns whether the whole report is printed."""
     if as_json:
-        typer.echo(json.dumps({"schema": 1, **report}))
+        typer.echo(json_text(report))
         return True
     for note in report["notes"][:SHOWN]:
         typer.echo(f"note: {without_controls(note)}")

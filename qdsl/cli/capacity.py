@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import app, print_table, reported
+from qdsl.cli.app import app, json_text, print_table, reported
 from qdsl.cli.options import Json, read_size
 
 
@@ -30,7 +29,7 @@ def plan(model: Annotated[str, typer.Argument(show_default=False,
     with reported(), local_headers(model) as path:
         planned = capacity(path, limit, resident or (), model)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "model": model, **asdict(planned)}))
+        typer.echo(json_text({"model": model, **asdict(planned)}))
     else:
         print_table(["model", "weights", *CHOICES],
                     [[part.name or model, f"{part.weights / 1e9:.3f} B",

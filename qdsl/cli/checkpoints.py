@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import SHOWN, app, fail, input_argument, needs, reported, width
+from qdsl.cli.app import SHOWN, app, fail, input_argument, json_text, needs, reported, width
 from qdsl.cli.model_class import layer_shapes
 from qdsl.cli.options import Jobs, Json, read_size
 from qdsl.cli.progress import progress
@@ -44,7 +43,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
     limit = SHARED_MEMORY if shared_memory is None else read_size(shared_memory)
     with reported(), local_headers(file) as path:
         report = {**contents(path, limit, layer_shapes, check), "file": file}
-    typer.echo(json.dumps({"schema": 1, **report}) if as_json else "\n".join(lines(report, width())))
+    typer.echo(json_text(report) if as_json else "\n".join(lines(report, width())))
     models = report.get("models", [report])
     if any(model["problems"] for model in models):
         raise typer.Exit(1)
@@ -111,13 +110,8 @@ def _verify_checksums(path: Path, as_json: bool) -> None:
 
     with reported(), progress({CHECK: checksums.size(path)}) as tell:
         problems = checksums.damaged(path, tell)
-    if as_json:
-        typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
-    else:
-        lines = [*problems[:SHOWN], *([f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])]
-        typer.echo("\n".join([*lines, counted(len(problems), "problem") if problems else "all tensors fit their checksums"]))
-    if problems:
-        raise typer.Exit(1)
+    last = counted(len(problems), "problem") if problems else "all tensors fit their checksums"
+    _print_result({"problems": problems}, problems, last, as_json)
 
 
 def _gguf_differences(file: Path, other: Path) -> list[Any]:
@@ -179,12 +173,17 @@ def _print_differences(differences: list[Any], equal: str, as_json: bool) -> Non
     """Print differences.  Raises typer.Exit where there are any."""
     from qdsl.checkpoint.report.contents import escaped
 
+    _print_result({"differences": [difference.data() for difference in differences]},
+                  [f"{escaped(difference.tensor)}: {difference}" for difference in differences],
+                  f"differences: {len(differences)}" if differences else equal, as_json)
+
+
+def _print_result(report: dict[str, Any], lines: list[str], last: str, as_json: bool) -> None:
+    """Print what a comparison says, and its lines.  Raises typer.Exit where there are any."""
     if as_json:
-        data = [difference.data() for difference in differences]
-        typer.echo(json.dumps({"schema": 1, "equal": not differences, "differences": data}))
+        typer.echo(json_text({"equal": not lines, **report}))
     else:
-        lines = [f"{escaped(difference.tensor)}: {difference}" for difference in differences[:SHOWN]]
-        lines += [f"... and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []
-        typer.echo("\n".join([*lines, f"differences: {len(differences)}" if differences else equal]))
-    if differences:
+        more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        typer.echo("\n".join([*lines[:SHOWN], *more, last]))
+    if lines:
         raise typer.Exit(1)

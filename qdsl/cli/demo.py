@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import app, fail, print_table, reported
+from qdsl.cli.app import app, fail, json_text, print_table, reported
 from qdsl.cli.options import Json
 
 
@@ -35,6 +34,6 @@ def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safet
         typer.echo(demonstration.LEGEND + "\n")
     answers = demonstration.answers(say) if weights is None else []
     if as_json:
-        typer.echo(json.dumps({"schema": 1, **result, "answers": answers}))
+        typer.echo(json_text({**result, "answers": answers}))
     elif answers:
         print_table(demonstration.ANSWER_HEADS, [demonstration.answer_cells(row) for row in answers])

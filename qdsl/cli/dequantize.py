@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from errno import ENOENT
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from qdsl.cli import options as shared
-from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, one_of, os_message, print_report, reported
+from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, json_text, one_of, os_message, print_report, reported
 from qdsl.cli.model_class import compared, layer_shapes
 from qdsl.cli.options import AllowUnknown, Force, Json, headed, read_part, read_patterns, refuse_options
 from qdsl.cli.progress import progress
@@ -59,7 +58,7 @@ def _dequantize_gguf(file: Path, out: Path, dtype: str, force: bool, allow_unkno
                  f"`qdsl quantize {file} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
         written = dequantize_file(file, out, dtype, force, progress, allow_unknown)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, **written}))
+        typer.echo(json_text(written))
     else:
         typer.echo(f"written  {out}: {counted(written['tensors'], 'tensor')}, {written['nbytes']} bytes")
         for text in written["allowed"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import shlex
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import app, fail, os_message, print_table, reported
+from qdsl.cli.app import app, fail, json_text, os_message, print_table, reported
 from qdsl.cli.options import Force, Json, Spec
 from qdsl.core.text import counted, name_key
 
@@ -37,7 +36,7 @@ def check(specs: Names, as_json: Json = False) -> None:
             typer.echo(line, err=not report["ok"])
     problems = sum(len(report.get("problems", ())) for report in reports)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "specs": reports}))
+        typer.echo(json_text({"specs": reports}))
     elif problems:
         typer.echo(f"\n{counted(problems, 'problem')}", err=True)
     if problems or not all(report["ok"] for report in reports):
@@ -98,7 +97,7 @@ def test(spec: Spec,
                 typer.echo(f"{outcome.status:<8} {where}{params}  {outcome.name}: {outcome.text}")
     failed, skipped = (sum(outcome.status == status for outcome in checks) for status in ("FAILED", "skipped"))
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "format": format.name, "ok": not failed, "checks": list(map(asdict, checks))}))
+        typer.echo(json_text({"format": format.name, "ok": not failed, "checks": list(map(asdict, checks))}))
     else:
         typer.echo(f"{counted(len(checks), 'check')}: {failed} failed, {skipped} skipped")
     if failed:
@@ -134,7 +133,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
             rows += _producer_rows(out or places.generated(), verify)
     changed = [row for row in rows if row["change"] != "same"]
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "files": rows}))
+        typer.echo(json_text({"files": rows}))
     else:
         for row in changed if verify else rows:
             typer.echo(f"{'stale' if verify else row['change']:<8} {row['path']}")
@@ -187,7 +186,7 @@ def list_(as_json: Json = False) -> None:
         except (OSError, KeyError, ValueError):
             fail("a spec was not built yet: run `qdsl build --all`")
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "formats": rows}))
+        typer.echo(json_text({"formats": rows}))
         return
     print_table(["format", "bits per weight", "what it is", "storages"],
                 [[row["name"], row["bits"], row["title"], ", ".join(row["storages"])] for row in rows])
@@ -215,7 +214,7 @@ def show(spec: Spec,
             write_text(svg, picture.svg(page.distinct(programs)))
             typer.echo(f"written  {svg}")
         elif as_json:
-            typer.echo(json.dumps({"schema": 1, **page.data(programs)}))
+            typer.echo(json_text(page.data(programs)))
         else:
             if path.stem != name_key(spec) and not Path(spec).is_file():
                 typer.echo(f"{spec} is {format_target(spec)}")

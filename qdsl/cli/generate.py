@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import app, fail, needs, reported, without_controls
+from qdsl.cli.app import app, fail, json_text, needs, reported, without_controls
 from qdsl.cli.models import Device, DType, MatchDense, format_name, print_allowed, running
 from qdsl.cli.options import AllowUnknown, Force, Json, Params, headed, read_param, refuse_options
 
@@ -134,8 +133,8 @@ def _answer(loaded: LanguageModel, prompt: str, chat: bool, settings: dict[str, 
     with first_interrupt_is_a_request() as is_stopped:
         result = generate_text(loaded, prompt, chat=chat, write=None if as_json else _write, stop=is_stopped, **settings)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "model": loaded.name, "load_seconds": loaded.seconds, **asdict(result),
-                               "prompt_tokens_per_second": result.prompt_rate, "tokens_per_second": result.decode_rate}))
+        typer.echo(json_text({"model": loaded.name, "load_seconds": loaded.seconds, **asdict(result),
+                              "prompt_tokens_per_second": result.prompt_rate, "tokens_per_second": result.decode_rate}))
         return
     typer.echo()
     typer.echo(f"{_speed(result)}\n{_memory(loaded, result)}", err=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from qdsl.cli.app import fail, needs, reported
+from qdsl.cli.app import fail, json_text, needs, reported
 from qdsl.cli.models import finite, running
 from qdsl.host.files import check_output, regular_file
 
@@ -35,7 +34,7 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
         loaded = images.load_image_pipeline(model, models, **quantization, **place, is_quiet=as_json)
         image, again = (images.generate_image(loaded, **options) for _ in range(2))
         report: dict[str, Any] = {
-            "schema": 1, "model": loaded.name, "out": str(target), "size": image.image.size, "load_seconds": loaded.seconds,
+            "model": loaded.name, "out": str(target), "size": image.image.size, "load_seconds": loaded.seconds,
             "resident": resident_bytes(), "device_peak": images.peak_device_bytes(), "steps": image.steps,
             "seconds": [image.seconds, again.seconds], "again": images.image_difference(again, image).data()}
         with replacing(target) as file:
@@ -46,7 +45,7 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
             difference = images.image_difference(image, images.generate_image(base, **options))
             report |= {"against": {"model": against, **difference.data()}}
     if as_json:
-        typer.echo(json.dumps(finite(report)))
+        typer.echo(json_text(finite(report)))
         return
     width, height = report["size"]
     first, second = report["seconds"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import app, fail, reported
+from qdsl.cli.app import app, fail, json_text, reported
 from qdsl.cli.options import Force, Json
 
 if TYPE_CHECKING:
@@ -53,8 +52,8 @@ def infer(file: File = None, packed: Packed = None, values: ValuesName = "expect
         if out is not None:
             write_text(out, inferred.text)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "ok": inferred.is_exact, "spec": inferred.text, "exact": inferred.exact,
-                               "values": inferred.values, "problems": list(inferred.problems)}))
+        typer.echo(json_text({"ok": inferred.is_exact, "spec": inferred.text, "exact": inferred.exact,
+                              "values": inferred.values, "problems": list(inferred.problems)}))
     else:
         typer.echo(inferred.text if out is None else f"written  {out}", nl=out is not None)
         typer.echo(_summary(inferred, "bytes that the function packs" if file is None else "values"), err=True)

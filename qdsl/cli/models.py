@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdsl.cli.app import app, fail, needs, one_of, reported, without_controls
+from qdsl.cli.app import app, fail, json_text, needs, one_of, reported, without_controls
 from qdsl.cli.options import AllowUnknown, Force, Json, read_param
 from qdsl.cli.progress import progress
 from qdsl.cli.words import DTYPES
@@ -85,8 +84,8 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         if svg is not None:
             write_text(svg, measure.svg(f"{text.name}: divergence from {against}", results))
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "text": str(text), "context": context, "against": against,
-                               "models": [finite(asdict(evaluation)) for evaluation in results]}))
+        typer.echo(json_text({"text": str(text), "context": context, "against": against,
+                              "models": [finite(asdict(evaluation)) for evaluation in results]}))
 
 
 def finite(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdsl.cli import options as shared
-from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, print_table, reported
+from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, json_text, print_table, reported
 from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of
 from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
@@ -162,7 +161,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
         if svg is not None:
             write_text(svg, quality.svg(f"{file.name} as {options.mix.name}: signal to noise", report["tensors"]))
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "out": None if dry_run else str(out), **report}))
+        typer.echo(json_text({"out": None if dry_run else str(out), **report}))
         return
     for heads, *rows in plan_file.tables(report):
         print_table(heads, rows)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from qdsl.cli.app import app, fail, needs, print_table, reported
+from qdsl.cli.app import app, fail, json_text, needs, print_table, reported
 from qdsl.cli.generate import Base, Exact, Threads
 from qdsl.cli.models import Device, DType, Model, running
 from qdsl.cli.options import Json
@@ -36,7 +35,7 @@ def serve_check(model: Annotated[str, typer.Argument(help="A folder or a reposit
         if not rows:
             fail(f"{model} has no packed layers")
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "model": model, "ranks": ranks, "layers": [asdict(row) for row in rows]}))
+        typer.echo(json_text({"model": model, "ranks": ranks, "layers": [asdict(row) for row in rows]}))
     else:
         alike: dict[tuple[object, ...], list[Row]] = {}
         for row in rows:
