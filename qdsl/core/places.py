@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from qdsl.core.text import listed, name_key, similar_names
 
@@ -35,6 +37,11 @@ def text() -> Path:
     """A short English text that ships with qdsl, to measure language models with: the beginning of Alice in Wonderland."""
     inside = PACKAGE / "alice.txt"
     return inside if inside.is_file() else CHECKOUT / "tests" / "data" / "text" / "alice.txt"
+
+
+def table_of(module: str) -> dict[str, Any]:
+    """The table that lies beside a module's file, as TOML."""
+    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def install_command(extras: str) -> str:

@@ -6,13 +6,12 @@ The compiler reads this table.  qdsl/encode implements a scheme as the function 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from qdsl.core.numbers import Number
+from qdsl.core.places import table_of
 
 # Arguments of every scheme's function: the blocks that share a value, and the axes of a scale.
 BLOCK_SIZES = ("rows", "columns", "super_columns", "super_axes", "shift_columns", "sums_columns", "axes")
@@ -108,4 +107,4 @@ def _scheme(row: Mapping[str, Any]) -> Scheme:
     return Scheme(**values)
 
 
-SCHEMES = {name: _scheme(row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()}
+SCHEMES = {name: _scheme(row) for name, row in table_of(__file__).items()}

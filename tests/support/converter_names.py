@@ -6,7 +6,19 @@ tensor; '#swap' exchanges its halves.
 
 from __future__ import annotations
 
-from qdsl.jobs.gguf.author_names import ADDED, BLOCK, FLUX1, SINGLE, SWAPPED, qkv
+from collections.abc import Sequence
+
+from qdsl.jobs.gguf.author_names import BLOCK, CLASSES, SINGLE, names_of
+
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+SWAPPED = names_of(["ends"])
+FLUX1, FLUX2, SD3, Z_IMAGE = (CLASSES[f"{name}Transformer2DModel"][1] for name in ("Flux", "Flux2", "SD3", "ZImage"))
+
+
+def qkv(pattern: str, replacement: str, names: Sequence[str] = ("to_q", "to_k", "to_v")) -> list[tuple[str, str]]:
+    """Rules for projections that are stored in one tensor.  pattern, replacement: what precedes their names."""
+    return [(pattern + name, f"{replacement}#{part}") for part, name in enumerate(names)]
+
 
 CHROMA = [
     (r"^distilled_guidance_layer\.layers\.(\d+)\.linear_1", r"distilled_guidance_layer.layers.\1.in_layer"),

@@ -21,7 +21,7 @@ from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.gguf_write import NewTensor
 from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.safetensors import bytes_of
-from qdsl.jobs.gguf import author_names
+from qdsl.jobs.gguf.author_names import author_parts
 from tests.support import converter_names as names
 from tests.support import language_models
 
@@ -45,16 +45,16 @@ def tiny(original: Sequence[tuple[str, str]], inputs: Mapping[str, tuple[int, ..
 TEXT = {"encoder_hidden_states": (1, 4, 256), "timestep": (1,)}
 TINY: dict[str, Tiny] = {
     "ZImageTransformer2DModel": tiny(
-        author_names.Z_IMAGE,
+        names.Z_IMAGE,
         dim=256, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=64, axes_lens=[64, 32, 32]),
     "Flux2Transformer2DModel": tiny(
-        author_names.FLUX2, {"hidden_states": (1, 6, 32), **TEXT, "img_ids": (1, 6, 4), "txt_ids": (1, 4, 4)}, num_layers=2,
+        names.FLUX2, {"hidden_states": (1, 6, 32), **TEXT, "img_ids": (1, 6, 4), "txt_ids": (1, 4, 4)}, num_layers=2,
         num_single_layers=1, num_attention_heads=2, joint_attention_dim=256, in_channels=32, guidance_embeds=False),
     "QwenImageTransformer2DModel": tiny(
         (), {"hidden_states": (1, 6, 64), **TEXT, "encoder_hidden_states_mask": (1, 4)}, num_layers=1, num_attention_heads=2,
         joint_attention_dim=256),
     "SD3Transformer2DModel": tiny(
-        author_names.SD3, {"hidden_states": (1, 16, 8, 8), **TEXT, "pooled_projections": (1, 256)}, sample_size=8, num_layers=2,
+        names.SD3, {"hidden_states": (1, 16, 8, 8), **TEXT, "pooled_projections": (1, 256)}, sample_size=8, num_layers=2,
         num_attention_heads=4, joint_attention_dim=256, caption_projection_dim=256, pooled_projection_dim=256,
         pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm"),
     "WanTransformer3DModel": tiny(
@@ -101,7 +101,7 @@ TINY: dict[str, Tiny] = {
 # Classes whose converters have the width or the depth of the published model, or whose names are too long for GGUF files.
 WIDE: dict[str, Tiny] = {
     "ChromaTransformer2DModel": tiny(names.CHROMA, num_layers=1, num_single_layers=1),
-    "FluxTransformer2DModel": tiny(author_names.FLUX1, num_layers=1, num_single_layers=1, guidance_embeds=True),
+    "FluxTransformer2DModel": tiny(names.FLUX1, num_layers=1, num_single_layers=1, guidance_embeds=True),
     "HunyuanVideoTransformer3DModel": tiny(names.HUNYUAN, num_layers=1, num_single_layers=1, num_refiner_layers=1),
     "LTX2VideoTransformer3DModel": tiny(
         names.LTX2, num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64, audio_num_attention_heads=2,
@@ -146,7 +146,7 @@ def output(model: Any) -> Tensor:
 
 def original(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's tensors as the files of its authors have them."""
-    parts = author_names.author_parts((TINY | WIDE)[name].original, {own: tuple(tensor.shape) for own, tensor in tensors.items()})
+    parts = author_parts((TINY | WIDE)[name].original, {own: tuple(tensor.shape) for own, tensor in tensors.items()})
     return {own: torch.cat([tensors[part.name][part.start:part.stop] for part in rows]) if len(rows) > 1
             else tensors[rows[0].name] for own, rows in parts.items()}
 

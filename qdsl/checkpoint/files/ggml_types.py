@@ -35,7 +35,7 @@ class GgmlType:
         return self.head + columns // self.elements * self.nbytes
 
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 TYPES = {id: GgmlType(id, name, *sizes) for name, (id, *sizes) in _TABLE["types"].items()}
 BY_NAME = {type.name: type for type in TYPES.values()}
 REMOVED = {int(id): name for id, name in _TABLE["removed"].items()}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core.places import table_of
 from qdsl.jobs.gguf import QuantizeError
 from qdsl.jobs.gguf.mixes import Choice, Options, Tensor, is_kept, place_of
 
@@ -37,7 +36,7 @@ class Architecture:
     reshaped: bool = False
 
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_TABLE = table_of(__file__)
 ARCHITECTURES = {name: Architecture(**row) for name, row in _TABLE["architectures"].items()}
 _FIRST_VALUES = {"Q3_K_M": 2, "Q4_K_S": 4}                       # so many of the first values get Q5_K
 

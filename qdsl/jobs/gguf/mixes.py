@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
 from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
+from qdsl.core.places import table_of
 from qdsl.jobs.gguf import QuantizeError
 
 
@@ -28,7 +27,7 @@ class Mix:
     default: str | None
 
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_TABLE = table_of(__file__)
 _NAMES: Mapping[str, list[str]] = _TABLE
 _TYPES: Mapping[str, Mapping[str, str]] = _TABLE
 MIXES = {**{name: Mix(name, *row) for name, row in _TABLE["mixes"].items()}, "COPY": Mix("COPY", None, None)}
