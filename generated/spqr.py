@@ -177,8 +177,8 @@ PROGRAM = {
         }},
         "defaults": {"p": None},
         "plus": (("csr",
-            {"start": ("row_offsets", "i32", "?"), "column": ("col_vals", "i32", "?", {"half": "i32@0"}),
-            "value": ("col_vals", "i32", "?", {"half": "f16@16"})}, True),),
+            {"start": ("row_offsets", "i32", "?"), "column": ("col_vals", "i32", "?", {"half": ("i32", 0)}),
+            "value": ("col_vals", "i32", "?", {"half": ("f16", 16)})}, True),),
     }},
 }
 

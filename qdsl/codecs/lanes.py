@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from qdsl.codecs import native
 from qdsl.codecs.huffman import END, Code, Words
-from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import StreamError
 from qdsl.host.c_functions import CFunctions
 
 LANES = 4096                                                     # lanes to decode together: their state stays in cache

@@ -10,13 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.codecs.huffman import END, LONGEST, Code
+from qdsl.core.codecs import StreamError
 
 FIRST_POINTER = 240                                              # entries from here on point to rows 16 to 1
 ROWS = 256 - FIRST_POINTER + 2                                   # the first row, rows of pointers, the row of lengths
-
-
-class StreamError(ValueError):
-    """A stream that cannot be written in a format, or tensors of a file that are not such a stream."""
 
 
 def tables_of(code: Code) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -28,9 +29,20 @@ class Codec:
     normal: float = 0
 
 
+class StreamError(ValueError):
+    """A stream that cannot be written in a format, or tensors of a file that are not such a stream."""
+
+
+@cache
 def implementation(code: str, module: str = "reference") -> Any:
     """A module of an entropy code, imported at its first use: most formats have no streams."""
     return import_module(f"qdsl.codecs.{code}.{module}")
+
+
+@cache
+def exponents() -> Any:
+    """The module that splits bfloat16 weights into exponents and other bits, and joins and counts them."""
+    return import_module("qdsl.codecs.exponents")
 
 
 CODECS = {

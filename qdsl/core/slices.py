@@ -83,14 +83,14 @@ class Placed:
         return Placed(self.start + start // run * digits[-1][1], self.size, (cut, *self.coordinates[1:]))
 
 
-def place(piece: Piece, shape: Sequence[int], bits: int, extents: Sequence[int]) -> Placed | None:
-    """A piece placed in a contiguous tensor of this shape with `bits` per element, for a field of these extents.
+def place(piece: Piece, start: int, strides: Sequence[int], size: int, extents: Sequence[int]) -> Placed | None:
+    """A piece placed in a contiguous tensor of `size` bits, for a field of these extents.
 
-    None if the last record along a coordinate is partial, and for pieces that are more than strides of bits.
+    start: the first bit of its section.  strides: bits per step of each axis.  None if the last record along a coordinate is
+    partial, and for pieces that are more than strides of bits.
     """
-    if piece.further or len(piece.coordinates) != len(extents):
+    if piece.further.keys() - {"section"} or len(piece.coordinates) != len(extents):
         return None
-    strides = [bits * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
     coordinates: list[tuple[tuple[int, int], ...]] = []
     for digits, extent in zip(piece.coordinates, extents, strict=True):
         numbers = [(digit.extent, digit.step * (1 if digit.axis is None else strides[digit.axis])) for digit in digits
@@ -99,4 +99,4 @@ def place(piece: Piece, shape: Sequence[int], bits: int, extents: Sequence[int])
         if len(numbers) < len(digits) or extent % elements or (extent != elements and all(count for count, _ in numbers)):
             return None
         coordinates.append(tuple((count or extent // elements, step) for count, step in numbers))
-    return Placed(piece.start, bits * math.prod(shape), tuple(coordinates))
+    return Placed(start + piece.start, size, tuple(coordinates))

@@ -111,9 +111,20 @@ class Stored:
         """The fields whose bits `slices` places."""
         return {piece.field for piece in self.slices}
 
-    def placed(self, piece: Piece, shape: Sequence[int], bits: int, extents: Sequence[int]) -> Placed | None:
-        """A piece in a tensor of this shape and bits per element, as strides of bits; None if it is not at such strides."""
-        return None if self.words or self.flips else place(piece, shape, bits, extents)
+    def placed(self, piece: Piece, shape: Sequence[int], bits: int, axes: Sequence[Axis], weight: tuple[int, int],
+               sizes: Mapping[str, int]) -> Placed | None:
+        """A piece in a tensor of this shape and bits per element, as strides of bits; None if it is not at such strides.
+
+        axes: of its field.  weight: N and K.
+        """
+        strides, start, section = [bits * prod(shape[axis + 1:]) for axis in range(len(shape))], 0, piece.further.get("section")
+        if self.words or self.flips:
+            return None
+        if section is not None:
+            shapes = [extents(own, *weight, sizes) or () for own in self.axes[-1].sections]
+            start = bits * sum(map(prod, shapes[:section]))
+            strides[-1:] = [bits * prod(shapes[section][axis + 1:]) for axis in range(len(shapes[section]))]
+        return place(piece, start, strides, bits * prod(shape), [axis.rounded(*weight, sizes) for axis in axes])
 
     @property
     def text(self) -> str:

@@ -128,8 +128,8 @@ def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, 
     packed = cached.packed
     at, piece = _tensor_of(cached, name)
     tensor = packed.tensors[packed.layout.coded[at]]
-    extents = [axis.extent(*packed.shape, packed.sizes) or 0 for axis in packed.variant.fields[name].axes]
-    placed = packed.layout.tensors[packed.layout.coded[at]].placed(piece, tensor.shape, 8 * tensor.element_size(), extents)
+    placed = packed.layout.tensors[packed.layout.coded[at]].placed(
+        piece, tensor.shape, 8 * tensor.element_size(), packed.variant.fields[name].axes, packed.shape, packed.sizes)
     if placed is None or len(placed.coordinates[0]) != 1 or placed.start % 8 or placed.coordinates[0][0][1] % 8:
         raise ValueError(f"rows of '{name}' do not lie one by one")
     digits, weight = [], 1

@@ -14,7 +14,6 @@ from qdsl.runtime.weight.matrix_unit import (
            MatrixUnitKernels,
            Records,
            Skinny,
-           Special,
            Sums,
            TileGemm,
 )
@@ -26,5 +25,5 @@ from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = ["W8A8", "Codes", "Format", "FormatError", "Gemv", "GroupField", "Kernels", "Levels", "MatrixUnitKernels",
            "PackedWeight", "Pairs", "QuantizedEmbedding", "QuantizedLinear", "Records", "Report", "RowCodes", "RowLoops",
-           "Skinny", "Spec", "Special", "Storage", "Sums", "Table", "TileGemm", "Variant", "as_float", "as_type", "base3", "cdiv",
+           "Skinny", "Spec", "Storage", "Sums", "Table", "TileGemm", "Variant", "as_float", "as_type", "base3", "cdiv",
            "empty", "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace"]

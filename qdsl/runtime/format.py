@@ -39,7 +39,8 @@ class Format:
         self.name: str = program["name"]
         self.description = description(program)
         self.params, self.by, self.size_axes = self.description.params, self.description.by, self.description.sizes
-        self.variants = {key: variant.described(program["variants"][key]) for key, variant in variants.items()}
+        self.variants = {key: variant.described(program["variants"][key], self.description.variants[key])
+                         for key, variant in variants.items()}
         self.storages = tuple(dict.fromkeys(storage for variant in self.variants.values() for storage in variant.storages))
         self.spec = Spec(self.name, program["title"], program["source"], program["formula"], self.params, self.storages,
                          self.variants, program.get("detect", {}))

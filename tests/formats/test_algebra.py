@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.report.shards import GROUP_ROWS
-from qdsl.core.codecs import CODECS
+from qdsl.core.codecs import CODECS, implementation
 from qdsl.generated import df11, fix4, fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.weight import algebra, streams
+from qdsl.runtime.weight import algebra
 from tests.support.covering import ALL
 from tests.support.formats import Case, assert_same, cases, random_fields, same_bits, shapes, smallest
 
@@ -321,9 +321,9 @@ def test_rows_at_groups_keep_their_codes(module: ModuleType, half: int, k: int, 
     weight = torch.randn(half, k, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[3, 5:9] = torch.tensor([0, 1e-30, -1e30, torch.inf])  # patches
     wanted, packed, ragged = [module.pack({"v": torch.cat([weight, more])}) for more in (weight[:0], weight, weight[:3])]
-    groups = [streams.LAUNCHES[stream.coding].group_rows(packed.shape) for stream in packed.layout.streams.values()]
+    groups = [implementation(stream.coding, "launch").group_rows(packed.shape) for stream in packed.layout.streams.values()]
     assert all(GROUP_ROWS % rows == half % rows == 0 for rows in groups)
-    for coding in map(streams.CODINGS.__getitem__, CODECS):
+    for coding in map(implementation, CODECS):
         for name in ("encode", "decode", "decode_rows"):
             monkeypatch.delattr(coding, name, raising=False)
     bands = [packed.shard("N", 0, half), packed.shard("N", half, 2 * half)]

@@ -259,7 +259,7 @@ def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
     packed = gptq(128, 256)
     n, k = packed.shape
     words = packed.tensors["qweight"]
-    source = place(packed.layout.tensors["qweight"].slices[0], words.shape, 32, (n, k))
+    source = place(packed.layout.tensors["qweight"].slices[0], 0, (32 * words.shape[1], 32), 32 * words.numel(), (n, k))
     assert source is not None
     rows = {"AVX512": 32, "AVX2": 16}.get(torch.backends.cpu.get_cpu_capability())
     codes = int_group.unpack(packed)["q"].int()

@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +27,13 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.codecs import bits, native
 from qdsl.codecs.huffman import END, Code, canonical_code, df11_code
 from qdsl.codecs.huffman_windows import reference as huffman_windows
-from qdsl.codecs.lookup import StreamError, code_of, tables_of
-from qdsl.core.codecs import CODECS
+from qdsl.codecs.lookup import code_of, tables_of
+from qdsl.core.codecs import CODECS, StreamError, implementation
 from qdsl.host import library
 from qdsl.jobs.compress import df11
 from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
 from qdsl.runtime import FormatError
 from qdsl.runtime.weight import bfloat16
-from qdsl.runtime.weight.streams import CODINGS
 from tests.support.paths import ROOT
 
 DATA = ROOT / "tests" / "data"
@@ -236,7 +236,7 @@ def test_rows_are_those_of_the_weight(form: str, choice: str) -> None:
     shape, rows = (70, 4104), np.array([0, 3, 17, 69])
     patterns = normal(*shape)
     tensors = FORMS[form].encode(patterns)
-    coding = CODINGS[{"hlane": "huffman_lanes", "fix4": "window"}[form]]
+    coding = implementation({"hlane": "huffman_lanes", "fix4": "window"}[form])
     stream = {own: tensors[name] for name, own in zip(FORMS[form].names, FORMS[form].own, strict=True)}
     with loops(choice):
         assert np.array_equal(coding.decode_rows(stream, shape, rows), (patterns >> 7).astype(np.uint8)[rows])
@@ -341,7 +341,7 @@ def test_the_first_code_stands_where_the_end_is_zero() -> None:
 
 def test_the_codes_of_the_language_are_those_that_run() -> None:
     for name, coding in CODECS.items():
-        coded = CODINGS[name].encode(np.zeros((2, 16), np.uint8), np.bincount([0] * 32, minlength=256))
+        coded = implementation(name).encode(np.zeros((2, 16), np.uint8), np.bincount([0] * 32, minlength=256))
         kinds = {"i32": np.int32, "i16": np.int16, "u8": np.uint8}
         for role, (kind, axes) in coding.tensors.items():
             assert coded[role].dtype == kinds[kind] and coded[role].ndim == len(axes), (name, role)
@@ -401,10 +401,12 @@ def test_other_arrangements_are_left_to_unpack() -> None:
     for name, arrangement in (("fix4", "quads"), ("hlane", "quads"), ("df11", "flat")):
         layout = importlib.import_module(f"qdsl.generated.{name}").FORMAT.variants[()].storages[name]
         assert bfloat16._arrangement(layout) == arrangement
-        unpack = layout.unpack
-        rolled = replace(layout, unpack=lambda symbols, signs, unpack=unpack, **sizes: unpack(symbols, signs.roll(1), **sizes))
-        less = replace(layout, unpack=lambda symbols, signs, unpack=unpack, **sizes: unpack(symbols & 254, signs, **sizes))
-        assert not bfloat16._arrangement(rolled) and not bfloat16._arrangement(less)
+        uncoded = layout.tensors["sign_mantissa"]
+        for change in ({"adds": 1}, {"flips": 1}, {"slices": uncoded.slices[:1]}):
+            other = copy(uncoded)
+            for key, value in change.items():
+                object.__setattr__(other, key, value)
+            assert not bfloat16._arrangement(replace(layout, tensors={**layout.tensors, "sign_mantissa": other}))
 
 
 def test_a_large_weight_changes_its_stream_as_a_whole() -> None:

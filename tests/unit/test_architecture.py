@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "compiler": {"compiler/emit", "core", "host"},
     # the running shore, in its order
     "runtime/libraries": {"host"},
-    "runtime/weight": {"runtime/libraries", "codecs", "core", "host"},
+    "runtime/weight": {"runtime/libraries", "core", "host"},
     "runtime/gpu": {"runtime/libraries", "runtime/weight", "core", "host"},
     # an entropy code: a weight reaches it by name (runtime/weight/streams.py)
     **{code: {"runtime/libraries", "runtime/weight", "runtime/gpu", "codecs", "core", "host"} for code in CODECS},
@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "jobs/gguf": {"encode", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "core", "host", "runtime"},
     "jobs/convert": {"encode", "jobs/engine", "jobs/gguf", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "core",
                      "host", "runtime", "runtime/weight"},
-    "jobs/compress": {*CODECS, "jobs/engine", "checkpoint/files", "checkpoint/detect", "codecs", "host"},
+    "jobs/compress": {*CODECS, "jobs/engine", "checkpoint/files", "checkpoint/detect", "codecs", "core", "host"},
     "models": {"runtime", "encode", "jobs/compress", "jobs/convert", "jobs/engine", "jobs/gguf", "checkpoint", "checkpoint/files",
                "checkpoint/detect", "checkpoint/report", "core", "host", "runtime/libraries", "runtime/cpu", "runtime/gpu",
                "runtime/torch", "runtime/weight"},

@@ -15,7 +15,7 @@ from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import COMPILED, Budget, expression
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown, torch_name
-from qdsl.core.codecs import implementation
+from qdsl.core.codecs import StreamError, implementation
 from qdsl.core.stored import Description, element_dtype
 
 CODING = "huffman_windows"                                       # of DF11
@@ -166,7 +166,7 @@ def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory |
     positions, tables = (folder.file(group.tensors[leaf]).start(group.tensors[leaf], folder.entry(group.tensors[leaf]).nbytes)
                          for leaf in ("output_positions", "luts"))
     if len(positions) < 4 or len(positions) % 4:
-        raise lookup.StreamError(f"output_positions have {len(positions)} bytes")
+        raise StreamError(f"output_positions have {len(positions)} bytes")
     code = lookup.code_of(np.frombuffer(tables, np.uint8).reshape(folder.entry(group.tensors["luts"]).shape))
     begins = np.append(np.frombuffer(positions, "<u4"), group.numbers).astype(np.int64)
     fullest = int(np.diff(begins).max())

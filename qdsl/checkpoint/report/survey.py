@@ -94,7 +94,7 @@ def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
 
 def _group(folder: Folder, group: Group, limit: int) -> dict[str, Any]:
     """A group, with the threads and shared memory of its kernel; None where its tensors do not state them."""
-    from qdsl.codecs.lookup import StreamError
+    from qdsl.core.codecs import StreamError
 
     problems = [*group.problems, *([group.unnamed] if group.unnamed else [])]
     try:

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from qdsl.codecs import bits, lanes, native
 from qdsl.codecs.huffman import Code, Words, canonical, canonical_code
-from qdsl.codecs.lookup import StreamError
-from qdsl.core.codecs import CODECS
+from qdsl.core.codecs import CODECS, StreamError
 from qdsl.host.c_functions import CFunctions
 
 LONGEST = 8                                                      # bits of a code: one lookup of 256 entries

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qdsl.codecs.huffman_windows import kernels
 from qdsl.codecs.huffman_windows import reference as entropy
-from qdsl.codecs.lookup import FIRST_POINTER, StreamError
+from qdsl.codecs.lookup import FIRST_POINTER
+from qdsl.core.codecs import StreamError
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 

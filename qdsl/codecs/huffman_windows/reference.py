@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from qdsl.codecs import bits, lanes
 from qdsl.codecs.huffman import END, Code, df11_code
-from qdsl.codecs.lookup import StreamError, code_of, tables_of
-from qdsl.core.codecs import CODECS
+from qdsl.codecs.lookup import code_of, tables_of
+from qdsl.core.codecs import CODECS, StreamError
 
 THREADS = 512
 NAMES = tuple(CODECS["huffman_windows"].tensors)

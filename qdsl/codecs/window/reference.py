@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from qdsl.codecs import native
 from qdsl.codecs.huffman import Words
-from qdsl.codecs.lookup import StreamError
-from qdsl.core.codecs import CODECS
+from qdsl.core.codecs import CODECS, StreamError
 
 ROWS = 16                                                        # rows that share a list of patches
 WINDOW = 16                                                      # symbols that have a code

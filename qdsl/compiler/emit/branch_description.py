@@ -43,4 +43,4 @@ def branch_texts(program: Program) -> Iterator[str]:
     for branch in program.plus:
         yield f"  plus {branch.kind}"
         for tensor in branch.tensors:
-            yield f"    {tensor.name} {tensor.half or tensor.kind} [{', '.join(map(_axis, tensor.axes))}]: {tensor.role}"
+            yield f"    {tensor.name} {tensor.stored_kind} [{', '.join(map(_axis, tensor.axes))}]: {tensor.role}"

@@ -290,7 +290,7 @@ class BranchTensor:
 
     kind: its element type as the spec names it.  digits: their extents in storage order, slowest first.  order: for every
     coordinate of the field its digits, slowest first, as indices into `digits`.  axes: the shape in files.  half: if a word holds
-    two fields, the type and first bit of this one, 'f16@16'.
+    two fields, the type and first bit of this one.
     """
 
     role: str
@@ -300,7 +300,12 @@ class BranchTensor:
     order: tuple[tuple[int, ...], ...]
     axes: tuple[Index, ...]
     aliases: tuple[str, ...]
-    half: str = ""
+    half: tuple[str, int] | None = None
+
+    @property
+    def stored_kind(self) -> str:
+        """The element type, or the type and first bit of half a word: 'f16@16'."""
+        return f"{self.half[0]}@{self.half[1]}" if self.half else self.kind
 
     @property
     def is_plain(self) -> bool:

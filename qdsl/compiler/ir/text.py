@@ -33,7 +33,7 @@ def _lines(program: Program) -> Iterator[str]:
         yield from _tensor(tensor)
     for branch in program.plus:
         yield f"plus {branch.kind}"
-        yield from (f"  {tensor.name} {tensor.half or tensor.kind} {_list(tensor.axes)}: {tensor.role} of digits "
+        yield from (f"  {tensor.name} {tensor.stored_kind} {_list(tensor.axes)}: {tensor.role} of digits "
                     f"{_list(tensor.digits)}, by subscripts {tensor.order}" for tensor in branch.tensors)
     if program.values:
         yield "values"

@@ -94,8 +94,8 @@ def _shown(field: str, role: Role) -> str:
     return f"'{field}' [{', '.join(role.extents)}]"
 
 
-def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.Item | None, half: str, problems: Problems,
-            ) -> BranchTensor | None:
+def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.Item | None, half: tuple[str, int] | None,
+            problems: Problems) -> BranchTensor | None:
     """The tensor of a branch's field; None, with a problem, if it is wrong.  half: how words hold the field."""
     roles = BRANCHES[branch.kind.value].roles
     if item is None or item.field is None or tensor.shape is None:
@@ -133,8 +133,8 @@ def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: 
                         tuple(alias.value for alias in tensor.aliases), half)
 
 
-def _items(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item | None, str]]:
-    """The single item of a record, with ''; or two halves of a 32-bit word with their places.
+def _items(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item | None, tuple[str, int] | None]]:
+    """The single item of a record, with None; or two halves of a 32-bit word with their places.
 
     The low half is a list's index, the high half its value in f16.
     """
@@ -145,8 +145,8 @@ def _items(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item
     if len(parts) == len(items) == WORD // HALF and tensor.shape is not None and tensor.shape.type.name == INDEX \
             and [role.is_index for role in listed] == list(map(_is_half, parts)) and sum(map(_is_half, parts)) == 1 \
             and all(role.extents == (ENTRIES,) for role in listed):
-        return [(item, f"{INDEX if _is_half(item) else 'f16'}@{i * HALF}") for i, item in enumerate(parts)]
-    return [(parts[0] if len(parts) == len(items) == 1 and not _is_half(parts[0]) else None, "")]
+        return [(item, (INDEX if _is_half(item) else "f16", i * HALF)) for i, item in enumerate(parts)]
+    return [(parts[0] if len(parts) == len(items) == 1 and not _is_half(parts[0]) else None, None)]
 
 
 def _is_half(item: g.Item) -> bool:

@@ -12,7 +12,7 @@ from qdsl.core.schemes import SCHEMES
 LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar", "plus", *functions())
 # Imports of generated modules from qdsl.runtime and qdsl.runtime.gpu.kernels.
 RUNTIME = ("Codes", "Format", "Gemv", "GroupField", "Kernels", "Levels", "MatrixUnitKernels", "Pairs", "Records", "RowCodes",
-           "RowLoops", "Skinny", "Special", "Storage", "Sums", "Table", "TileGemm", "Variant", "W8A8", "as_float", "as_type",
+           "RowLoops", "Skinny", "Storage", "Sums", "Table", "TileGemm", "Variant", "W8A8", "as_float", "as_type",
            "base3", "cdiv", "empty", "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread",
            "workspace")
 KERNELS = ("bitplanes", "codebook", "device", "gemv", "gemv_records", "group_sums", "lanes", "records", "skinny", "tile_gemm",

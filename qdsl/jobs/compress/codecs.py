@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import StreamError
 from qdsl.jobs.compress import df11
 from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from qdsl.codecs import exponents
 from qdsl.codecs.huffman_windows import reference as huffman_windows
 from qdsl.codecs.huffman_windows.reference import THREADS, Windows
-from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import StreamError
 
 STREAM = {"tables": "luts", "data": "encoded_exponent", "positions": "output_positions", "gaps": "gaps"}
 NAMES = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")

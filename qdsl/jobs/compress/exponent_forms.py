@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from qdsl.codecs import exponents
 from qdsl.codecs.huffman_lanes import reference as huffman_lanes
-from qdsl.codecs.lookup import StreamError
 from qdsl.codecs.window import reference as window
+from qdsl.core.codecs import StreamError
 
 Tensors = Mapping[str, NDArray[Any]]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qdsl.checkpoint.files.crc import Range, ranges_checksum
 from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header, write_chunks
-from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import StreamError
 from qdsl.host import progress
 from qdsl.host.files import digest
 from qdsl.jobs.compress import codecs

@@ -13,7 +13,7 @@ import numpy as np
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, shown
-from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import StreamError
 from qdsl.host.files import identity
 from qdsl.host.processes import affordable, needed, results
 from qdsl.host.progress import CHECK, ENCODE, advance, step

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, read_into, shown
-from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import StreamError
 from qdsl.jobs.compress import codecs
 from qdsl.jobs.compress.codecs import NUMPY, Shape
 from qdsl.jobs.engine import RewriteError

@@ -40,7 +40,6 @@ from qdsl.runtime.torch.decode import decode_into
 from qdsl.runtime.torch.linear import MATCH_DENSE, as_stored, check_x, gradient_mode, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.weight import eight, order
 from qdsl.runtime.weight.arrays import empty
-from qdsl.runtime.weight.finite import has_special_codes
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
 from qdsl.runtime.weight.products import Plan, quick
 
@@ -113,7 +112,7 @@ def _is_finite(packed: PackedWeight) -> bool:
 
     False is always safe: it selects kernels that keep NaN.
     """
-    if packed.known_finite is not None or not has_special_codes(packed.layout):
+    if packed.known_finite is not None or packed.layout.special is None:
         return packed.known_finite is not False
     return is_plain(*packed.tensors.values()) and packed.device.type != "cpu" and packed.finite
 

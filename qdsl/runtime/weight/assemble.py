@@ -101,7 +101,7 @@ def empty_weight(format: WeightFormat, shape: tuple[int, int], storage: str | No
     chosen, shape = format.complete(params), whole_shape(format, shape)
     name, layout = format.storage(storage, chosen)
     sizes = format.sizes(chosen, shape)
-    field_of = {key: stored.optional for key, stored in format.variant(chosen).tensors(name).items() if stored.optional}
+    field_of = {key: stored.optional for key, stored in format.description.layout(name, chosen).items() if stored.optional}
     scales = [key for key in field_of if key in layout.tensors and layout.tensors[key].dtype in format.params]
     optional = scales if optional is None else optional
     for key in optional:

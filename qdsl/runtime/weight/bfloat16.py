@@ -5,21 +5,23 @@ It serves storages with entropy-coded exponents, by loops of the codecs (qdsl/co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qdsl.codecs import exponents
+from qdsl.core.codecs import exponents
+from qdsl.core.slices import Digits, Piece
 from qdsl.runtime.libraries.private_apis import is_batched, is_in_torch_dispatch_mode
 from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.packed import PackedWeight
 
 EIGHT = 8                                                        # columns whose bits are adjacent
-Unpack = Callable[..., dict[str, Tensor]]
+# Digits of the exponents and of the other bits (core/slices.py): in order, or with bytes 2 and 3 of four exchanged.
+ARRANGEMENTS: dict[str, tuple[Sequence[Digits], Sequence[Digits]]] = {
+    "flat": ([0], [0]), "quads": ([0, 1], [0, [(2, 2, 1), (2, 1, 1), (2, 4, 1), (0, 8, 1)]])}
 
 
 def write(packed: PackedWeight, out: Tensor) -> bool:
@@ -35,9 +37,9 @@ def write(packed: PackedWeight, out: Tensor) -> bool:
     if (symbols.shape, uncoded.shape) != shapes:
         return False
     if arrangement == "quads":
-        exponents.join_rows(symbols, uncoded, _patterns(out))
+        exponents().join_rows(symbols, uncoded, _patterns(out))
     else:
-        exponents.join(symbols, uncoded, _patterns(out).reshape(-1))
+        exponents().join(symbols, uncoded, _patterns(out).reshape(-1))
     return True
 
 
@@ -58,8 +60,8 @@ def tensors_of(variant: Variant, layout: Storage, fields: Mapping[str, Tensor | 
     if weight is None or not arrangement or not _is_plain(weight):
         return layout.tensors_of(fields, extents)
     patterns = _patterns(weight.detach().contiguous())
-    parts = exponents.split_rows(patterns) if arrangement == "quads" else exponents.split([patterns.reshape(-1)])
-    return dict(zip(_decoded(layout).coded, map(torch.from_numpy, parts), strict=True))
+    parts = exponents().split_rows(patterns) if arrangement == "quads" else exponents().split([patterns.reshape(-1)])
+    return dict(zip(layout.decoded.coded, map(torch.from_numpy, parts), strict=True))
 
 
 def _is_plain(*tensors: Tensor) -> bool:
@@ -75,33 +77,12 @@ def _patterns(weight: Tensor) -> NDArray[np.uint16]:
     return array
 
 
-def _decoded(layout: Storage) -> Storage:
-    """The storage with decoded tensors in place of streams."""
-    return layout.decoded if layout.streams else layout
-
-
 def _arrangement(layout: Storage) -> str:
     """'quads' or 'flat' if `split_rows` or `split` of the codecs make the storage's two byte tensors; else ''."""
-    decoded = _decoded(layout)
+    decoded = layout.decoded
     stored = [decoded.tensors[name] for name in decoded.coded]
-    if [one.dtype for one in stored] != ["u8", "u8"] or not set(layout.reads) <= {"N", "K"}:
+    if [(tensor.dtype, tensor.words, tensor.adds, tensor.flips) for tensor in stored] != [("u8", (), 0, 0)] * 2:
         return ""
-    return _proven(layout.unpack, len(stored[0].axes) == 1, layout.reads)
-
-
-@lru_cache(maxsize=64)
-def _proven(unpack: Unpack, is_flat: bool, reads: Sequence[str]) -> str:
-    """The arrangement that an unpack function has.  It and the codecs only move bits, so testing single bits proves it."""
-    single = np.packbits(np.eye(16 * EIGHT, dtype=np.uint8), axis=1)
-    symbols, uncoded = (np.ascontiguousarray(half) for half in np.split(single, [EIGHT], axis=1))
-    weights = np.empty(symbols.shape, np.uint16)
-    if is_flat:
-        symbols, uncoded = symbols.reshape(-1), uncoded.reshape(-1)
-        exponents.join(symbols, uncoded, weights.reshape(-1))
-    else:
-        exponents.join_rows(symbols, uncoded, weights)
-    extents = {"N": len(single), "K": EIGHT}
-    fields = unpack(torch.from_numpy(symbols), torch.from_numpy(uncoded), **{name: extents[name] for name in reads})
-    is_same = all(field.dtype == torch.bfloat16 and np.array_equal(_patterns(field.contiguous()), weights)
-                  for field in fields.values())
-    return ("flat" if is_flat else "quads") if is_same and len(fields) == 1 else ""
+    field = "".join(stored[0].fields)
+    return next((name for name, (symbols, uncoded) in ARRANGEMENTS.items() if [tensor.slices for tensor in stored] == [
+        (Piece(field, 0, symbols, 7, 8),), (Piece(field, 0, uncoded, 0, 7), Piece(field, 7, uncoded, 15, 1))]), "")

@@ -18,9 +18,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
-from qdsl.core.branches import OPTIONAL
-from qdsl.core.shapes import Axis, axis
-from qdsl.core.stored import Stored
+from qdsl.core.shapes import Axis, axis, seen_shape
 from qdsl.runtime.weight.branch_kinds import KINDS, Fields
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.match import stored_dtype
@@ -39,18 +37,17 @@ class BranchTensor:
 
     name: str
     kind: str
-    stored: Stored
+    axes: tuple[Axis, ...]
     digits: tuple[Axis, ...]
     order: tuple[tuple[int, ...], ...]
     at: int | None
 
     def __init__(self, name: str, dtype: str, *axes: str, digits: Sequence[str] = (), order: Sequence[Sequence[int]] = (),
-                 aliases: Sequence[str] = (), half: str = "") -> None:
-        kind, _, at = half.partition("@")
+                 half: tuple[str, int] | None = None, **_: object) -> None:
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "kind", kind or dtype)
-        object.__setattr__(self, "at", int(at) if at else None)
-        object.__setattr__(self, "stored", Stored(dtype, *axes, aliases=aliases, optional=OPTIONAL))
+        object.__setattr__(self, "kind", half[0] if half else dtype)
+        object.__setattr__(self, "at", half[1] if half else None)
+        object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "digits", tuple(map(axis, digits)))
         object.__setattr__(self, "order", tuple(map(tuple, order)))
 
@@ -98,10 +95,9 @@ class BranchTensor:
             raise FormatError(f"'{self.name}' holds no field [{', '.join(map(str, field.shape))}]")
         split = field.reshape([sizes[place] for place in places])
         inverse = [places.index(place) for place in range(len(places))]
-        others = prod(axis.extent(*shape, {}) or 0 for axis in self.stored.axes if axis.dim != "?")
-        extents = [field.numel() // max(1, others) if axis.dim == "?" else axis.extent(*shape, {}) or 0
-                   for axis in self.stored.axes]
-        return split.permute(inverse).reshape(extents).contiguous()
+        whole = seen_shape(self.axes, *shape, {}, field.numel())
+        assert whole is not None
+        return split.permute(inverse).reshape(whole).contiguous()
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -127,11 +123,6 @@ class Branch:
     def add(self, fields: Fields, weight: Tensor) -> None:
         """Add the branch to float32 weights [N, K], in place."""
         KINDS[self.kind].add(fields, weight)
-
-
-def stored(plus: Sequence[Branch]) -> dict[str, Stored]:
-    """Descriptions of the branches' tensors by name, like those of a storage."""
-    return {tensor.name: tensor.stored for branch in plus for tensor in branch.tensors.values()}
 
 
 def check_names(format: str, plus: Sequence[Branch], names: Sequence[str]) -> None:

@@ -219,11 +219,10 @@ class _Change:
         field = self.packed.variant.fields[piece.field]
         kind = number(str(self.packed.params.get(field.type, field.type)))
         width = piece.width or (kind.bits if kind is not None else 32)
-        sizes = self.packed.sizes
-        extents = [axis.rounded(*self.packed.shape, sizes) for axis in field.axes]
+        weight = field.axes, self.packed.shape, self.packed.sizes
         tensor, (dtype, shape) = self.packed.tensors[by], self.wanted[name]
-        source = self.packed.layout.tensors[by].placed(before, tensor.shape, 8 * tensor.element_size(), extents)
-        result = self.other.layout.tensors[name].placed(piece, shape, 8 * dtype.itemsize, extents)
+        source = self.packed.layout.tensors[by].placed(before, tensor.shape, 8 * tensor.element_size(), *weight)
+        result = self.other.layout.tensors[name].placed(piece, shape, 8 * dtype.itemsize, *weight)
         if source is None or result is None or transpose.plan(source, result, width) is None:
             return None
         moves = self.columns is not None and any(axis.text == "K" for axis in field.axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import StreamError
 
 
 class FormatError(ValueError):

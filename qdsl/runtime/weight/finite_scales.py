@@ -1,38 +1,24 @@
 """Finds NaN and infinite scales, and other numbers that weights share, fast enough for every weight that is loaded.
 
-Tensors of floats are read whole.  Where records hold such numbers next to codes, as in GGUF files, only their bytes are read:
-unpack, applied to records whose bytes count from 1, shows where they lie.
+Tensors of floats are read whole.  Where records hold such numbers next to codes, as in GGUF files, only their bytes are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from qdsl.core.numbers import FLOATS, Number, number
+from qdsl.core.slices import Piece
 from qdsl.runtime.weight.arrays import as_type
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
 
-LARGEST = 1 << 14                                                # bytes of a record that is probed
 WEIGHT = {"N", "K"}                                              # axes of the codes
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Bytes [start, start + size) of every record of `record` bytes of a tensor hold floats of this kind, one after another."""
-
-    tensor: str
-    record: int
-    start: int
-    size: int
-    kind: str
 
 
 def scale_error(packed: PackedWeight) -> str:
@@ -63,7 +49,8 @@ def refuse_special_scales(packed: PackedWeight) -> PackedWeight:
 
 def _error(packed: PackedWeight, kinds: Mapping[str, str]) -> str:
     """The first number that is not finite; padding, which is no field, may hold anything."""
-    for name, field in _fields(packed, packed.tensors).items():
+    tensors = map(packed.tensors.get, packed.layout.coded)
+    for name, field in packed.layout.fields_of(tensors, packed.extents).items():
         special = _special(field, kinds[name]) if name in kinds else None
         if special is not None and bool(special.any()):
             index = torch.nonzero(special)[0]
@@ -78,10 +65,6 @@ def number_of(kind: str) -> Number:
     type = number(kind)
     assert type is not None
     return type
-
-
-def _fields(packed: PackedWeight, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return packed.layout.fields_of([tensors.get(name) for name in packed.layout.coded], packed.extents)
 
 
 def _has_special(tensor: Tensor) -> bool:
@@ -118,81 +101,25 @@ def _special(field: Tensor, kind: str) -> Tensor:
 
 
 def _has_special_bytes(packed: PackedWeight, kinds: Mapping[str, str]) -> bool:
-    """Whether floats within records may be NaN or infinite; True if their places are not known."""
-    if not packed.shape[0] * packed.shape[1]:
-        return False
-    key = (packed.format.name, packed.storage, *packed.params.items(), *packed.tensors)
-    if key not in _places:
-        try:
-            _places[key] = _find_places(packed, kinds)
-        except FormatError:                                      # unpack refuses some codes
-            _places[key] = None
-    places = _places[key]
-    return places is None or any(_has_special_at(packed.tensors[place.tensor], place) for place in places)
+    """Whether floats within records may be NaN or infinite; True if some do not lie at strides of whole floats."""
+    for name, tensor in packed.tensors.items() if packed.numel() else ():
+        for piece in packed.layout.tensors[name].slices if not tensor.is_floating_point() else ():
+            if piece.field in kinds:
+                floats = _floats(packed, name, piece, torch_dtype(kinds[piece.field]))
+                if floats is None or (_has_special_codes(floats.view(torch.uint8), kinds[piece.field])
+                                      if floats.element_size() == 1 else _has_special(floats)):
+                    return True
+    return False
 
 
-_places: dict[tuple[object, ...], list[Place] | None] = {}
-
-
-def _has_special_at(tensor: Tensor, place: Place) -> bool:
-    records = as_type(tensor.flatten(), torch.uint8)
-    if len(records) % place.record:
-        return True
-    if number_of(place.kind).bits == 8:
-        return _has_special_codes(records.view(-1, place.record)[:, place.start:place.start + place.size], place.kind)
-    dtype = torch_dtype(place.kind)
-    if place.record % dtype.itemsize or place.start % dtype.itemsize:
-        return _has_special(as_type(records.view(-1, place.record)[:, place.start:place.start + place.size], dtype))
-    first, count = place.start // dtype.itemsize, place.size // dtype.itemsize
-    return _has_special(as_type(records, dtype).view(-1, place.record // dtype.itemsize)[:, first:first + count])
-
-
-def _find_places(packed: PackedWeight, kinds: Mapping[str, str]) -> list[Place] | None:
-    """Where the records of a storage hold floats; None if unpack does more than copy their bytes, or records are long."""
-    for dim in ("N", "K"):
-        packed = packed.cut(dim, 0, packed.step(dim))
-    bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in packed.tensors.items()
-                if not tensor.is_floating_point() and packed.layout.tensors[name].dtype not in ("index", "shape")}
-    if sum(bytes_of.values()) > LARGEST:
+def _floats(packed: PackedWeight, name: str, piece: Piece, dtype: torch.dtype) -> Tensor | None:
+    """The floats of a field that a tensor of records holds, as a view; None if they do not lie at strides of whole floats."""
+    tensor, bits = packed.tensors[name], 8 * dtype.itemsize
+    placed = packed.layout.tensors[name].placed(piece, tensor.shape, 8 * tensor.element_size(),
+                                                packed.variant.fields[piece.field].axes, packed.shape, packed.sizes)
+    digits = [] if placed is None else [digit for coordinate in placed.coordinates for digit in coordinate]
+    if placed is None or piece.width or any(at % bits for at in (placed.start, placed.size, *(step for _, step in digits))):
         return None
-    starts = dict(zip(bytes_of, accumulate(bytes_of.values(), initial=1), strict=False))
-    low, high = (_probe(packed, kinds, {name: _count(starts[name], size) >> shift & 255 for name, size in bytes_of.items()})
-                 for shift in (0, 8))
-    numbers = torch.Generator("cpu").manual_seed(0)
-    drawn = {name: torch.randint(256, (size,), generator=numbers, dtype=torch.int32, device="cpu")
-             for name, size in bytes_of.items()}
-    check, every = _probe(packed, kinds, drawn), torch.cat([torch.zeros(1, dtype=torch.int32, device="cpu"), *drawn.values()])
-    places: list[Place] = []
-    for field in low:
-        source = (low[field].int() | high[field].int() << 8).flatten()
-        if not bool(source.any()):                               # a tensor of floats holds it
-            continue
-        if int(source.max()) >= len(every) or not torch.equal(every[source].to(torch.uint8), check[field].flatten()):
-            return None
-        for start, stop in _runs(source):
-            name = max((own for own in starts if starts[own] <= start), key=lambda own: starts[own])
-            places.append(Place(name, bytes_of[name], start - starts[name], stop - start, kinds[field]))
-    return places
-
-
-def _count(start: int, size: int) -> Tensor:
-    return torch.arange(start, start + size, dtype=torch.int32, device="cpu")
-
-
-def _probe(packed: PackedWeight, kinds: Mapping[str, str], bytes_of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The bytes of the fields of floats that unpack makes of these bytes of tensors; other tensors are 0."""
-    tensors = {name: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in packed.tensors.items()}
-    tensors |= {name: data.to(torch.uint8).view(packed.tensors[name].dtype).view(packed.tensors[name].shape)
-                for name, data in bytes_of.items()}
-    return {name: as_type(field.flatten(), torch.uint8) for name, field in _fields(packed, tensors).items()
-            if name in kinds}
-
-
-def _runs(source: Tensor) -> Iterator[tuple[int, int]]:
-    """The runs of consecutive bytes, of any order: [start, stop)."""
-    ordered = sorted(set(source.tolist()))
-    start = 0
-    for place in range(1, len(ordered) + 1):
-        if place == len(ordered) or ordered[place] != ordered[place - 1] + 1:
-            yield ordered[start], ordered[place - 1] + 1
-            start = place
+    flat = as_type(tensor.flatten(), dtype)
+    return flat.as_strided([extent for extent, _ in digits], [step // bits for _, step in digits],
+                           flat.storage_offset() + placed.start // bits)

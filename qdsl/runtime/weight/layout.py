@@ -15,11 +15,11 @@ from qdsl.core.stored import PLANAR as PLANAR
 from qdsl.core.stored import Stored
 from qdsl.runtime.weight.branch_tensors import Branch as Branch
 from qdsl.runtime.weight.branch_tensors import BranchTensor as BranchTensor
-from qdsl.runtime.weight.branch_tensors import stored
 from qdsl.runtime.weight.matrix_unit import GroupField, MatrixUnitKernels
 from qdsl.runtime.weight.row_codes import RowCodes
 from qdsl.runtime.weight.tables import Table
 
+SPECIAL = {"e4m3": 0x7F, "e5m2": 0x7C}                           # bits that are all set in a NaN or infinite code
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 
 
@@ -151,7 +151,8 @@ class Storage:
     tensors of unpack and pack that the storage holds in an entropy code.  shape: the tensor that holds N and K, int64 [2].
     options: options of `encode` that its producers choose.  least: the fewest elements of axes that a weight here has.  fixed: N
     or K, if all weights have the same.  factor: the tensor [K] by which x is multiplied before kernels for matrix units; '/name':
-    divided.
+    divided.  special: the tensor whose codes may be NaN or infinite, which kernels for matrix units take as numbers, and the bits
+    that are set in such codes.
     """
 
     unpack: Callable[..., Mapping[str, torch.Tensor | None]]
@@ -172,14 +173,19 @@ class Storage:
     streams: Mapping[str, Stream] = field(default_factory=dict)
     factor: str = ""
     unordered: tuple[str, ...] = ()
+    special: tuple[str, int] | None = None
 
-    def described(self, data: Mapping[str, Any], defaults: Iterable[str]) -> Storage:
+    def described(self, data: Mapping[str, Any], stored: Mapping[str, Stored], fields: Mapping[str, Field],
+                  defaults: Iterable[str]) -> Storage:
         """The storage with what its format's program says of it.  defaults: the fields that have one."""
-        tensors = {name: called(Stored, tensor) for name, tensor in data["tensors"].items()}
+        tensors = {name: stored[name] for name in data["tensors"]}
         streams = {name: Stream(code, called(Stored, plain), **names)
                    for name, (code, plain, names) in data.get("streams", {}).items()}
         further = {key: value for key, value in data.items() if key not in ("tensors", "streams", "transient")}
         further |= {"reads": _keywords(self.unpack), "extents": _keywords(self.pack)}
+        special = [(name, SPECIAL[fields[field].type]) for name, stored in tensors.items() for field in stored.fields
+                   if fields[field].type in SPECIAL and [axis.text for axis in fields[field].axes] == ["N", "K"]]
+        further["special"] = special[0] if special and self.kernels.matrix_unit is not None else None
         own = replace(self, tensors=tensors, streams=streams, **further)
         optional = {field: stored.optional for stored in own.decoded.tensors.values() for field in stored.fields}
         return replace(own, where=tuple(name for name in defaults if name not in optional),
@@ -264,19 +270,18 @@ class Variant:
     appended: tuple[str, ...] = ()
     row_loops: RowLoops | None = None
 
-    def described(self, data: Mapping[str, Any]) -> Variant:
-        """The variant with what its format's program says of it; the module's own has functions only."""
+    def described(self, data: Mapping[str, Any], stored: Mapping[str, Mapping[str, Stored]]) -> Variant:
+        """The variant with what its format's program says of it; the module's own has functions only.
+
+        stored: the tensors by storage.
+        """
         plus = tuple(Branch(kind, ordered, **{role: called(BranchTensor, tensor) for role, tensor in parts.items()})
                      for kind, parts, ordered in data.get("plus", ()))
         fields = {name: called(Field, field) for name, field in data["fields"].items()}
-        storages = {name: storage.described(data["storages"][name], data.get("defaults", ()))
+        storages = {name: storage.described(data["storages"][name], stored[name], fields, data.get("defaults", ()))
                     for name, storage in self.storages.items()}
         further = {key: value for key, value in data.items() if key not in ("plus", "storages", "fields")}
         return replace(self, storages=storages, fields=fields, plus=plus, **further)
-
-    def tensors(self, storage: str) -> dict[str, Stored]:
-        """The tensors that a weight in a storage may have: its own, then those of branches."""
-        return {**self.storages[storage].tensors, **stored(self.plus)}
 
     @property
     def index_groups(self) -> Axis | None:

@@ -189,14 +189,6 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True)
-class Special:
-    """The bits that are all set in a NaN or infinite byte of a tensor of codes, which the kernels would decode as a number."""
-
-    tensor: str
-    bits: int
-
-
-@dataclass(frozen=True, slots=True)
 class MatrixUnitKernels:
     """A storage's kernels for matrix units, by family; None for a family that does not serve it.
 
@@ -210,7 +202,6 @@ class MatrixUnitKernels:
     tile_gemm: TileGemm | None = None
     w8a8: W8A8 | None = None
     records: Records | None = None
-    special: Special | None = None
 
     def kernel(self, kind: str) -> Any:
         """The kernel of a family that serves the storage: 'skinny', 'gemv' or 'tile_gemm'."""

@@ -21,12 +21,10 @@ from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.triton import on_device, runs_kernels
 from qdsl.runtime.weight import order, streams
 from qdsl.runtime.weight.branch_tensors import branch_step
-from qdsl.runtime.weight.branch_tensors import stored as stored_branches
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
 from qdsl.runtime.weight.errors import FormatError as FormatError
 from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableValue
 from qdsl.runtime.weight.errors import stream_errors
-from qdsl.runtime.weight.finite import are_codes_finite
 from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.match import stored_dtype
 from qdsl.runtime.weight.pickling import MODULES, picklable, unpickled, wrapped
@@ -217,13 +215,16 @@ class PackedWeight:
 
     @property
     def finite(self) -> bool:
-        """Whether no code is NaN or infinite.  For formats with such codes, the first call reads every code."""
-        if self.known_finite is None:
-            finite = are_codes_finite(self.layout, self.tensors)
-            if self.device.type == "meta":
-                return finite                                    # unknown for codes that are not filled yet
-            self.known_finite = finite
-        return self.known_finite
+        """Whether no code is NaN or infinite.  For formats with such codes, the first call reads every code.
+
+        Their bits are the upper ones below the sign, so the largest code of each sign is enough, without a mask per code.
+        """
+        if self.known_finite is None and self.device.type != "meta":        # there codes are not filled yet
+            name, bits = self.layout.special or ("", 0)
+            codes = [tensor.detach().contiguous() for key, tensor in self.tensors.items() if key == name and tensor.numel()]
+            self.known_finite = all(int(stored.view(torch.int8).amax()) < bits
+                                    and int(stored.view(torch.uint8).amax()) < bits + 128 for stored in codes)
+        return self.known_finite is not False
 
     @property
     def nbytes(self) -> int:
@@ -250,7 +251,7 @@ class PackedWeight:
     @property
     def described(self) -> Mapping[str, Stored]:
         """Descriptions of its tensors: those of the storage, and those of branches."""
-        return {**self.layout.tensors, **stored_branches(self.variant.plus)}
+        return {**self.format.description.layout(self.storage, self.params), **self.layout.tensors}
 
     def as_stored(self) -> PackedWeight:
         """The weight with columns in stored order: the same tensors without their order."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from qdsl.core.codecs import implementation
 from qdsl.core.shapes import extents
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.triton import tl
@@ -39,7 +40,7 @@ def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict
     plain: dict[str, Tensor] = {}
     calls: list[Call] = []
     for name, stream in packed.layout.streams.items():
-        launches = streams.LAUNCHES[stream.coding]
+        launches = implementation(stream.coding, "launch")
         shape = extents(stream.plain.axes, packed.shape[0] if rows is None else len(rows), packed.shape[1], packed.sizes)
         assert shape is not None
         plain[name] = torch.empty(shape, dtype=torch.uint8, device=packed.device)
@@ -54,7 +55,7 @@ def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict
 
 def has_rows(packed: PackedWeight, run: int) -> bool:
     """Whether kernels can decode chosen rows: runs of `run` rows that begin at a multiple of it."""
-    heights = [streams.LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
+    heights = [implementation(stream.coding, "launch").block_rows(packed.shape) for stream in packed.layout.streams.values()]
     return streams.has_plain_rows(packed.layout, packed.tensors, packed.sizes) and all(
         height and run % height == 0 for height in heights)
 
@@ -65,7 +66,7 @@ def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None
     Raises FormatError for a damaged stream.
     """
     n, k = packed.shape
-    groups = [streams.LAUNCHES[stream.coding].group_rows(packed.shape) for stream in packed.layout.streams.values()]
+    groups = [implementation(stream.coding, "launch").group_rows(packed.shape) for stream in packed.layout.streams.values()]
     if packed.device.type == "meta" or not groups or not streams.has_plain_rows(packed.layout, packed.tensors, packed.sizes) or \
             any(not rows or start % rows or (stop % rows and stop != n) for rows in groups):
         return None
@@ -75,7 +76,8 @@ def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None
             tensors[name] = tensors[name].narrow(place, start, stop - start) if axis.dim == "N" else tensors[name]
     for name, stream in packed.layout.streams.items():
         _stream_info(packed, name)                               # validates the starts of groups
-        band = streams.LAUNCHES[stream.coding].row_band(streams.tensors_of(stream, packed.tensors), packed.shape, start, stop)
+        launches = implementation(stream.coding, "launch")
+        band = launches.row_band(streams.tensors_of(stream, packed.tensors), packed.shape, start, stop)
         tensors |= {stream.names[role]: tensor for role, tensor in band.items()}
     result = packed.derive(tensors, (stop - start, k))
     result.stream_info = streams.stream_info(packed.format.name, packed.layout, result.tensors, result.shape)
@@ -86,7 +88,7 @@ def usual(packed: PackedWeight) -> PackedWeight:
     """A weight on meta with streams as large as those of normally distributed weights."""
     tensors = dict(packed.tensors)
     for stream in packed.layout.streams.values():
-        for role, shape in streams.LAUNCHES[stream.coding].usual(packed.shape).items():
+        for role, shape in implementation(stream.coding, "launch").usual(packed.shape).items():
             name = stream.names[role]
             tensors[name] = torch.empty(shape, dtype=tensors[name].dtype, device="meta")
     return packed.derive(tensors)
@@ -104,7 +106,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
     if out.numel():
-        yield from streams.LAUNCHES[stream.coding].dequantize_calls(
+        yield from implementation(stream.coding, "launch").dequantize_calls(
             pairs.weights, pairs.at, streams.tensors_of(stream, packed.tensors), packed.tensors[pairs.uncoded].contiguous(),
             _stream_info(packed, pairs.stream), out)
 
@@ -121,7 +123,7 @@ def has_skinny(x: Tensor, packed: PackedWeight) -> bool:
     if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
         return False
     stream = packed.layout.streams[pairs.stream]
-    return bool(streams.LAUNCHES[stream.coding].has_skinny(packed.shape, _stream_info(packed, pairs.stream)))
+    return bool(implementation(stream.coding, "launch").has_skinny(packed.shape, _stream_info(packed, pairs.stream)))
 
 
 def skinny_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
@@ -133,7 +135,7 @@ def skinny_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
     if out.numel():
-        yield from streams.LAUNCHES[stream.coding].skinny_calls(
+        yield from implementation(stream.coding, "launch").skinny_calls(
             pairs.weights, pairs.at, streams.tensors_of(stream, packed.tensors), packed.tensors[pairs.uncoded].contiguous(),
             _stream_info(packed, pairs.stream), x, bias, out, PAIRED[pairs.type][1])
 
@@ -152,7 +154,7 @@ def _are_wide(packed: PackedWeight, pairs: Pairs, other: Tensor) -> bool:
 def _stream_info(packed: PackedWeight, name: str) -> Mapping[str, int]:
     """The stream info of a tensor's stream; typical values on meta.  Raises FormatError."""
     if not packed.stream_info and packed.device.type == "meta":
-        assumed: Mapping[str, int] = streams.LAUNCHES[packed.layout.streams[name].coding].ASSUMED
+        assumed: Mapping[str, int] = implementation(packed.layout.streams[name].coding, "launch").ASSUMED
         return assumed
     if not packed.stream_info:
         packed.stream_info = streams.stream_info(packed.format.name, packed.layout, packed.tensors, packed.shape)

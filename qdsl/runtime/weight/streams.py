@@ -10,29 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qdsl.codecs import exponents
-from qdsl.codecs.lookup import StreamError
-from qdsl.core.codecs import implementation
+from qdsl.core.codecs import StreamError, exponents, implementation
 from qdsl.core.shapes import Axis
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.layout import Storage, Stream
-
-
-class _Modules(dict[str, Any]):
-    """A module of each entropy code by the code's name, imported on first use, because most formats have no streams."""
-
-    def __init__(self, module: str) -> None:
-        super().__init__()
-        self.module = module
-
-    def __missing__(self, name: str) -> Any:
-        self[name] = implementation(name, self.module)
-        return self[name]
-
-
-CODINGS: Mapping[str, Any] = _Modules("reference")
-LAUNCHES: Mapping[str, Any] = _Modules("launch")
-
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
 
@@ -46,7 +27,7 @@ def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
     for name, stream in layout.streams.items():
         arrays = {role: _array(tensor) for role, tensor in tensors_of(stream, tensors).items()}
         try:
-            decoded = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
+            decoded = torch.from_numpy(implementation(stream.coding).decode(arrays, shape))
         except StreamError as error:
             raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
         plain[name] = decoded.to(next(iter(tensors.values())).device)
@@ -60,7 +41,7 @@ def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int
     """
     plain = {}
     for name, stream in layout.streams.items():
-        decoder = getattr(CODINGS[stream.coding], "decode_rows", None)
+        decoder = getattr(implementation(stream.coding), "decode_rows", None)
         if decoder is None:
             return None
         arrays = {role: _array(tensor) for role, tensor in tensors_of(stream, tensors).items()}
@@ -86,7 +67,7 @@ def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
 def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
     symbols = _array(tensor)
     try:
-        arrays = CODINGS[stream.coding].encode(symbols, exponents.count(symbols))
+        arrays = implementation(stream.coding).encode(symbols, exponents().count(symbols))
     except StreamError as error:
         raise StreamError(f"'{name}' cannot be encoded: {error}") from None
     return {role: torch.from_numpy(array).to(tensor.device) for role, array in arrays.items()}
@@ -112,7 +93,7 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
     """
     entries = []
     for name, stream in layout.streams.items():
-        launches = LAUNCHES[stream.coding]
+        launches = implementation(stream.coding, "launch")
         arrays = {role: _like(tensor) if role in launches.BULK else _array(tensor)
                   for role, tensor in tensors_of(stream, tensors).items()}
         try:

@@ -38,7 +38,7 @@ def wrap(format: WeightFormat, tensors: Mapping[str, Tensor], shape: tuple[int, 
     fitting = matches(format.description, tensors, None if shape is None else whole_shape(format, shape), storage, params)
     match = _choose(format, fitting)
     variant = format.variant(match.params)
-    described = variant.tensors(match.storage)
+    described = format.description.layout(match.storage, match.params)
     check_names(format.name, variant.plus, [*match.tensors])
     keys_of = {name: [key for key in (name, *described[name].aliases) if key in tensors] for name in match.tensors}
     used = {keys[0] for keys in keys_of.values()}
@@ -63,7 +63,7 @@ def unfilled(format: WeightFormat, packed: Match | PackedWeight) -> dict[str, Te
     Returns each with the index of columns in order, which a missing one stands for.
     """
     variant = format.variant(packed.params)
-    stored = variant.tensors(packed.storage)
+    stored = format.description.layout(packed.storage, packed.params)
     indices = {name: tensor for name, tensor in packed.tensors.items()
                if stored[name].dtype == "index" and stored[name].optional and not tensor.is_meta}
     if not indices:

@@ -66,7 +66,6 @@ def record_of(plan: Plan) -> str:
     if (record := plan.record) is not None:
         parts.append(f'records=Records("{record.tensor}", _fields_{storage}, _start_{storage}, size={record.size}, '
                      f"codes={record.codes}, head={record.loads})")
-    parts += [f'special=Special("{plan.stored or plan.affine.code}", {plan.special})'] if plan.special else []
     return _call("MatrixUnitKernels", *parts)
 
 

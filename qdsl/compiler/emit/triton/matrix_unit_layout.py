@@ -121,11 +121,6 @@ class Plan:
         return (self.planes[0][1], self.code.bits) if self.integer and not self.book else (8, 0)
 
     @property
-    def special(self) -> int:
-        """The bits that are all set in NaN or infinite codes; 0 if there are none."""
-        return {"e4m3": 0x7F, "e5m2": 0x7C}.get(self.code.name, 0)
-
-    @property
     def base(self) -> tuple[int, int]:
         """The difference of operands and codes, for float16 and bfloat16."""
         if not self.integer:
