@@ -16,7 +16,7 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.plan import LoadError
 
 TABLES = Path(__file__).parent / "llama_vocabularies.toml"
-PREFIX = "tokenizer.ggml."
+PREFIX, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template."
 BASE = "pass base=, a folder with the model's tokenizer"
 # Roles of special tokens, and the keys of their numbers; the keys that end the table are deprecated and win.
 ROLE_KEYS = (("bos", "bos"), ("eos", "eos"), ("eot", "eot"), ("eom", "eom"), ("unk", "unknown"), ("sep", "seperator"),
@@ -150,11 +150,13 @@ def _add_roles(special: dict[str, int], numbers: Mapping[str, int], kinds: list[
 
 
 def _ends(special: Mapping[str, int], numbers: Mapping[str, int], kinds: list[int]) -> list[int]:
-    """The tokens that end generation; those known by their texts are marked as control tokens."""
+    """The tokens that end generation; those known by their texts are marked as control tokens.  Others are shown."""
     table = tables()["ends"]
     by_text = {numbers[text] for text in table["texts"] if text in numbers}
     for number in by_text:
         kinds[number] |= CONTROL
+    for number in [numbers[text] for text in tables()["shown"]["texts"] if text in numbers]:
+        kinds[number] = USER_DEFINED
     ends = by_text | {special[role] for role in table["roles"] if role in special}
     for rule in table["except"]:
         texts = [rule["text"], *rule["beside"]]
@@ -195,6 +197,6 @@ def known_classes(pattern: str) -> str:
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Templates of chats by name."""
-    own = metadata.get("tokenizer.chat_template")
-    named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in metadata.get("tokenizer.chat_templates", ())}
-    return {name: text for name, text in {"default": own, **named}.items() if isinstance(text, str)}
+    own = {"default": metadata.get("tokenizer.chat_template")}
+    own |= {key.removeprefix(TEMPLATE): metadata.get(key) for key in metadata if key.startswith(TEMPLATE)}
+    return {name: text for name, text in own.items() if isinstance(text, str)}

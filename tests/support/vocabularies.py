@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b85decode
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def bpe(pre: str | None, special: tuple[tuple[str, int], ...] = (), without: str
 
 
 def characters(model: str, **more: tuple[str, Any]) -> Settings:
-    """A vocabulary of characters: merged by scores for `llama`, merged by pairs for `gemma4`, of the best sums for `t5`."""
+    """A vocabulary of characters: merged by scores for `llama`, by pairs for `gemma4`; of the best sums for `t5` and `plamo2`."""
     merges = [merge for merge in data("merges")["characters"] if "\0" not in merge]
     alphabet = sorted({character for merge in merges for character in merge.replace(" ", "")})
     first = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("<|im_end|>", NORMAL), ("<mask>", USER_DEFINED),
@@ -64,11 +65,26 @@ def characters(model: str, **more: tuple[str, Any]) -> Settings:
     tokens = list(dict.fromkeys([token for token, _ in first] + [f"<0x{byte:02X}>" for byte in range(256)] + alphabet
                                 + [merge.replace(" ", "") for merge in merges]))
     types = [type for _, type in first] + [BYTE] * 256 + [NORMAL] * (len(tokens) - 256 - len(first))
-    scores = [-5 - number * 7919 % 1000 / 100 if model == "t5" else -float(number) for number in range(len(tokens))]
+    scores = [-5 - number * 7919 % 1000 / 100 if model in ("t5", "plamo2") else -float(number) for number in range(len(tokens))]
     if model == "gemma4":
         more["merges"] = ("string[]", merges)
     return settings(model, tokens, types, scores=("f32[]", scores), **{"bos_token_id": ("u32", 1), "eos_token_id": ("u32", 2),
                                                                        "unknown_token_id": ("u32", 0), **more})
+
+
+def plamo() -> Settings:
+    """A vocabulary with PLaMo's special tokens, and equal and low scores."""
+    own = characters("plamo2")
+    names = [token.replace("</s>", "<s/>") for token in own[GGML + "tokens"].decoded()]
+    tokens = ["<|plamo:unk|>", "<|plamo:bos|>", "<|plamo:eos|>", *names]
+    scores = [0.0] * 3 + [-float(1 + number % 3 + 2000 * (number % 11 == 0)) for number in range(len(tokens) - 3)]
+    types = [UNKNOWN, CONTROL, CONTROL, *own[GGML + "token_type"].decoded()]
+    return settings("plamo2", tokens, types, scores=("f32[]", scores))
+
+
+def mapped(**more: tuple[str, Any]) -> Settings:
+    """A vocabulary of the best sums, with a map of SentencePiece: those rules of its NFKC that begin like a part of a text."""
+    return characters("t5", precompiled_charsmap=("u8[]", list(b85decode((FOLDER / "charsmap.txt").read_text()))), **more)
 
 
 def words(**more: tuple[str, Any]) -> Settings:
@@ -117,6 +133,11 @@ def cases() -> dict[str, Settings]:
         "bytes": escaped_bytes(), "bytes, bos": escaped_bytes(bos_token_id=("u32", 0), add_bos_token=TRUE),
         "words": words(), "words, capitals": words(**{"normalizer.lowercase": FALSE}),
         "words, accents": words(**{"normalizer.strip_accents": FALSE}),
+        "shown": bpe("gpt-4o", (("<|channel|>", NORMAL), ("<|start|>", UNUSED), ("<|message|>", CONTROL))),
+        "backwards": characters("plamo2"), "backwards, bos": characters("plamo2", add_bos_token=TRUE, add_eos_token=TRUE),
+        "backwards, plamo": plamo(),
+        "sums, a map": mapped(), "sums, a map, prefix": mapped(add_space_prefix=TRUE),
+        "sums, a map, spaces": mapped(remove_extra_whitespaces=TRUE),
         "sums": characters("t5"), "sums, prefix": characters("t5", add_space_prefix=TRUE, add_bos_token=TRUE),
         "sums, spaces": characters("t5", remove_extra_whitespaces=TRUE, add_eos_token=FALSE),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models import llama_vocabulary as kinds
 from qdsl.models.llama_vocabulary import BASE, SPECIAL, Vocabulary, known_classes, read_vocabulary
 from qdsl.models.plan import LoadError
+from qdsl.models.transformers.gguf_text import BackwardSearch, Charsmap
 
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]               # tokens of single bytes
@@ -44,8 +46,16 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
     templates = vocabulary.templates
     if templates:
         options.setdefault("chat_template", templates["default"] if list(templates) == ["default"] else dict(templates))
-    return PreTrainedTokenizerFast(**{"tokenizer_object": _Uncopied(core), "model_input_names": ["input_ids", "attention_mask"],
-                                      "clean_up_tokenization_spaces": False, **special, **options})
+    result = PreTrainedTokenizerFast(**{"tokenizer_object": _Uncopied(core), "model_input_names": ["input_ids", "attention_mask"],
+                                        "clean_up_tokenization_spaces": False, **special, **options})
+    if vocabulary.charsmap or vocabulary.model["kind"] == "backward":
+        result.save_pretrained = partial(_refuse_save, path)
+    return result
+
+
+def _refuse_save(path: Path, *args: Any, **kwargs: Any) -> None:
+    raise LoadError(f"{path}: its tokenizer has parts in Python, which a tokenizer.json does not hold: save that of the original "
+                    "model, or load this file again")
 
 
 class _Uncopied:
@@ -237,8 +247,6 @@ def _unigram(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.special.get("unk")
     if unknown is None:
         raise LoadError(f"{vocabulary.path}: has no tokenizer.ggml.unknown_token_id, which stands for unknown characters")
-    if vocabulary.charsmap:                                      # normalizers.Precompiled drops combining characters
-        raise LoadError(f"{vocabulary.path}: tokenizer.ggml.precompiled_charsmap cannot be expressed exactly: {BASE}")
     scores = _unigram_scores(vocabulary)
     matched = kinds.NORMAL | kinds.UNUSED | SPECIAL              # in a text; others, as those of bytes, are marked not to be
     texts = [token if kind & matched else MARKS[0] + token
@@ -259,7 +267,13 @@ def _unigram_scores(vocabulary: Vocabulary) -> list[float]:
 
 
 def _space_normalizers(vocabulary: Vocabulary) -> Iterator[Any]:
-    """Spaces at the start, between words and at the end."""
+    """What SentencePiece's map replaces; spaces at the start, between words and at the end."""
+    if vocabulary.charsmap:                                      # normalizers.Precompiled drops combining characters
+        try:
+            fixed = [token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind & kinds.USER_DEFINED]
+            yield normalizers.Normalizer.custom(Charsmap(vocabulary.charsmap, fixed))
+        except ValueError as error:
+            raise LoadError(f"{vocabulary.path}: tokenizer.ggml.precompiled_charsmap {error}") from error
     if vocabulary.flags["remove_extra_whitespaces"]:
         yield normalizers.Replace(Regex(r"\A +| +\z"), "")
         yield normalizers.Replace(Regex(" {2,}"), " ")
@@ -267,6 +281,21 @@ def _space_normalizers(vocabulary: Vocabulary) -> Iterator[Any]:
     elif vocabulary.flags["add_space_prefix"]:
         yield normalizers.Replace(Regex(r"\A(?= *[^ ])"), " ")
     yield normalizers.Replace(" ", SPACE)
+
+
+def _backward(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokens with the best sum of rounded scores, searched from the end of a text."""
+    numbers = _numbers(vocabulary)
+    if not _has_bytes(vocabulary, numbers):
+        raise LoadError(f"{vocabulary.path}: has no tokens <0x00> to <0xFF>, which stand for unknown characters")
+    search = BackwardSearch({token: vocabulary.scores[number] for token, number in numbers.items()
+                             if not vocabulary.kinds[number] & kinds.BYTE})
+    texts = {token if token in search.scores or vocabulary.kinds[number] & (kinds.BYTE | SPECIAL) else MARKS[0] + token: number
+             for token, number in numbers.items()}               # others are marked not to be found
+    core = Tokenizer(models.BPE(texts, [], byte_fallback=True, ignore_merges=True))
+    core.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(search)
+    core.decoder = decoders.Sequence([decoders.Replace(MARKS[0], ""), decoders.ByteFallback(), decoders.Fuse()])
+    return core
 
 
 # -- the longest bytes -----------------------------------------------------------------------------------------------------
@@ -328,7 +357,8 @@ def _longest(texts: Sequence[str]) -> str:
 
 
 BUILDERS: Mapping[str, Callable[[Vocabulary], Tokenizer]] = {
-    "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram, "trie": _trie}
+    "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram, "backward": _backward,
+    "trie": _trie}
 
 
 # -- special tokens --------------------------------------------------------------------------------------------------------
@@ -390,7 +420,7 @@ def _overlaps(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 def _add_ends(core: Tokenizer, vocabulary: Vocabulary) -> None:
     """Add the tokens before and after a text.  Raises LoadError for one that the file does not name."""
     flags, is_wordpiece = vocabulary.flags, vocabulary.model["kind"] == "wordpiece"
-    if vocabulary.model["kind"] == "trie":                       # llama.cpp adds none, whatever the file says
+    if vocabulary.model["kind"] in ("trie", "backward"):         # llama.cpp adds none, whatever the file says
         return
     first = "bos" if flags["add_bos"] or is_wordpiece else None
     last = "sep" if is_wordpiece else "eos" if flags["add_eos"] else None

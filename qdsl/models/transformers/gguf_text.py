@@ -1,0 +1,103 @@
+"""Parts of tokenizers that the package tokenizers has not, in Python: a tokenizer with one of them cannot be saved."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokenizers import NormalizedString
+
+BOM = "\ufeff"
+INVALID, UNKNOWN = -20_000_000, -10_000_000                      # scores of no tokens, and of characters without one
+
+
+class Charsmap:
+    """SentencePiece's normalizer: at each place of a text the longest text of a map is replaced.
+
+    data: the bytes of a sparse trie, which their number precedes, and texts that end with 0.  fixed: texts of users in ASCII, of
+    which llama.cpp leaves each beginning as it is.  Raises ValueError for other bytes and texts.
+    """
+
+    def __init__(self, data: bytes, fixed: Iterable[str]) -> None:
+        size = struct.unpack_from("<I", data)[0] if len(data) >= 4 else len(data)
+        if size + 4 >= len(data) or size % 4:
+            raise ValueError(f"has {len(data)} bytes, and its trie {size}")
+        if wrong := [text for text in fixed if not text.isascii()]:
+            raise ValueError(f"cannot be expressed beside the user-defined token {wrong[0]!r}, which is not ASCII")
+        self._fixed = {text[:stop].encode() for text in fixed for stop in range(1, len(text) + 1)}
+        self._nodes: tuple[int, ...] = struct.unpack_from(f"<{size // 4}I", data, 4)
+        self._texts = data[size + 4:]
+
+    def normalize(self, text: Any) -> None:
+        """Replace a text of the package."""
+        if own := text.normalized:
+            text.replace(own, self.replaced(own))
+
+    def replaced(self, text: str) -> str:
+        """A text in the map's other texts."""
+        data, place, parts = text.encode(), 0, []
+        while place < len(data):
+            length, own = 0, b""
+            while data[place:place + length + 1] in self._fixed and place + length < len(data):
+                length += 1
+            if length:
+                own = data[place:place + length]
+            else:
+                length, own = self._longest(data, place)
+            if not length:
+                length = 1 if data[place] < 0xC0 else 2 if data[place] < 0xE0 else 3 if data[place] < 0xF0 else 4
+                own = data[place:place + length]
+            parts.append(own)
+            place += length
+        return b"".join(parts).decode(errors="replace")
+
+    def _longest(self, data: bytes, place: int) -> tuple[int, bytes]:
+        """The length of the longest text of the map at a place, 0 for none, and what stands for it."""
+        node, length, start = self._base(0), 0, 0
+        for stop in range(place, len(data)):
+            node ^= data[stop]
+            if not data[stop] or self._nodes[node] & 0x8000_00FF != data[stop]:
+                break
+            ends = self._nodes[node] & 1 << 8
+            node ^= self._base(node)
+            if ends:
+                length, start = stop + 1 - place, self._nodes[node] & 0x7FFF_FFFF
+        return length, self._texts[start:self._texts.index(0, start)] if length else b""
+
+    def _base(self, node: int) -> int:
+        entry = self._nodes[node]
+        return entry >> 10 << ((entry & 1 << 9) >> 6)
+
+
+class BackwardSearch:
+    """PLaMo 2's pre-tokenizer: divides a text into the tokens with the best sum of scores, found from its end, longer ones first.
+
+    scores: of tokens, of which 1/10000 counts; after that those that are ever taken.
+    """
+
+    def __init__(self, scores: Mapping[str, float]) -> None:
+        exact = {token: int(math.copysign(math.floor(abs(score * 1e4) + 0.5), score)) for token, score in scores.items()}
+        self.scores = {token: score for token, score in exact.items() if score > (INVALID if len(token) > 1 else UNKNOWN - 1)}
+        self._longest = max(map(len, self.scores), default=1)
+
+    def pre_tokenize(self, text: Any) -> None:
+        """Divide a text of the package."""
+        text.split(lambda number, own: self._parts(own))
+
+    def _parts(self, own: NormalizedString) -> list[NormalizedString | None]:
+        text = str(own)
+        first = len(BOM) if text.startswith(BOM) else 0
+        sums, sizes = [0] * (len(text) + 1), [1] * len(text)
+        for place in reversed(range(first, len(text))):
+            sums[place] = 1 << 60
+            for size in range(min(self._longest, len(text) - place), -1, -1):
+                score = self.scores.get(text[place:place + size]) if size else UNKNOWN
+                if score is not None and sums[place + (size or 1)] - score < sums[place]:
+                    sums[place], sizes[place] = sums[place + (size or 1)] - score, size or 1
+        parts = []
+        while first < len(text):
+            parts.append(own[first:first + sizes[first]])
+            first += sizes[first]
+        return parts
