@@ -1,7 +1,7 @@
 """Records what llama.cpp's converter writes, and llama.cpp's logits of changed files: `python -m tests.record_gguf_keys`.
 
 QDSL_LLAMA_CPP and QDSL_LLAMA_LIBRARY name the converter and the library, as `make live` unpacks them.  A case that llama.cpp
-refuses is left out; one that changes no logit has none.
+refuses is left out; one that changes no logit has none; one of which it computes no numbers is null.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Llama:
             return None
 
 
-def answers(model_type: str) -> dict[str, list[float]]:
-    """The recorded logits of each case of a model type."""
-    own, result = gguf_cases.tiny(model_type), {}
+def answers(model_type: str) -> dict[str, list[float] | None]:
+    """The recorded logits of each case of a model type; None where they are no numbers."""
+    own, result = gguf_cases.tiny(model_type), dict[str, list[float] | None]()
     plain, llama = None, Llama()
     with tempfile.TemporaryDirectory() as folder:
         for name, case in gguf_cases.cases().items():
@@ -94,7 +94,7 @@ def answers(model_type: str) -> dict[str, list[float]]:
             plain = logits if plain is None else plain
             is_changed = name == "unchanged" or float(abs(logits - plain).max()) > SILENT * float(abs(plain).max())
             sampled = gguf_cases.sample(torch.from_numpy(logits)) if is_changed else ()
-            result[name] = [round(float(number), 5) for number in sampled]
+            result[name] = None if (logits != logits).any() else [round(float(number), 5) for number in sampled]
     return result
 
 

@@ -15,6 +15,8 @@ from qdsl.models.gguf_maps import GgufMap
 PREDICTED = "nextn_predict_layers"                               # how many of the blocks predict further tokens
 INTEGERS = ("u32[]", "i32[]", "bool[]")                          # types of arrays that llama.cpp reads for numbers of layers
 WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
+GATE = "expert_gating_func"                                      # an addition that has these keys, too
+ROUTING = ("expert_weights_norm", "expert_weights_scale", "expert_group_count", "expert_group_used_count")
 
 
 def contradictions(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Container[str] = ()) -> list[str]:
@@ -80,7 +82,8 @@ def unused_keys(metadata: Mapping[str, Any], own: GgufMap, rotates: bool) -> lis
     unused |= {"rope.freq_base_swa"} if local.get("one_base") else set()
     unused |= {*WINDOWS} if own.model_type in rows["windowless"] and metadata.get(f"{start}block_count") != (
         rows["windowless"][own.model_type]) else set()
-    unused |= {WINDOWS[1]} if own.architecture not in rows["windowed"] and not metadata.get(start + WINDOWS[0]) else set()
+    unused |= {WINDOWS[1]} if own.architecture not in rows["windowed"] and own.model_type not in rows["sinks"] and (
+        not metadata.get(start + WINDOWS[0])) else set()
     sections = metadata.get(f"{start}rope.dimension_sections")   # of positions, of which a text has one
     unused |= {"rope.dimension_sections"} if own.architecture not in rows["sectioned"] and sections is not None and (
         is_read("rope.dimension_sections", own.architecture) and not any(sections[3:])) else set()
@@ -92,7 +95,8 @@ def _settings(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Cont
     start = f"{own.architecture}."
     models = table()["models"].get(own.model_type, {})
     skipped = {*table()["inert"], *table()["rope"]} - {*models} | {key for key, entries in models.items() if entries is None}
-    skipped |= (getattr(config, LLAMA_CPP, None) or {}).keys()
+    added = getattr(config, LLAMA_CPP, None) or {}
+    skipped |= added.keys() | ({*ROUTING} if GATE in added else set())
     keys = [key for key in metadata if key.startswith(start) and key.removeprefix(start) not in skipped]
     further = metadata.get(start + PREDICTED, 0)
     names = {key: name for key in keys if (name := key.removeprefix(start)) not in skip}

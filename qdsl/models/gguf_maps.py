@@ -5,7 +5,7 @@ A map is the inverse of llama.cpp's converter for one model type, one JSON file 
 right.  An axis is a number, an attribute of the model's config, a product of them as `heads*width`, or `*` for what remains.
 `by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads` divides rows into sections of these sizes, and each section among
 the groups; it takes all that belongs to the first group, then the second.  `64:128 0:64` takes rows 64 to 127, then the first 64;
-`0:64:2` every second one of these.  `each 64: 32:64 0:32` does so in each 64 rows.
+`0:64:2` every second one of these.  `each 64: 32:64 0:32` does so in each 64 rows; `of 64:128, heads 2 * -> heads * 2` in these.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ FOLDER = Path(__file__).parent / "maps"
 BLOCK = "{block}"
 GROUPED = "by "                                                  # begins a rule of groups
 PERIODIC = "each "                                                   # begins a rule of spans in each so many rows
+PART = "of "                                                     # begins a rule of rows of a part
 LATENT = "latent_kv"                                             # rows of keys, transposed in the file, and values, by head
 # Numbers of a parameter by those of the file, where the converter changes them.
 VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -79,8 +80,8 @@ class GgufMap:
 
     architecture: as `general.architecture` of files names it.  model_class: the class of transformers whose parameters the names
     are.  recorded: the release of llama.cpp's converter.  rules: by the names of parameters, with {block} for the number of a
-    layer.  unused: tensors of files that the model has no use for.  reads_config: whether transformers reads the config of files
-    of this model type as it was.
+    layer, or of one layer.  unused: tensors of files that the model has no use for.  reads_config: whether transformers reads the
+    config of files of this model type as it was.
     """
 
     model_type: str
@@ -108,7 +109,7 @@ class GgufMap:
     def rule(self, name: str) -> TensorRule | None:
         """The rule of a parameter, with the number of its layer in the source names; None where none is recorded."""
         pattern, block = pattern_of(name)
-        rule = self.rules.get(pattern)
+        rule = self.rules.get(name) or self.rules.get(pattern)
         if rule is None:
             return None
         sources = tuple(source.replace(BLOCK, block) for source in rule.sources)
@@ -117,7 +118,8 @@ class GgufMap:
     def is_recorded(self, tensor: str) -> bool:
         """Whether a tensor of a file has a place in the map."""
         pattern, _ = pattern_of(tensor)
-        return pattern in self.unused or tensor in self.unused or any(pattern in rule.sources for rule in self.rules.values())
+        return pattern in self.unused or tensor in self.unused or any(
+            {pattern, tensor} & {*rule.sources} for rule in self.rules.values())
 
 
 @cache
@@ -157,6 +159,10 @@ def row_order(rows: str, config: object, count: int) -> Tensor:
     """
     if rows.startswith(GROUPED):
         return _grouped_order(rows, config, count)
+    if rows.startswith(PART):
+        span, _, inner = rows.removeprefix(PART).partition(", ")
+        own = torch.arange(*map(int, span.split(":")), device="cpu")
+        return own[row_order(inner, config, len(own))] if inner else own
     if rows.startswith(PERIODIC):
         size, _, spans = rows.removeprefix(PERIODIC).partition(": ")
         starts = torch.arange(0, count, int(size), device="cpu").view(-1, 1)

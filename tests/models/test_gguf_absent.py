@@ -23,8 +23,6 @@ keys = pytest.importorskip("tests.models.test_gguf_keys")
 pytestmark = pytest.mark.filterwarnings("default")
 
 STEP = 37                                                        # between absences that `make test` takes; `make live` takes all
-# Keys without which a class computes something else than llama.cpp: it gates or weighs experts in one way only.
-GATES = ("expert_gating_func", "expert_weights_norm")
 # Tensors that models do without if llama.cpp does.  Others may be refused, as gates, which llama.cpp leaves out.
 OPTIONAL = re.compile(r"\.bias|exp_probs_b|^output\.weight")
 EVERYTHING = [(model_type, name) for model_type, own in answers().items() for name in own]
@@ -34,7 +32,7 @@ EVERYTHING = [(model_type, name) for model_type, own in answers().items() for na
 def test_the_table_has_what_llama_cpp_needs(model_type: str) -> None:
     """Not more than that.  What models load without, of this, is what `test_a_file_without_it` looks for."""
     rows = {*table()["required"].get(model_type, ()), *table()["needed"].get(model_type, ())}
-    assert rows - refused(model_type) <= {*GATES}
+    assert rows - refused(model_type) == set()
 
 
 @pytest.mark.parametrize(("model_type", "name"), EVERYTHING if ALL else EVERYTHING[::STEP])
@@ -50,7 +48,7 @@ def check(model_type: str, name: str, folder: Path) -> None:
     try:
         model = plugin.from_pretrained(path, dtype=torch.float32)
     except LoadError as error:
-        assert recorded is None or key in GATES or (key == name and not OPTIONAL.search(name)), error
+        assert recorded is None or (key == name and not OPTIONAL.search(name)), error
         if key == name or key in table()["required"].get(model_type, ()):        # others give matrices another size
             assert re.search(re.escape(name.removesuffix(".weight")).replace(r"\{block\}", r"\d+"), str(error)), error
         return

@@ -76,6 +76,8 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "experts not normed": {"expert_weights_norm": False},
     "gated by sigmoids": {"expert_gating_func": 2},
     "gated by the chosen": {"expert_gating_func": 3}, "gated by all": {"expert_gating_func": 1},
+    "sigmoids, not normed": {"expert_gating_func": 2, "expert_weights_norm": False, "expert_weights_scale": 0.5},
+    "pooled": {"pooling_type": 3},
     "normed steps": {"ssm.dt_b_c_rms": True},
     "fewer heads of keys": {"attention.head_count_kv": 1},
     "parallel": {"use_parallel_residual": True},
@@ -96,6 +98,11 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
 MARKS = {"glm4_moe_lite": {"tokenizer.ggml.pre": "glm4"}, "mistral": {"general.name": "Mistral"}}
 # Keys of which a file may have a number for each layer.
 ARRAYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_used_count")
+# The same of six experts in groups.
+GROUPS: Mapping[str, Mapping[str, Any]] = {
+    "groups of experts": {}, "groups, gated by all, normed": {"expert_gating_func": 1, "expert_weights_norm": True},
+    "groups, gated by the chosen, scaled": {"expert_gating_func": 3, "expert_weights_scale": 2.5}}
+SIX = {"expert_count": 6, "expert_group_count": 2, "expert_group_used_count": 1}
 BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "attn_qkv")
 # Optional tensors of each layer by the tensors whose rows they are as long as.
 TENSORS: Mapping[str, tuple[str, ...]] = {
@@ -103,6 +110,9 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
     "biases of attention": BIASES[:4], "biases of queries, keys and values": BIASES[:3],
     "biases of layers": BIASES[4:7], "a bias of one layer": ("attn_v",),
 }
+SCALED = (*BIASES, "attn_gate", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "ssm_in", "ssm_out")
+JOINED = {"ffn_gate_up_exps.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+          **{f"attn_qkv.{leaf}": tuple(f"attn_{kind}.{leaf}" for kind in "qkv") for leaf in ("weight", "bias")}}
 DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 OTHERS: Mapping[str, Mapping[str, tuple[str, float]]] = {
     "norms of queries and keys": {"attn_q_norm.weight": ("head_dim", 1), "attn_k_norm.weight": ("head_dim", 1)},
@@ -111,7 +121,7 @@ OTHERS: Mapping[str, Mapping[str, tuple[str, float]]] = {
     "norms of means": {"ffn_sub_norm.weight": ("intermediate_size", 1)},
     "sinks": {"attn_sinks.weight": ("num_attention_heads", 0)},
     "chosen by a bias": {"exp_probs_b.bias": ("experts", 0)},
-    "scales of weights": {"attn_q.scale": ("", 0.5), "ffn_down.scale": ("", 2)},
+    "scales of weights": {f"{name}.scale": ("", 0.5 + number / 4) for number, name in enumerate(SCALED)},
 }
 
 
@@ -121,6 +131,7 @@ class Case:
 
     arrays: keys that have the number that they had, for each layer.  frequencies: tensors of divisors of frequencies.
     others: further tensors of each layer, of a shape and a number around which theirs lie; a shape's name is the config's.
+    joined: the tensor, of each layer, in which others are joined: queries, keys and values, or the gates and values of experts.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -128,6 +139,7 @@ class Case:
     arrays: tuple[str, ...] = ()
     frequencies: tuple[str, ...] = ()
     others: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    joined: str = ""
 
 
 @cache
@@ -139,7 +151,10 @@ def cases() -> Mapping[str, Case]:
             "frequencies by length": Case(frequencies=DIVISORS[1:]),
             "frequencies by length, longrope": Case(VALUES["longrope"], frequencies=DIVISORS[1:]),
             "frequencies by length, long": Case(VALUES["longrope of long texts"], frequencies=DIVISORS[1:]),
-            **{name: Case(others=own) for name, own in OTHERS.items()}}
+            **{name: Case(others=own) for name, own in OTHERS.items()},
+            **{name: Case({**SIX, **own}) for name, own in GROUPS.items()},
+            "joined queries": Case(joined="attn_qkv"), "joined queries and biases": Case(biases=BIASES[:3], joined="attn_qkv"),
+            "joined gates": Case(joined="ffn_gate_up_exps")}
 
 
 @cache
@@ -170,7 +185,7 @@ def tiny(model_type: str) -> Tiny:
                 if key != "general.architecture"}
     settings |= {f"tokenizer.ggml.{name}_token_id": Value.of("u32", token) for name, token in TOKEN_IDS.items()}
     # llama.cpp chooses frequencies by the length of its context, 256 tokens at least, and transformers by that of the text
-    settings |= {f"{recorded.architecture}.context_length": Value.of("u32", 256)}
+    settings |= {f"{recorded.architecture}.context_length": Value.of("u32", getattr(model.config, "n_positions", 256))}
     settings |= {key: Value.of("string", text) for key, text in MARKS.get(model_type, {}).items()}
     settings |= {"tokenizer.ggml.model": Value.of("string", "none"),
                  f"{recorded.architecture}.vocab_size": Value.of("u32", model.config.vocab_size)}
@@ -192,8 +207,8 @@ def _written(name: str, tensor: Tensor, groups: int) -> Tensor:
     return tensor.view(groups, -1) if groups and name.endswith("ssm_norm.weight") else tensor
 
 
-def write_case(path: Path, own: Tiny, case: Case, type: str = "F32") -> Path:
-    """The file of a tiny model with a change.  type: of matrices."""
+def _changed(own: Tiny, case: Case) -> dict[str, Tensor]:
+    """The tensors of a tiny model with a change."""
     tensors, draw = dict(own.tensors), torch.Generator().manual_seed(3)
     layers = own.config.num_hidden_layers
     for name in case.biases:
@@ -203,13 +218,42 @@ def write_case(path: Path, own: Tiny, case: Case, type: str = "F32") -> Path:
                 tensors[f"blk.{layer}.{name}.bias"] = bias
     width = getattr(own.config, "head_dim", None) or own.config.hidden_size // (
         getattr(own.config, "num_attention_heads", 0) or 1)
+    for name in tensors if "expert_count" in case.keys else ():  # one more
+        if "_exps." in name or "exp_probs_b" in name or "ffn_gate_inp.w" in name:
+            tensors[name] = torch.cat([tensors[name], tensors[name][:1].flip(-1) * 0.7])
     for place, name in enumerate(case.frequencies):
         tensors[name] = torch.linspace(1, 4 - place, width // 2)
+    tensors |= _further(own, case, width, draw)
+    return _joined(tensors, case.joined, layers) if case.joined else tensors
+
+
+def _further(own: Tiny, case: Case, width: int, draw: torch.Generator) -> dict[str, Tensor]:
+    """Further tensors.  width: of heads."""
+    tensors: dict[str, Tensor] = {}
+    experts = own.tensors.get("blk.1.ffn_gate_inp.weight", torch.empty(1, 1)).shape[0]
     for name, (size, middle) in case.others.items():
-        numbers = {"": 1, "head_dim": width, "experts": tensors.get("blk.1.ffn_gate_inp.weight", torch.empty(1, 1)).shape[0]}
+        numbers = {"": 1, "head_dim": width, "experts": experts}
         count = numbers.get(size) or getattr(own.config, size, None) or 1
-        for layer in range(layers):
-            tensors[f"blk.{layer}.{name}"] = middle + torch.randn(count, generator=draw) * 0.3
+        for layer in range(own.config.num_hidden_layers):
+            if not name.endswith(".scale") or f"blk.{layer}.{name.removesuffix('scale')}weight" in own.tensors:
+                tensors[f"blk.{layer}.{name}"] = middle + torch.randn(count, generator=draw) * 0.3
+    return tensors
+
+
+def _joined(tensors: dict[str, Tensor], stem: str, layers: int) -> dict[str, Tensor]:
+    """Tensors of which some are joined in one of each layer."""
+    for layer in range(layers):
+        for whole, parts in JOINED.items():
+            names = [f"blk.{layer}.{part}" for part in parts]
+            if whole.startswith(stem) and all(name in tensors for name in names) and f"blk.{layer}.{whole}" not in tensors:
+                axis = max(tensors[names[0]].dim() - 2, 0)
+                tensors[f"blk.{layer}.{whole}"] = torch.cat([tensors.pop(name) for name in names], axis)
+    return tensors
+
+
+def write_case(path: Path, own: Tiny, case: Case, type: str = "F32") -> Path:
+    """The file of a tiny model with a change.  type: of matrices."""
+    tensors, layers = _changed(own, case), own.config.num_hidden_layers
     changes = {f"{own.recorded.architecture}.{key}": Value.of(_type(value), value) for key, value in case.keys.items()}
     for key in case.arrays:
         name = f"{own.recorded.architecture}.{key}"

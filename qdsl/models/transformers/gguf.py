@@ -23,11 +23,19 @@ from qdsl.models.mapped_source import gguf_source, is_input_scale
 from qdsl.models.plan import LoadError
 from qdsl.models.processor import chosen_dtype
 from qdsl.models.transformers.config import QdslConfig, Weights
-from qdsl.models.transformers.gguf_config import DEFAULTS, config_of_file, is_tied, model_type_of, with_additions
+from qdsl.models.transformers.gguf_config import (
+    DEFAULTS,
+    config_of_file,
+    is_tied,
+    left_out,
+    model_type_of,
+    with_additions,
+)
 from qdsl.models.transformers.gguf_rope import computed_widths, rotary_contradictions
 from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
 
 EMBEDDING = "token_embd.weight"
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
 BASE = "pass base=, a folder with the model's config.json"
 
@@ -55,7 +63,9 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
             config.tie_word_embeddings = True                    # as llama.cpp does, whatever a base says
         dtype, why = chosen_dtype(_file_dtype(file), kwargs.get("device_map"))
         vocabulary = _vocabulary(file, path)
-        scales = [name for name in file.tensors if is_input_scale(name, file.tensors)]
+        scales = [name for name in file.tensors if is_input_scale(name, file.tensors) or left_out(name, file, own)]
+        sampling = {name: value for key, name in SAMPLING.items()
+                    if (value := file.metadata.get(f"general.sampling.{key}")) is not None}
     config.architectures = [own.model_class]
     vars(config).pop("quantization_config", None)                # of the base's weights, which are not read
     weights = Weights(lambda model, _: Checkpoint(path, {"": gguf_source(path, own, model, model.config, is_read)}))
@@ -75,6 +85,9 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     if base is not None:
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(base)
+    elif sampling and model.can_generate():                      # of the original model's generation settings
+        is_greedy = sampling.get("temperature") == 0
+        model.generation_config.update(**({} if is_greedy else {**sampling, "do_sample": True}))
     if vocabulary is not None and model.can_generate():
         _set_ends(model.generation_config, vocabulary, keeps=base is not None)
     return model

@@ -6,19 +6,27 @@ The config's entry `llama_cpp` names it by keys of files, so that a saved folder
 they are not.
 `rope.freq_base_swa`: `rope_parameters` of the layers with a window.  `attention.sliding_window`: of all layers of attention.
 `attention.layer_norm_rms_epsilon` and `attention.layer_norm_epsilon`: of norms to which the class gives its own.
-`expert_weights_scale`: of weights of experts.
+`attention.causal`: false where tokens see those behind them, too.
+`expert_gating_func`: how experts are chosen and weighed.  `scales`: of Linear layers, by which their products are multiplied.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_recurrent_attention_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
+)
 
 from qdsl.checkpoint.detect.gguf_keys import LLAMA_CPP
 
@@ -60,11 +68,24 @@ def _is_module_changed(model: Any, name: str) -> bool:
     return name not in ORDERED or (name == "rope.dimension_count" and _attention_factor(model) != 1)
 
 
+def _layer(model: Any, name: str) -> Any:
+    """A Linear layer of a model, which may be without the head that its config's names begin at."""
+    prefix = f"{model.base_model_prefix}."
+    return model.get_submodule(name if hasattr(model, model.base_model_prefix) else name.removeprefix(prefix))
+
+
 def _add_biases(model: Any, names: list[str]) -> None:
-    for name in names:
-        prefix = f"{model.base_model_prefix}."                   # which a model without a head lacks
-        layer = model.get_submodule(name if hasattr(model, model.base_model_prefix) else name.removeprefix(prefix))
+    for layer in (_layer(model, name) for name in names):
         layer.bias = nn.Parameter(torch.empty(layer.out_features, dtype=layer.weight.dtype, device=layer.weight.device))
+
+
+def _add_scales(model: Any, scales: Mapping[str, float]) -> None:
+    for name, scale in scales.items():                           # before the bias is added
+        _layer(model, name).register_forward_pre_hook(partial(_times, scale))
+
+
+def _times(scale: float, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return args[0] * scale, *args[1:]
 
 
 def _set_epsilon(model: Any, epsilon: float) -> None:
@@ -73,17 +94,57 @@ def _set_epsilon(model: Any, epsilon: float) -> None:
             module.variance_epsilon = epsilon
         elif hasattr(module, "normalized_shape") and not hasattr(module, "eps"):
             module.forward = partial(nn.functional.layer_norm, normalized_shape=module.normalized_shape, eps=epsilon)
+        elif type(module).__name__.endswith("GatedDeltaNet"):
+            module.forward = MethodType(_with_rules(type(module).forward, epsilon), module)
 
 
-def _scale_experts(model: Any, scale: float) -> None:
+# -- experts ---------------------------------------------------------------------------------------------------------------
+
+# llama.cpp's functions of the logits of a router, by their numbers in files; the third comes after the choice.
+GATES: Mapping[int, Callable[[Tensor], Tensor]] = {
+    1: partial(torch.softmax, dim=-1), 2: torch.sigmoid, 3: torch.Tensor.clone,
+    4: lambda logits: nn.functional.softplus(logits).sqrt()}
+CHOSEN, LEAST = 3, 2.0 ** -14                                    # the least sum of weights, llama.cpp's
+
+
+def _route(model: Any, rule: Mapping[str, Any]) -> None:
     for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            module.register_forward_hook(partial(_scaled, scale))
+        if type(module).__name__.endswith(("Router", "Gate")):
+            module.register_forward_hook(partial(_routed, rule), with_kwargs=True)
 
 
-def _scaled(scale: float, module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    logits, scores, *chosen = output
-    return logits, scores * scale, *chosen
+def _routed(rule: Mapping[str, Any], module: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The output of a router (logits, weights and numbers of the chosen experts) with llama.cpp's choice and weights."""
+    logits, weights, chosen = output
+    scores = GATES[rule["gate"]](logits.float())
+    biases = (*args[1:], *kwargs.values(), getattr(module, "e_score_correction_bias", None))
+    choice = scores + next((bias for bias in biases if isinstance(bias, Tensor)), 0.0)
+    if rule["groups"] > 1:
+        groups = choice.view(*choice.shape[:-1], rule["groups"], -1)
+        best = groups.topk(2).values.sum(-1).topk(rule["chosen_groups"]).indices
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        choice = groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    chosen = choice.topk(chosen.shape[-1]).indices
+    own = scores.gather(-1, chosen)
+    own = own.softmax(-1) if rule["gate"] == CHOSEN else own
+    own = own / own.sum(-1, keepdim=True).clamp(min=LEAST) if rule["normed"] else own
+    return logits, (own * rule["scale"]).to(weights.dtype), chosen
+
+
+# -- linear attention ------------------------------------------------------------------------------------------------------
+
+
+def _with_rules(forward: Any, epsilon: float) -> Any:
+    """The `forward` of a class whose rules of deltas, functions of its file, normalize queries and keys by an epsilon."""
+    own = inspect.unwrap(forward)
+    rules = {name: partial(_normalized, rule, epsilon) for name, rule in own.__globals__.items()
+             if name.endswith("gated_delta_rule") and name in own.__code__.co_names}
+    return FunctionType(own.__code__, {**own.__globals__, **rules}, own.__name__, own.__defaults__, own.__closure__)
+
+
+def _normalized(rule: Callable[..., Any], epsilon: float, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    query, key = (own * torch.rsqrt(own.float().square().sum(-1, keepdim=True) + epsilon).to(own.dtype) for own in (query, key))
+    return rule(query, key, *args, **{**kwargs, "use_qk_l2norm_in_kernel": False})
 
 
 def _set_rotated_layers(model: Any, rotates: list[bool]) -> None:
@@ -145,16 +206,52 @@ def _unscaled(count: int, are_neighbours: bool, factor: float, module: nn.Module
     return torch.where(pair < count // 2, cos, cos / factor), sin
 
 
-# -- windows of classes without any --------------------------------------------------------------------------------------
+# -- which tokens see which --------------------------------------------------------------------------------------------------
 
 
 def _add_window(model: Any, window: int) -> None:
+    if window == 0:                                              # with sinks, which are all that such layers see
+        for layer, kind in zip(_decoder(model).layers, model.config.layer_types, strict=True):
+            if kind in WINDOWED:
+                layer.self_attn.o_proj.register_forward_pre_hook(partial(_times, 0.0))
+        return
     model.config.sliding_window = window
-    _decoder(model).register_forward_pre_hook(_with_window, with_kwargs=True)
+    _decoder(model).register_forward_pre_hook(partial(_with_masks, {
+        "full_attention": create_sliding_window_causal_mask, "conv": create_recurrent_attention_mask}), with_kwargs=True)
 
 
-def _with_window(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a decoder's `forward`, whose mask of attention has the config's window."""
+def _look_ahead(model: Any, is_causal: bool) -> None:
+    model.config.is_causal = is_causal                           # of which transformers makes masks
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = is_causal
+    kinds = {*(getattr(model.config, "layer_types", None) or ())}
+    if not kinds.isdisjoint(WINDOWED):
+        makers = {kind: MASKS[kind] for kind in kinds}
+        _decoder(model).register_forward_pre_hook(partial(_with_masks, makers), with_kwargs=True)
+
+
+def _window_ahead(config: Any, **options: Any) -> Any:
+    """A mask of tokens that see a window behind them, as llama.cpp's, and all ahead of them."""
+    window = config.sliding_window
+    wide = copy.copy(config)
+    wide.sliding_window = WIDE                                   # transformers' own window is of both sides
+    return create_bidirectional_sliding_window_mask(wide, **options, and_mask_function=lambda b, h, q, kv: kv > q - window)
+
+
+def _chunk_ahead(config: Any, **options: Any) -> Any:
+    size = config.attention_chunk_size
+    return create_bidirectional_mask(config, **options, and_mask_function=lambda b, h, q, kv: kv >= q // size * size)
+
+
+WIDE = 1 << 30
+MASKS: Mapping[str, Callable[..., Any]] = {"full_attention": create_bidirectional_mask, "sliding_attention": _window_ahead,
+                                           "chunked_attention": _chunk_ahead}
+
+
+def _with_masks(makers: Mapping[str, Callable[..., Any]], decoder: Any, args: Any, kwargs: dict[str, Any]
+                ) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a decoder's `forward`, with masks for kinds of layers.  makers: functions that make them, by kind."""
     mask, past, positions = (kwargs.get(name) for name in ("attention_mask", "past_key_values", "position_ids"))
     if isinstance(mask, dict):
         return args, kwargs
@@ -166,12 +263,12 @@ def _with_window(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
         positions = torch.arange(start, start + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
     options = {"config": decoder.config, "inputs_embeds": embeddings, "attention_mask": mask, "past_key_values": past,
                "position_ids": positions}
-    masks = {"full_attention": create_sliding_window_causal_mask(**options), "conv": create_recurrent_attention_mask(**options)}
-    return args, {**kwargs, "attention_mask": masks}
+    return args, {**kwargs, "attention_mask": {kind: maker(**options) for kind, maker in makers.items()}}
 
 
 ADD: Mapping[str, Callable[[Any, Any], None]] = {
-    "biases": _add_biases, "rotated_layers": _set_rotated_layers, "expert_weights_scale": _scale_experts,
+    "biases": _add_biases, "scales": _add_scales, "rotated_layers": _set_rotated_layers, "expert_gating_func": _route,
     "rope.dimension_count": _keep_unrotated, "rope.freq_base_swa": _add_window_rotary, "attention.sliding_window": _add_window,
     "rope.dimension_sections": lambda model, sections: None,     # which only orders rows
+    "attention.causal": _look_ahead,
     "attention.layer_norm_rms_epsilon": _set_epsilon, "attention.layer_norm_epsilon": _set_epsilon}

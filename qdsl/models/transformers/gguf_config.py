@@ -3,8 +3,9 @@
 The class of a model type has what no file says.  Of the table, `choices` tell model types of one architecture apart, by keys that
 have to be a number, or true for any but 0, or to contain a text; `built` has entries of configs beside those that are compared;
 `fixed` has what llama.cpp does whatever the class has; `window_patterns` are its periods of layers with a window, true for those
-whose first layer has none; `windowed` have windows if a file states none; `further` has places of
-tensors in other sizes of a model.
+whose first layer has none; `windowed` have windows if a file states none; `sinks` have layers with a window of 0 tokens, of which
+llama.cpp computes no numbers for other types, `blind`; `routers` have the gate of a class, and whether it divides weights of
+experts by their sum, null for what its config says; `further` has places of tensors in other sizes of a model.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from qdsl.checkpoint.detect.gguf_keys import are_close, is_read, is_usual, plain, table
+from qdsl.checkpoint.detect.gguf_weights import companions
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.models.gguf_keys import PREDICTED, entries_of, one_number, pattern_of_windows, unused_keys
 from qdsl.models.gguf_maps import BLOCK, GgufMap, TensorRule, model_types_of, pattern_of
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers.gguf_additions import additions
-from qdsl.models.transformers.gguf_rope import FREQUENCIES, LONG, SHORT, rotated_rows, set_rotary
+from qdsl.models.transformers.gguf_rope import FREQUENCIES, LONG, SHORT, head_width, rotated_rows, set_rotary
 
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"         # of files, and of models
 REQUIRED = ("context_length", "embedding_length", "block_count")
@@ -33,7 +35,13 @@ RECURRENT = "attention.recurrent_layers"
 DEFAULTS = {"expert_weights_scale": 1.0, "expert_weights_norm": False, "embedding_scale": 1.0, "residual_scale": 1.0,
             "logit_scale": 1.0, "expert_group_count": 1, "expert_group_used_count": 1}
 COUNTS = ("feed_forward_length", HEADS)                          # 0 in files of models that have none
-SMALL = 1e-5                                                     # an epsilon that makes no difference
+CAUSAL, GATE, NORMED, SCALE = "attention.causal", "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
+GROUPS, CHOSEN = "expert_group_count", "expert_group_used_count"
+SOFTMAX, SIGMOID = 1, 2                                          # gates
+QKV = ("attn_q", "attn_k", "attn_v")
+# Layers of which llama.cpp reads a scale of the product, and those of which it then uses it for some model types only.
+SCALED = (*QKV, "attn_output", "attn_qkv", "ssm_in", "ssm_out")
+UNSCALED = ("attn_gate", "ffn_gate", "ffn_up", "ffn_down", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
 LARGEST = {"gemma2": 46, "gemma3_text": 62}                      # layers of models whose attention is scaled by another number
 # Tensors of layers of a kind.
 EXPERTS = ("ffn_gate_inp", "ffn_down_exps")
@@ -41,8 +49,8 @@ ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv", "attn_kv_b
 # Switches of configs that add tensors, by these tensors of a layer.
 SWITCHES = {
     "attention_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "attn_qkv.bias"),
-    "use_qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"), "attention_out_bias": ("attn_output.bias",),
-    "use_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "ssm_in.bias"),
+    "use_qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"), "attention_out_bias": ("attn_output.bias",),
+    "use_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "ssm_in.bias", "attn_qkv.bias"),
     "bias": ("attn_qkv.bias", "attn_output.bias"),
     "mlp_bias": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"), "qk_layernorm": ("attn_q_norm.weight",),
     "use_qk_norm": ("attn_q_norm.weight",), "use_conv_bias": ("ssm_conv1d.bias",), "mamba_conv_bias": ("ssm_conv1d.bias",)}
@@ -56,8 +64,9 @@ def model_type_of(file: GgufFile, architecture: str) -> str:
         why += ", as an encoder of images or sound beside a language model" if architecture == "clip" else ""
         raise LoadError(f"{file.path}: architecture {architecture!r} has no map, so its weights have no places in a model of "
                         f"transformers ({why}); there are {', '.join(sorted(table()['architectures']))}")
+    names = " ".join(file.tensors)
     for model_type, conditions in table()["choices"].get(architecture, ()):
-        values = {key: file.metadata.get(f"{architecture}.{key}", file.metadata.get(key)) for key in conditions}
+        values = {key: file.metadata.get(f"{architecture}.{key}", file.metadata.get(key, key in names)) for key in conditions}
         if all(_holds(plain(values[key]), wanted) for key, wanted in conditions.items()):
             return str(model_type)
     return types[0]
@@ -118,9 +127,30 @@ def _added(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> Iterator[t
         rotated = pattern_of_windows(period, config.num_hidden_layers, own.architecture)
         if rotated != [kind == "sliding_attention" for kind in config.layer_types]:
             yield "rotated_layers", rotated
+    if metadata.get(CAUSAL) is False:
+        yield CAUSAL, False
+    if own.model_type in table()["sinks"] and metadata.get(KEY) == 0:
+        yield KEY, 0
+    if own.model_type in table()["routers"] and metadata.get("expert_count") and (rule := _routing(metadata, own, config)):
+        yield GATE, rule
     for key, usual in table()["added"].get(own.model_type, {}).items():
         if key in metadata and not are_close(metadata[key], usual) and not is_usual(key, metadata[key]):
             yield key, metadata[key]
+
+
+def _routing(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> dict[str, Any]:
+    """How llama.cpp chooses and weighs experts; {} where the class does so."""
+    gate, normed, *later = table()["routers"][own.model_type]
+    usual = SOFTMAX if own.architecture == "deepseek2" else SIGMOID
+    scale = metadata.get(SCALE) or 1.0
+    rule = {"gate": (metadata.get(GATE) or usual) if is_read(GATE, own.architecture) else gate,
+            "normed": bool(metadata.get(NORMED)) if is_read(NORMED, own.architecture) else normed,
+            "scale": 1.0 if later or not is_read(SCALE, own.architecture) else scale,
+            "groups": metadata.get(GROUPS) or 1, "chosen_groups": metadata.get(CHOSEN) or 1}
+    has_scale = any(hasattr(config, str(name)) for name in entries_of(SCALE, own))
+    is_same = rule["gate"] == gate and normed in (None, rule["normed"]) and (has_scale or rule["scale"] == 1)
+    has_groups = hasattr(config, "n_group") and own.model_type not in table()["ungrouped"]
+    return {} if is_same and (has_groups or rule["groups"] == 1) else rule
 
 
 def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> GgufMap:
@@ -132,12 +162,16 @@ def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> 
     rules, unused, biases = {**own.rules, **further}, list(own.unused), []
     for leaf in table()["biases"].get(own.model_type, ()):
         source = f"blk.{BLOCK}.{leaf}.bias"
+        stored = (source, f"blk.{BLOCK}.attn_qkv.bias") if leaf in QKV else (source,)
         name, rule = next((name, rule) for name, rule in rules.items() if rule.sources == (f"blk.{BLOCK}.{leaf}.weight",))
         rules[f"{name.removesuffix('weight')}bias"] = replace(rule, sources=(source,))
         biases += [name.removesuffix(".weight").replace(BLOCK, block) for tensor in file.tensors
-                   for pattern, block in [pattern_of(tensor)] if pattern == source]
+                   for pattern, block in [pattern_of(tensor)] if pattern in stored]
     if biases:
         additions(config)["biases"] = sorted(biases)
+    if scales := dict(_scales(file, own, rules)):
+        additions(config)["scales"] = scales
+    unused += [name for name in file.tensors if _scaled(name, file)]
     for leaf in table()["unadded"].get(own.model_type, ()) if is_read else ():
         name, rule = next((name, rule) for name, rule in rules.items() if rule.sources == (leaf,))
         rules[name], unused = replace(rule, sources=("",)), [*unused, leaf]
@@ -156,7 +190,52 @@ def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> 
                     raise LoadError(f"{file.path}: {name} of {own.model_class} has rows in another order, by which parts of "
                                     "heads rotate: it cannot be expressed")
                 rules[name] = replace(rule, rows=rows)
-    return replace(own, rules=rules, unused=tuple(unused))
+    return replace(own, rules={**rules, **dict(_joined(file, config, rules))}, unused=tuple(unused))
+
+
+def _joined(file: GgufFile, config: Any, rules: Mapping[str, TensorRule]) -> Iterator[tuple[str, TensorRule]]:
+    """Rules of parameters, of one layer each, whose tensors a file holds joined, as llama.cpp's converter writes on demand."""
+    names = {rule.sources: name for name, rule in rules.items()}
+    for tensor, entry in file.tensors.items():
+        pattern, block = pattern_of(tensor)
+        stem, _, leaf = pattern.rpartition(".")
+        gates = (f"blk.{BLOCK}.ffn_gate_exps.{leaf}", f"blk.{BLOCK}.ffn_up_exps.{leaf}")
+        parts = [part for name in QKV if (part := (f"blk.{BLOCK}.{name}.{leaf}",)) in names]
+        if (pattern,) in names:
+            continue
+        if stem.endswith(".ffn_gate_up_exps") and gates in names:
+            rule = rules[names[gates]]
+            rows = f"{entry.logical_shape[0]} 2 * -> {entry.logical_shape[0]} * 2" if rule.rows.endswith(" 2") else ""
+            yield names[gates].replace(BLOCK, block), replace(rule, sources=(tensor,), rows=rows)
+        elif stem.endswith(".attn_qkv") and len(parts) == len(QKV):
+            count, stop = config.num_key_value_heads * head_width(config), entry.logical_shape[0]
+            spans = (f"0:{stop - 2 * count}", f"{stop - 2 * count}:{stop - count}", f"{stop - count}:{stop}")
+            for name, span in zip((names[part] for part in parts), spans, strict=True):
+                yield name.replace(BLOCK, block), replace(rules[name], sources=(tensor,), rows=f"of {span}, {rules[name].rows}")
+
+
+def _scaled(name: str, file: GgufFile) -> str:
+    """The layer whose product a tensor scales, without its number; '' for others, and for NVFP4's, which are of their blocks."""
+    stem, _, leaf = name.rpartition(".")
+    weight, own = file.tensors.get(f"{stem}.weight"), stem.rpartition(".")[2]
+    is_one = leaf == "scale" and own in (*SCALED, *UNSCALED) and weight is not None and leaf not in companions(file, weight)
+    return own if is_one else ""
+
+
+def left_out(name: str, file: GgufFile, own: GgufMap) -> bool:
+    """Whether a tensor is a scale that llama.cpp reads and does not use."""
+    layer, more, less = _scaled(name, file), *(table()[row].get(own.model_type, ()) for row in ("scaled", "unscaled"))
+    return layer in less or (layer in UNSCALED and layer not in more)
+
+
+def _scales(file: GgufFile, own: GgufMap, rules: Mapping[str, TensorRule]) -> Iterator[tuple[str, float]]:
+    """The names of layers, and the numbers by which their products are multiplied."""
+    layers = {rule.sources[0]: name.removesuffix(".weight") for name, rule in rules.items() if len(rule.sources) == 1}
+    for name in [name for name in file.tensors if _scaled(name, file) and not left_out(name, file, own)]:
+        pattern, block = pattern_of(name.removesuffix("scale") + "weight")
+        if pattern not in layers:
+            raise LoadError(f"{file.path}: tensor {name!r} scales a part of a layer, which cannot be expressed")
+        yield layers[pattern].replace(BLOCK, block), float(file.tensor(name).flatten()[0])
 
 
 def _with_defaults(metadata: Mapping[str, Any], own: GgufMap) -> dict[str, Any]:
@@ -172,17 +251,11 @@ def _with_defaults(metadata: Mapping[str, Any], own: GgufMap) -> dict[str, Any]:
 
 def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> None:
     """Raises LoadError for numbers that a config takes, and its class computes otherwise than llama.cpp."""
-    groups, epsilon, norm = "expert_group_count", "attention.layer_norm_rms_epsilon", "expert_weights_norm"
     place = f"{file.path}: {own.architecture}"
-    if own.model_type in table()["ungrouped"] and metadata.get(groups, 0) > 1:
-        raise LoadError(f"{place}.{groups} is {metadata[groups]}: llama.cpp chooses groups otherwise than {own.model_class}")
     if own.model_type in table()["blind"] and metadata.get(KEY) == 0:
-        raise LoadError(f"{place}.{KEY} is 0: llama.cpp lets tokens of these layers see nothing")
-    if own.model_type in table()["normed"] and not metadata.get(norm):
-        raise LoadError(f"{place}.{norm} is not true: {own.model_class} divides weights of experts by their sum")
-    if own.model_type in table()["small_epsilons"] and metadata.get(epsilon, 0) > 2 * SMALL:
-        raise LoadError(f"{place}.{epsilon} is {metadata[epsilon]}: {own.model_class} normalizes keys inside of a function, by "
-                        "an epsilon of its own")
+        raise LoadError(f"{place}.{KEY} is 0: llama.cpp computes no numbers, as tokens of these layers see nothing")
+    if own.model_type in table()["causal"] and metadata.get(CAUSAL) is False:
+        raise LoadError(f"{place}.{CAUSAL} is false: {table()['causal'][own.model_type]}")
 
 
 def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
@@ -270,7 +343,8 @@ def _windows(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap, usual: A
     """Which layers have a window: those of the file, or by llama.cpp's period for the architecture."""
     windows = metadata.get(WINDOWS, table()["window_patterns"].get(own.architecture, (None,))[0])
     if windows is not None and _is_settable(usual, "layer_types"):
-        count, has_window = int(metadata["block_count"]), metadata.get(KEY, own.architecture in table()["windowed"])
+        count, has_window = int(metadata["block_count"]), own.model_type in table()["sinks"] or metadata.get(
+            KEY, own.architecture in table()["windowed"])
         pattern = pattern_of_windows(windows, count, own.architecture) if has_window else [False] * count
         local = "chunked_attention" if hasattr(usual, "attention_chunk_size") else "sliding_attention"
         yield "layer_types", [local if is_local else "full_attention" for is_local in pattern]
