@@ -31,12 +31,14 @@ def layer_shapes(folder: Any) -> dict[str, Any]:
 def compared(folder: Any, detected: Any) -> tuple[Any, list[str]]:
     """The layers of a folder, with findings on parameters that it lacks, and the names of those that its class has as [K, N].
 
-    Nothing is known where transformers is not installed.
+    Where transformers is not installed, only types of models are known.
     """
+    from qdsl.checkpoint.detect.shaped import transposed_by_type
+
     try:
         from qdsl.models.shapes import compared
     except ImportError:
-        return detected, []
+        return detected, transposed_by_type(folder, detected)
     missing, transposed = compared(folder, detected)
     return replace(detected, findings=[*detected.findings, *missing]), transposed
 

@@ -55,7 +55,7 @@ class LayerSettings:
     """How to read a map from layers to their settings.
 
     complete: layers that it does not name are unquantized.  plain: settings whose values mark a layer as unquantized.  alone: a
-    layer's settings take none of the whole checkpoint's.  searched: names with characters of regular expressions are those, found
+    layer's settings take none of the whole checkpoint's.  searched: names that no layer has are regular expressions, found
     anywhere in a layer's name, after all other names.
     """
 
@@ -195,12 +195,14 @@ class Neighbors:
     """Tensors next to weights, by patterns of whole names.
 
     used: qdsl computes with them.  inert: no number of a model depends on them.  coarser: they are for x or caches in few bits.
+    rounding: by format, last parts of names of those by which programs round decoded weights in products.
     acts: they change what a model computes, which qdsl does not compute -> what they change.
     """
 
     used: tuple[str, ...] = ()
     inert: tuple[str, ...] = ()
     coarser: tuple[str, ...] = ()
+    rounding: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     acts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -236,8 +238,9 @@ class Producer:
     acts: they change what a model computes, which qdsl does not compute -> what they change.  transformed: those that do not act
     where layers have transforms.  usual: values that change nothing.  open: objects to which each release adds settings, '*' for
     the settings themselves.  tagged: objects whose settings may lie under names of layers.  neighbors: tensors.  common: whether
-    the settings of all producers may have these.  unread: quant_methods without a file -> what their weights are.  needs: what
-    programs need of a folder, by the beginnings of their names.
+    the settings of all producers may have these.  unread: quant_methods without a file -> what their weights are.
+    transposed_modules: by model type, last names of modules whose weights are [K, N].  needs: what programs need of a folder, by
+    the beginnings of their names.
     """
 
     name: str
@@ -276,6 +279,7 @@ class Producer:
     neighbors: Neighbors = field(default_factory=Neighbors)
     common: bool = False
     unread: Mapping[str, str] = field(default_factory=dict)
+    transposed_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property

@@ -21,6 +21,7 @@ PLANAR = "planar"                                                # the storage t
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "i64": "int64",
             "index": "int32", "shape": "int64"}
+EXPONENTS = "float8_e8m0fnu"                                     # torch's dtype of powers of two, which files also have as bytes
 INPUT_SCALE = "input_scale"                                      # the tensor next to a weight by which x is quantized
 OF_QUANTIZED_X = (INPUT_SCALE, "input_zero_point", "input_global_scale")     # all tensors by which x is quantized
 # Tensors that x is multiplied by before the weight, so that the weight alone is not equivalent.
@@ -89,7 +90,9 @@ class Stored:
         object.__setattr__(self, "within", within)
 
     def elements_of(self, tensor: TensorInfo) -> TensorInfo:
-        """A tensor of a file with its elements unpacked from integers that hold several."""
+        """A tensor of a file with its elements unpacked from integers that hold several; exponents as bytes."""
+        if self.dtype == "u8" and tensor.dtype == EXPONENTS:
+            return TensorInfo("uint8", tensor.shape, tensor.values)
         if not self.within or not tensor.shape or tensor.dtype != INTEGERS[self.within]:
             return tensor
         several = int(self.within[1:]) // int(self.dtype[1:])

@@ -13,6 +13,7 @@ from torch import nn
 from qdsl.checkpoint.detect.guard import CLASS, unguarded
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.ledger import Finding, Kind
+from qdsl.checkpoint.detect.shaped import transposed_by_type
 from qdsl.checkpoint.detect.sources import FolderSource
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
@@ -45,7 +46,7 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
 def compared(folder: Folder, recognised: Layers) -> tuple[list[Finding], list[str]]:
     """The parameters that the folder's class of transformers has and the folder lacks, and layers that the class has as [K, N].
 
-    Both are empty where no such class is known.  A head that shares the embedding's weight is not missing.
+    Without such a class only the types of models tell the latter.  A head that shares the embedding's weight is not missing.
     recognised: the layers of the folder.
     """
     if CLASS in folder.config or folder.config.get("auto_map") or any(group.unnamed for group in recognised.groups):
@@ -53,7 +54,7 @@ def compared(folder: Folder, recognised: Layers) -> tuple[list[Finding], list[st
     try:
         model = model_on_meta(folder)
     except RewriteError:
-        return [], []
+        return [], transposed_by_type(folder, recognised)
     from qdsl.models.conversions import Conversions, missing_parameters  # imports transformers
 
     names = Conversions.of(model)

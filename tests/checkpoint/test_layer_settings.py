@@ -72,7 +72,7 @@ def test_a_layer_of_mlx_takes_no_setting_of_the_whole(tmp_path: Path, whole: Any
     ({r"down_(proj|x)": {"bits": 8}, OUT: {"group_size": 32}}, []),
     ({r".*": {"bits": 8}, OUT: {"group_size": 32}}, []),         # a name goes first
     ({r"down_proj$": {"bits": 8}, r".*proj": {"group_size": 32}}, []),        # then the first pattern that is found
-    ({"down_proj": {"bits": 8}, OUT: {"group_size": 32}}, [DOWN]),            # no pattern, and no name
+    ({"down_proj": {"bits": 8}, OUT: {"group_size": 32}}, []),                # a name that no layer has is a pattern
     ({r"down_proj$": {"bits": 8}}, [OUT]), ({r"down_proj$": {"bits": 4}, OUT: {"group_size": 32}}, [DOWN])])
 def test_regular_expressions_of_auto_round(tmp_path: Path, patterns: dict[str, Any], wrong: list[str]) -> None:
     packed = {DOWN: GPTQ[8, 64], OUT: GPTQ[4, 32], "model.layers.0.mlp.up_proj": GPTQ[4, 64]}

@@ -62,12 +62,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # Settings that say again what tensors say, or that are of another kind of weight: scales by their shapes, zero points and
 # the index of columns by being there, bitsandbytes by its JSON.  Of a group compressed-tensors takes its format, modelopt all.
 TENSORS_DECIDE = {
-    "compressed-tensors": {"format", "actorder", "group_size", "block_structure", "type"},
+    "compressed-tensors": {"format", "actorder", "group_size", "block_structure", "type", "num_bits"},
     "gptq": {"sym", "desc_act", "lm_head", "format"},
     "modelopt": {"num_bits", "block_structure", "strategy", "type", "group_size"},
     "bitsandbytes": {"load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_quant_type",
                      "bnb_4bit_use_double_quant"},
-    "hqq": {"round_zero", "channel_wise"}, "quark": {"group_size", "symmetric"}, "auto-round": {"sym", "data_type"}}
+    "hqq": {"round_zero", "channel_wise"}, "quark": {"group_size", "symmetric"}, "auto-round": {"sym", "data_type", "fmt"},
+    "fp8": {"group_size", "bits", "data_type"}}
 
 
 ONLY = ("targets", "modules_in_block_to_quantize")               # lists of layers that are quantized

@@ -112,7 +112,7 @@ def test_a_parameter_that_the_folder_lacks(job: str, tmp_path: Path) -> None:
             assert allowed.exit_code == 0 and sentence in allowed.output
 
 
-@pytest.mark.parametrize("job", ["convert", "dequantize", "quantize"])
+@pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("name", ["base_model.model.model.layers.0.up.lora_{}.weight", "unet.up.lora.{}.weight",
                                   "lora_unet_up.lora_{}.weight"])
 def test_an_adapter_alone_is_no_model(job: str, name: str, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_an_adapter_alone_is_no_model(job: str, name: str, tmp_path: Path) -> No
     write(path / "adapter_model.safetensors", {name.format(end): torch.ones(32, 32, dtype=torch.bfloat16) for end in ("A", "B")})
     done = run(job, path, tmp_path / "out")
     assert done.exit_code == 1 and not (tmp_path / "out").exists()
-    assert job != "quantize" or "a LoRA adapter and no model" in done.output
+    assert job not in ("quantize", "compress") or "a LoRA adapter and no model" in done.output
 
 
 @pytest.mark.parametrize("model", ["tied", "moe", "gpt_oss"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,21 @@ def test_gpt2_dequantized_by_the_command(name: str, modules: tuple[str, ...], tm
             done = CliRunner().invoke(app, arguments)
             assert done.exit_code == 0, done.output
         assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)), wanted)
+
+
+@pytest.mark.parametrize("modules", [("attn.c_proj",), ("c_attn", "c_fc", "c_proj")], ids=["square", "all"])
+@pytest.mark.parametrize("lacks", ["architectures", "transformers"])
+def test_gpt2_dequantized_without_its_class(modules: tuple[str, ...], lacks: str, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """The type of the model tells."""
+    wanted = logits(gpt2("bitsandbytes nf4", tmp_path / "in", modules))
+    file = tmp_path / "in" / "config.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != lacks}))
+    if lacks == "transformers":
+        monkeypatch.setitem(sys.modules, "qdsl.models.shapes", None)
+    done = CliRunner().invoke(app, ["dequantize", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--jobs", "1"])
+    assert done.exit_code == 0, done.output
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)), wanted)
 
 
 @pytest.mark.parametrize("format", ["hlane", "fix4"])

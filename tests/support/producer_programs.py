@@ -229,7 +229,8 @@ def packed(folder: Path, source: Path, kind: Kind, settings: dict[str, Any]) -> 
         if not name.endswith("_proj.weight"):
             tensors[name] = tensor
             continue
-        tensors |= named(layer, kind.prepare(kind.stored, tensor) if kind.prepare else kind.stored.pack(tensor))
+        own = kind.attention if kind.attention is not None and ".self_attn." in name else kind.stored
+        tensors |= named(layer, kind.prepare(own, tensor) if kind.prepare else own.pack(tensor))
         tensors |= {f"{layer}.{leaf}": torch.tensor(number) for leaf, number in kind.extra.items()}
     if settings.get("quant_method") == "compressed-tensors":
         tensors = {name.replace("weight_scale_inv", "weight_scale"): tensor for name, tensor in tensors.items()}
@@ -306,14 +307,21 @@ def gptqmodel(work: Path) -> Iterator[Answer]:
             keys = {key: keys[key] for key in ("format", "checkpoint_format", "desc_act", "sym", "meta")}
         own = partial(load, backend=BACKEND.TORCH_AWQ) if name == "awq" else load
         yield from loading(name, "gptqmodel", work, kind_of(name), keys, own, torch.float16, replaces=True)
+        few = {key: keys[key] for key in ("desc_act", "sym", "zero_point", "static_groups") if key in keys}
+        for bits, group in ((2, 32), (3, 32), (8, 32), (4, 64), (4, -1), (8, -1)):
+            yield from loading(f"{name}, {bits} bits in groups of {group}", "gptqmodel", work, kind_of(name, bits, group), few,
+                               own, torch.float16, replaces=True)
+        mixed = kind_of(name)
+        wide = replace(mixed, attention=kind_of(name, 8).stored)
+        yield from loading(f"{name}, attention of 8 bits", "gptqmodel", work, replace(wide, settings={
+            **dict(wide.settings or {}), "dynamic": {"+:.*self_attn.*": {"bits": 8}}}), few, own, torch.float16, replaces=True)
 
 
-def kind_of(name: str) -> Kind:
-    """A kind of folder whose groups fit a layer of this size several times."""
+def kind_of(name: str, bits: int = 4, group: int = 32) -> Kind:
+    """A kind of folder of other bits, and of groups that fit a layer of this size several times."""
     kind = KINDS[name]
-    settings = dict(kind.settings or {})
-    return replace(kind, stored=replace(kind.stored, params={**kind.stored.params, "group": 32}),
-                   settings={**settings, "group_size": 32}, prepare=kind.prepare)
+    return replace(kind, stored=replace(kind.stored, params={**kind.stored.params, "bits": bits, "group": group}),
+                   settings={**dict(kind.settings or {}), "bits": bits, "group_size": group})
 
 
 def auto_round(work: Path) -> Iterator[Answer]:

@@ -15,6 +15,7 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
 from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same
+from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import Description, resolve_default
 
@@ -117,9 +118,12 @@ class Judge:
             contradictions = []                                  # no settings speak of its numbers
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {OVERFLOWED_ZEROS}" for full in self._overflowed(best, uses)]
-        small = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), *self.collector.layer_tensors)
+        rounding = [leaf for own in producers().every for leaf in own.neighbors.rounding.get(best.format.name, ())]
+        small = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), *self.collector.layer_tensors, *rounding)
                       if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *small)}
+        if WEIGHT in others:
+            contradictions = [*contradictions, f"it is {best.label}, and has a tensor {WEIGHT!r}, too"]
         return Layer(module.name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses,
                      self._numbers(best, tensors), small, others, scheme.by, tuple(problems), tuple(contradictions))
 

@@ -20,7 +20,7 @@ from qdsl.checkpoint.detect.groups import groups
 from qdsl.checkpoint.detect.judge import Judge
 from qdsl.checkpoint.detect.layer import NOT_KNOWN, Layer, Layers
 from qdsl.checkpoint.detect.ledger import header_findings
-from qdsl.checkpoint.detect.neighbors import tensor_findings
+from qdsl.checkpoint.detect.neighbors import kind_of, tensor_findings
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.detect.report import Report
 from qdsl.checkpoint.detect.rules import OWN, Reading, unlisted_lengths
@@ -172,14 +172,15 @@ class _Recognizer:
     def _candidates(self, module: Module, scheme: Scheme) -> list[Candidate] | LayoutMismatch | None:
         """The candidates for a module's tensors, or why there are none; None if they are plain.
 
-        8-bit floats without any scale are casts, unless settings or a marker state scales, or files are missing.  Raises
-        CheckpointError.
+        8-bit floats without any scale but those of x are casts, unless settings or a marker state scales, or files are
+        missing.  Raises CheckpointError.
         """
         entries = self.collector.entries(module.tensors)
         names = self.collector.names.names
         coded = [entry for leaf, entry in entries.items() if entry.dtype not in PLAIN and leaf in names]
         is_cast = (self.quantization is None or self.quantization.method == OWN) and module.is_complete and bool(coded) \
-            and coded[0].dtype in FLOAT8 and len({*entries} & {*names, *self.collector.layer_tensors}) == 1
+            and coded[0].dtype in FLOAT8 and len({*entries} & {*names, *self.collector.layer_tensors}) == 1 \
+            and not any("scale" in leaf and kind_of(full, None) is None for leaf, full in module.tensors.items())
         if module.claims is None and not coded:
             return None
         if module.claims is None and is_cast and len(coded[0].shape) not in (2, 3):

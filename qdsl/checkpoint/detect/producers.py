@@ -75,8 +75,9 @@ class Producers:
 
     def unnamed(self, settings: Mapping[str, Any]) -> str:
         """The producer whose settings have no quant_method; '' for unknown ones."""
-        return next((producer.name for producer in self.every for keys in producer.unnamed
-                     if all(settings.get(key) not in (None, False) for key in keys)), "")
+        named = [(len(keys), producer.name) for producer in self.every for keys in producer.unnamed
+                 if all(settings.get(key) not in (None, False) for key in keys)]
+        return max(named, key=lambda own: own[0], default=(0, ""))[1]
 
     def keys(self, method: str) -> ConfigKeys:
         """The meaning of settings' keys under this quant_method."""

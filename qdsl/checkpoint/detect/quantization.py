@@ -15,10 +15,10 @@ from qdsl.checkpoint.detect.producers import ConfigKeys, producers
 from qdsl.checkpoint.detect.rules import at
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
-from qdsl.core.producer import INLINE, GroupSettings, Producer
+from qdsl.core.producer import CONFIG_FILE, INLINE, GroupSettings, Producer
 from qdsl.core.shapes import listed, values_text
 
-METADATA = "quantization_config"                                 # a safetensors header key that may hold settings too
+METADATA = "quantization_config"                                 # the key of settings in configs, and in headers of files
 Own = dict[str, Mapping[str, Any] | None]
 EMBEDDINGS = re.compile(r".*embed.*|wte|wpe|shared")             # the last part of the names of nn.Embedding
 SPECIAL = frozenset("*+?^$()[]{}|\\")                            # what tells a regular expression from a name
@@ -146,6 +146,7 @@ def quantizations(folder: Folder) -> list[Quantization]:
     Raises CheckpointError for invalid settings.
     """
     quantized, budget = [], Budget(len(folder.names()))
+    modules = {name.rpartition(".")[0] for name in folder.names()}
     for place, method in producers().places:
         data: Any = folder.json(place.file)
         for key in place.at:
@@ -154,8 +155,21 @@ def quantizations(folder: Folder) -> list[Quantization]:
             where = f"{folder.root / place.file}: {'.'.join(place.at)}"
             raise CheckpointError(f"{where} is {shown(str(data))}, no object of settings")
         if data:
-            quantized.append(quantization(data, " ".join([f"{place.file}:", *place.at]).rstrip(": "), method, budget))
-    return [*quantized, *(quantization(data, source, "", budget) for source, data in in_headers(folder))]
+            quantized.append(quantization(data, " ".join([f"{place.file}:", *place.at]).rstrip(": "), method, budget, modules))
+    listed_places = {place.at for place, _ in producers().places}
+    nested = [quantization(data, " ".join([f"{CONFIG_FILE}:", *keys]), "", budget, modules)
+              for keys, data in _nested(folder.config) if keys not in listed_places]
+    if quantized:                                                # which decide; nested ones may be of a part of the model
+        quantized[0].findings += [finding for own in nested for finding in own.findings]
+    quantized = quantized or nested
+    return [*quantized, *(quantization(data, source, "", budget, modules) for source, data in in_headers(folder))]
+
+
+def _nested(config: Mapping[str, Any], start: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Settings in the configs of models in a model, with the keys that lead to them."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from [((*start, key), value)] if key == METADATA else _nested(value, (*start, key))
 
 
 def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -168,14 +182,18 @@ def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield source, data
 
 
-def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget | None = None) -> Quantization:
-    """The settings of one place, in the form common to all producers.  Raises CheckpointError for slow patterns."""
+def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget | None = None,
+                 modules: Collection[str] = ()) -> Quantization:
+    """The settings of one place, in the form common to all producers.  modules: of the checkpoint, where it is known.
+
+    Raises CheckpointError for slow patterns.
+    """
     budget = budget or Budget()
     with budget:
-        return _quantization(data, source, method, budget)
+        return _quantization(data, source, method, budget, modules)
 
 
-def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget) -> Quantization:
+def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget, modules: Collection[str]) -> Quantization:
     registry = producers()
     method = str(data.get("quant_method") or method or registry.unnamed(data)).lower()
     names, keys = registry.of(method).settings, registry.keys(method)
@@ -184,7 +202,7 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)
                   for dialect in dialects]
     read.groups = [group for how in keys.groups.values() for group in _groups(settings, how, keys, budget)]
-    by_name, by_pattern = _layers(settings, keys)
+    by_name, by_pattern = _layers(settings, keys, modules)
     read.layers = by_name
     read.searched = [(rules("search", pattern, budget), own) for pattern, own in by_pattern.items()]
     read.complete = [key for key, how in keys.layers.items() if how.complete and key in settings]
@@ -257,8 +275,11 @@ def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, b
     return groups
 
 
-def _layers(settings: Mapping[str, Any], keys: ConfigKeys) -> tuple[Own, Own]:
-    """Settings of single layers, by full names and by patterns; None for layers that stay unquantized."""
+def _layers(settings: Mapping[str, Any], keys: ConfigKeys, modules: Collection[str]) -> tuple[Own, Own]:
+    """Settings of single layers, by full names and by patterns; None for layers that stay unquantized.
+
+    modules: of the checkpoint; other names are patterns, too, where patterns are searched for.
+    """
     whole = {key: value for key, value in settings.items() if key not in keys.layers}
     layers: Own = {}
     patterns: Own = {}
@@ -268,6 +289,6 @@ def _layers(settings: Mapping[str, Any], keys: ConfigKeys) -> tuple[Own, Own]:
             if isinstance(own, Mapping):
                 is_plain = any(own.get(setting) in values for setting, values in how.plain.items())
                 base = {"quant_method": settings["quant_method"]} if how.alone else whole
-                place = patterns if how.searched and SPECIAL & {*name} else layers
+                place = patterns if how.searched and (SPECIAL & {*name} or (modules and name not in modules)) else layers
                 place[name] = None if is_plain else ChainMap(dict(own), base)
     return layers, patterns

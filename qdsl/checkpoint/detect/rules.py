@@ -6,6 +6,7 @@ Settings come from a checkpoint's config, a header's metadata, or numbers in sma
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from qdsl.core.shapes import BlockLengths, is_unlisted
 from qdsl.core.stored import Description
 
 EXTENTS = ("N", "K")
+EXTENTS_TEXT = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})+")           # of a block, as old releases of compressed-tensors write them
 EXPERTS = "E"                                                    # the number of experts, before N and K
 VERSION = 1                                                      # of these settings
 OWN = "qdsl"                                                     # the quant_method of settings of no producer
@@ -71,6 +73,8 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
             continue
         value = at(settings, key)
         words = wanted if isinstance(wanted, list) else [wanted]
+        if isinstance(wanted, list) and isinstance(value, str) and EXTENTS_TEXT.fullmatch(value):
+            value = [int(extent) for extent in value.split("x")]
         if any(same(value, word) for word in words):
             weak |= value is None and len(words) > 1
             continue

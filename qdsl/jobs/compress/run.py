@@ -25,7 +25,7 @@ from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, Unit, left, un
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import keep_intact, missing
-from qdsl.jobs.engine.others import check_folder
+from qdsl.jobs.engine.others import check_folder, refuse_adapter
 from qdsl.jobs.engine.shards import Copy, Shard, amounts, share
 from qdsl.jobs.engine.work import Tell, Telling, quiet, write
 
@@ -102,6 +102,9 @@ class _Work:
 
 def _work(path: Path, folders: Mapping[str, Folder], aim: Aim, out: Path, like: str | Path | None, shapes: Shapes | None,
           ) -> _Work:
+    for name, folder in folders.items():
+        if aim.includes(name):
+            refuse_adapter(folder)
     compressed = decoded({name: folder for name, folder in folders.items() if aim.includes(name)}, like, shapes)
     models = {name: compressed.get(name) or plain(folder) for name, folder in folders.items()}
     every, used = units(models, aim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ SUFFIX = ".weight"
 EXPERTS = "experts"                                              # the module whose parameters are of all experts
 # Embeddings that their names alone tell from Linear layers.
 EMBEDDINGS = ("shared", ".*emb", ".*embd", ".*embeddings?_table", "relative_attention_bias")
-ADAPTER = re.compile(r"(^|[._])lora[._]")                        # in the names of PEFT, diffusers and Kohya
 BY_NAME = (*EMBEDDINGS, "embed.*", ".*embed(ding|dings|_tokens)?", "wte")
 
 
@@ -56,12 +54,6 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
             layers.append(Layer(module, formats[entry.dtype].name, storage, {}, (n, k), entry.shape[0] if is_stack else None,
                                 {tensor: name}, transposed=is_transposed))
     return layers, left
-
-
-def is_adapter(folder: Folder) -> bool:
-    """Whether all matrices of a folder are those of a LoRA adapter, which change a model and are none."""
-    matrices = [name for name in folder.names() if len(folder.entry(name).shape) == 2]
-    return bool(matrices) and all(ADAPTER.search(name) for name in matrices)
 
 
 def _embeddings(matrices: Mapping[str, Entry]) -> Iterator[Sequence[int]]:

@@ -31,13 +31,13 @@ from qdsl.jobs.convert.aim import Aim, aimed, target
 from qdsl.jobs.convert.change import Change
 from qdsl.jobs.convert.config import check_producer, readers, rewritten, stale
 from qdsl.jobs.convert.encoded import Piece
-from qdsl.jobs.convert.plain import is_adapter, plain_layers
+from qdsl.jobs.convert.plain import plain_layers
 from qdsl.jobs.convert.plan_conversion import Plan, plan
 from qdsl.jobs.convert.report import relative_rms
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import keep_intact, missing
-from qdsl.jobs.engine.others import check_folder
+from qdsl.jobs.engine.others import check_folder, refuse_adapter
 from qdsl.jobs.engine.shards import Shard, amounts, index, share
 from qdsl.jobs.engine.work import Telling, quiet, write
 from qdsl.jobs.gguf.quality import Sums
@@ -102,9 +102,8 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
         if is_selected and detected.layers:
             raise RewriteError(f"{folder.path}: layer {shown(detected.layers[0].name)} is quantized already; `qdsl convert "
                                "--requantize` writes another format")
-        if is_selected and is_adapter(folder):
-            raise RewriteError(f"{folder.path}: a LoRA adapter and no model: merge it into its model first (docs/peft.md)")
         if is_selected:
+            refuse_adapter(folder)
             refuse_groups(folder, detected.groups)
         chosen, left = plain_layers(folder, aim.ignore or ()) if is_selected else ([], {"": f"`--component {name}` quantizes it"})
         planned = plan(folder, replace(detected, layers=chosen), aim, name)

@@ -11,10 +11,10 @@ from typing import Any
 
 from qdsl.checkpoint.files import crc
 from qdsl.checkpoint.files.components import PIPELINE
-from qdsl.checkpoint.files.folder import INDEX_LIMIT, WHOLE, read_object
+from qdsl.checkpoint.files.folder import INDEX_LIMIT, WHOLE, Folder, read_object
 from qdsl.checkpoint.files.safetensors import CheckpointError, read_header, shown
 from qdsl.host.files import check_output
-from qdsl.jobs.engine import OccupiedFolder
+from qdsl.jobs.engine import OccupiedFolder, RewriteError
 
 # Weights: those of an input are in other files of the output, and others would be of another model.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".npz")
@@ -24,6 +24,7 @@ INDEX = ".safetensors.index.json"
 SETTINGS = (PIPELINE, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json",
             "special_tokens_map.json", "preprocessor_config.json", "processor_config.json")
 LISTED = 4                                                       # files in a message
+ADAPTER = re.compile(r"(^|[._])lora[._]")                        # in the names of PEFT, diffusers and Kohya
 _PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -54,6 +55,13 @@ def check_folder(out: Path, source: Path, *others: str | Path | None) -> None:
     config = source.with_name("config.json")
     check_output(out, source, *([config] if source.is_file() and config.exists() else []),
                  *(path for path in others if path is not None and Path(path).exists()))
+
+
+def refuse_adapter(folder: Folder) -> None:
+    """Raises RewriteError for a folder whose matrices are all those of a LoRA adapter, which changes a model and is none."""
+    matrices = [name for name in folder.names() if len(folder.entry(name).shape) == 2]
+    if matrices and all(ADAPTER.search(name) for name in matrices):
+        raise RewriteError(f"{folder.path}: a LoRA adapter and no model: merge it into its model first (docs/peft.md)")
 
 
 def replaced(out: Path) -> list[Path]:

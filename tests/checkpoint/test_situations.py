@@ -1,0 +1,150 @@
+"""Layers as reports of other programs' users describe them: their weights come out right, or a sentence says why not.
+
+Each row is a storage, what is changed in its tensors, and the config.  The weight is that of the tensors as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qdsl
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
+from qdsl.jobs.convert import run
+from qdsl.jobs.convert.aim import aimed
+from qdsl.models.load import LoadError
+
+Settings = Mapping[str, Any]
+LAYER = "model.layers.0.mlp.up_proj"
+N = K = 64
+FP8_SCALE = {"weight_scale_inv": "weight_scale"}
+
+
+def factors() -> Tensor:
+    return torch.linspace(0.5, 2, K)
+
+
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, **weights}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}}
+
+
+def of(method: str, **settings: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **settings}}
+
+
+def quark(**weight: Any) -> dict[str, Any]:
+    return of("quark", global_quant_config={"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel", **weight}}, export={})
+
+
+INT4 = ("int_group", "pack_quantized", {"bits": 4, "group": 32, "symmetric": True, "scale_type": "bf16"})
+GPTQ = ("int_group", "gptq_v1", {"bits": 4, "group": 32, "symmetric": True})
+INT8_GROUP = ("int_group", "int_quantized", {"bits": 8, "group": 32, "symmetric": True, "scale_type": "f32"})
+FP8_CHANNEL, FP8_TENSOR = ("fp8_channel", "safetensors", {}), ("fp8_tensor", "safetensors", {})
+BLOCKS = ("fp8_block", "safetensors", {"bn": 32, "bk": 32, "scale_type": "f32"})
+ROWS = ("fp8_block", "safetensors", {"bn": 1, "bk": 32, "scale_type": "f32"})
+INT8 = ("int8_channel", "safetensors", {})
+NVFP4, MXFP4 = ("nvfp4_modelopt", "modelopt", {}), ("ocp_mxfp4", "modelopt", {})
+INT4_AWQ = ("int_group", "modelopt", {"bits": 4, "group": 32, "symmetric": True})
+W4 = {"num_bits": 4, "group_size": 32}
+AUTO_ROUND = {"autoround_version": "0.16.1", "sym": True, "iters": 200, "block_name_to_quantize": "model.layers"}
+FP8_STATIC = {**AUTO_ROUND, "bits": 8, "group_size": -1, "data_type": "fp", "act_bits": 8, "act_data_type": "fp",
+              "act_dynamic": False, "fmt": "e4m3", "activation_scheme": "static"}
+MODELOPT = {"producer": {"name": "modelopt", "version": "0.29.0"}, "ignore": ["lm_head"]}
+ROTATED = {"transform_config": {"config_groups": {"R1": {"type": "of tomorrow", "apply": []}}}}
+
+# name -> storage, new tensors (None: left out), config
+RIGHT: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings]] = {
+    "the strategy of a whole weight is the default": (FP8_TENSOR, FP8_SCALE, compressed("float-quantized", type="float")),
+    "that of groups follows from their length": (INT4, {}, compressed("pack-quantized", **W4)),
+    "zero points of zeros": (INT4, {"weight_zero_point": torch.zeros(N, K // 32, dtype=torch.int8)},
+                             compressed("pack-quantized", strategy="group", **W4)),
+    "blocks as text": (BLOCKS, FP8_SCALE, compressed("float-quantized", type="float", strategy="block", block_structure="32x32")),
+    "FP8 in groups": (ROWS, FP8_SCALE, compressed("float-quantized", type="float", strategy="group", group_size=32)),
+    "W4A8 by rows": (INT8, {}, compressed("int-quantized", num_bits=4, strategy="channel")),
+    "W4A8 in groups": (INT8_GROUP, {}, compressed("int-quantized", strategy="group", **W4)),
+    "settings of a model in the model": (FP8_CHANNEL, {}, {"thinker_config": {"text_config": compressed(
+        "float-quantized", type="float", strategy="channel")}}),
+    "W4A16_NVFP4": (NVFP4, {}, of("modelopt", quant_algo="W4A16_NVFP4", group_size=16)),
+    "NVFP4_AWQ": (NVFP4, {"pre_quant_scale": factors()}, of("modelopt", quant_algo="NVFP4_AWQ", group_size=16,
+                                                           pre_quant_scale=True)),
+    "SmoothQuant": (INT8, {"pre_quant_scale": factors()}, of("modelopt", quant_algo="W8A8_SQ_PER_CHANNEL")),
+    "W4A8_AWQ": (INT4_AWQ, {"weight_scale_2": torch.tensor(0.5)}, of("modelopt", quant_algo="W4A8_AWQ", group_size=32)),
+    "modelopt without quant_method": (NVFP4, {}, {"quantization_config": {
+        **MODELOPT, "quant_algo": "NVFP4", "quant_library": "modelopt", "config_groups": {"group_0": {"weights": {
+            "dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}}}}}),
+    "exponents of a type of their own": (MXFP4, {"weight_scale": lambda own: own.view(torch.float8_e8m0fnu)}, of(
+        "quark", global_quant_config={"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1}})),
+    "auto-round's FP8": (FP8_CHANNEL, {"input_scale": torch.ones(1)}, of("auto-round", packing_format="auto_round:fp8_static",
+                                                                        **FP8_STATIC)),
+    "auto-round's blocks": (BLOCKS, {}, of("fp8", weight_block_size=[32, 32], **{**FP8_STATIC, "group_size": [32, 32]})),
+    "names that auto-round searches for": (("int_group", "gptq_v1", {"bits": 8, "group": 32, "symmetric": True}), {}, of(
+        "auto-round", bits=4, group_size=32, packing_format="auto_round:auto_gptq", extra_config={"up_proj": {"bits": 8}},
+        **AUTO_ROUND)),
+    "tables of rotary positions": (FP8_CHANNEL, {"cos_cached": torch.ones(4, 4)}, of("fp8", activation_scheme="dynamic"))}
+# name -> storage, new tensors, config, part of the sentence
+REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings, str]] = {
+    "FP8 beside a scale of no known meaning": (FP8_CHANNEL, {"weight_scale": None, "quant_scale": torch.ones(N)}, {},
+                                               "needs a scale"),
+    "a packed and a plain weight": (GPTQ, {"weight": torch.ones(N, K)}, of("gptq", bits=4, group_size=32), "'weight', too"),
+    "scales along the other axis": (FP8_CHANNEL, FP8_SCALE, quark(ch_axis=1), "ch_axis = 1"),
+    "a transform in the config of a model in the model": (FP8_CHANNEL, {}, {
+        **of("fp8", activation_scheme="dynamic"), "vision_config": {"quantization_config": {"quant_method": "fp8", **ROTATED}}},
+        "R1"),
+    "weight formats of bitsandbytes that are tiles": (("bnb_int8", "bitsandbytes", {}), {"weight_format": torch.tensor(
+        2, dtype=torch.uint8)}, of("bitsandbytes", load_in_8bit=True), "weight_format"),
+    "another second scale": (FP8_CHANNEL, {"weight_scale_2": torch.tensor(0.5)}, of(
+        "modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), "weight_scale_2")}
+
+
+def folder(path: Path, stored: tuple[str, str, Settings], changes: Mapping[str, Any], config: Settings) -> Tensor:
+    """Write a folder with one layer; returns its weight."""
+    format, storage, params = stored
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    packed = import_module(f"qdsl.generated.{format}").quantize(weight, storage, **params)
+    tensors = {**packed.tensors}
+    for name, change in changes.items():
+        if isinstance(change, str):
+            tensors[change] = tensors.pop(name, tensors.get(change))
+        else:
+            tensors[name] = change(tensors[name]) if callable(change) else change
+    path.mkdir()
+    write(path / "model.safetensors", {f"{LAYER}.{name}": own.contiguous() for name, own in tensors.items() if own is not None})
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    dense: Tensor = packed.format.dequantize(packed, torch.float32)
+    return dense * changes["pre_quant_scale"] if "pre_quant_scale" in changes else dense
+
+
+def computed(path: Path) -> Tensor:
+    """What qdsl multiplies by.  Raises the error of a refusal."""
+    model = torch.nn.Sequential(torch.nn.Linear(K, N, bias=False))
+    qdsl.load_weights_(model, path, {LAYER: "0"})
+    with torch.no_grad():
+        return model.float()(torch.eye(K)).t()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_weight_is_right(name: str, tmp_path: Path) -> None:
+    """As it is loaded, and after a conversion to another format of 8 bits."""
+    wanted = folder(tmp_path / "in", *RIGHT[name])
+    assert (computed(tmp_path / "in") - wanted).norm() <= 1e-6 * wanted.norm()
+    with Folder(tmp_path / "in") as read:
+        run.convert(read, layers(read), aimed("q8_0", True), tmp_path / "out")
+    assert (computed(tmp_path / "out") - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
+    *stored, sentence = REFUSED[name]
+    folder(tmp_path / "in", *stored)
+    with pytest.raises((CheckpointError, LoadError), match=sentence):
+        computed(tmp_path / "in")
