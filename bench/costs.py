@@ -28,6 +28,8 @@ from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import ANY_GPU, lanes
+from qdsl.runtime.gpu.families.units import SMALL, gemm_config
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.triton import triton
@@ -92,11 +94,11 @@ def _plain_calls(packed: PackedWeight, usual: bool = True) -> Iterator[tuple[str
     """
     if packed.layout.streams:
         return
-    ways = [(1, plan.matvec(packed, 1))]
+    ways = [(1, plan.any_product(packed, 1))]
     if {option.kind for option in plan.candidates(packed, 16, X, META)} <= {"gemm", "decode"} and configure.has_gemm(X, META):
-        for rows, tile in (16, 0), (64, 0), (configure.SMALL, configure.SMALL):
-            if (config := configure.gemm(packed, rows, 1, META, tile)) is not None:
-                ways.append((rows, plan.gemm(packed, rows, config)))
+        for rows, tile in (16, 0), (64, 0), (SMALL, SMALL):
+            if (config := gemm_config(packed, rows, 1, META, tile)) is not None:
+                ways.append((rows, ANY_GPU.candidate(packed, rows, config)))
     for rows, way in ways:
         launched = list(launch.linear_calls(_x(rows, packed.shape[1]), packed, None, _x(rows, packed.shape[0]), candidate=way))
         if len(launched) == 1 and (usual or costs.variant(way.config)):
@@ -115,7 +117,7 @@ def key_of(candidate: Candidate) -> str:
 
 def is_wanted(key: str, entry: Mapping[str, Sequence[float]]) -> bool:
     """Whether to count a kernel, given the counts of the storage's others: the small tile of `gemm` only if those spill."""
-    return not key.startswith(costs.config_key("gemm", columns=configure.SMALL)) or any(
+    return not key.startswith(costs.config_key("gemm", columns=SMALL)) or any(
         len(row) > 11 and row[11] for other, row in entry.items() if other.startswith("gemm") and other != key)
 
 
@@ -133,17 +135,16 @@ def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     """Launch configurations of a matrix-unit kernel to count: the usual ones, then their variants."""
     if kind != "tile_gemm":
-        kernels, k = packed.layout.kernels.matrix_unit, packed.shape[1]
-        trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else configure.TRIP
+        k, trip = packed.shape[1], lanes.Gemv().trip(packed) if kind == "gemv" else configure.TRIP
         for warps, r in itertools.product((4, 1, 8) if kind == "gemv" else (4, 1, 2, 8), (1, 2)):
             if trip * warps <= k:
                 tile = configure.lane_tile(r, warps, k, trip)
                 yield from (tile, {**tile, "BM": 16}) if kind == "skinny" else (tile,)
         return
-    tallest = configure.most_columns(packed) if configure.target(META).capability == 9 else 64
+    tallest = lanes.most_columns(packed) if configure.target(META).capability == 9 else 64
     for bm, r in itertools.product(sorted({16, 32, 64, tallest}), (1, 2)):
         yield {"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1}
-    yield from ({**config, "SPLIT": 1} for config in configure.scaled_tiles(packed, configure.MULTIPROCESSORS, META))
+    yield from ({**config, "SPLIT": 1} for config in lanes.scaled_tiles(packed, configure.MULTIPROCESSORS, META))
 
 
 def _x(rows: int, columns: int) -> torch.Tensor:

@@ -198,8 +198,8 @@ def _kernels_of(packed: PackedWeight) -> tuple[object, ...]:
     lanes = kernels.matrix_unit
     if lanes is None:
         return bool(packed.layout.streams), kernels.last, kernels.sums
-    return (lanes.gemv is not None, lanes.skinny is not None, lanes.tile_gemm is not None, lanes.records is not None,
-            min(lanes.sizes(packed.sizes), default=0), lanes.skinny is not None and lanes.skinny.in_order)
+    return (*lanes.families, lanes.records is not None,
+            min(lanes.sizes(packed.sizes), default=0), lanes.codes.in_order)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -138,8 +138,8 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7), divides=True,
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
-                    Sums(finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), ones=True), skinny=Skinny(skinny),
-                    tile_gemm=TileGemm(tile_gemm, zero=(-1, -129), exact=True, spans=(4,))))),
+                    Sums(finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), ones=True),
+                    {"skinny": {}, "tile_gemm": {"zero": (-1, -129), "exact": True, "spans": (4,)}}))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s",)),
 )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_type, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Table, Variant,
+        as_type, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -218,8 +218,7 @@ VARIANT = Variant(
                     unit=(2.0, 1.0), base=(0, 0), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "block", 8, table=STEPS), GroupField("t", 1, "block", shared=256),
-                    GroupField("o", 0, 0)), blocks=("block",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    GroupField("o", 0, 0)), blocks=("block",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "t", "o"), lookups={"s": STEPS}),
 )

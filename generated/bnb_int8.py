@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, W8A8, as_float, as_type, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
+from qdsl.runtime import (Codes, EightBit, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant,
+        as_float, as_type, pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -136,13 +136,14 @@ VARIANT = Variant(
         "bitsandbytes": Storage(unpack_bitsandbytes, pack_bitsandbytes, Kernels(_decode_bitsandbytes, rows="N", units="K",
                 last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
-                    base=(128, 2304)), Sums(finish=_finish_bitsandbytes, row_fields=(GroupField("SCB", 1, 0),), ones=True),
-                    skinny=Skinny(skinny, in_order=True), w8a8=W8A8(w8a8, "i8", "weight")))),
+                    base=(128, 2304), in_order=True),
+                    Sums(finish=_finish_bitsandbytes, row_fields=(GroupField("SCB", 1, 0),), ones=True), {"skinny": {}},
+                    eight=EightBit("i8", "weight")))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
                     base=(128, 2304)), Sums(finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), ones=True),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(-128, 0))))),
+                    {"skinny": {}, "tile_gemm": {"zero": (-128, 0)}}))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty, joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty, joined, pad, spread, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -143,7 +143,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
                     Sums(finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, sums=True)))),
+                    {"skinny": {}, "tile_gemm": {"sums": True}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "b")),
 )

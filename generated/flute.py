@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_kmeans
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        TileGemm, Variant, as_type, joined, lookup, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant,
+        as_type, joined, lookup, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -134,7 +134,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.float_entries_of_16, words=bitplanes.words_4, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), levels=Levels(stored=GroupField("lut", 0, 0), entries=16)),
                     Sums(scale=group_sums.scaled, group_fields=(GroupField("s", 1, "group"),), blocks=("group",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), levels="lut"),
 )

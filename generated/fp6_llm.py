@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
+from qdsl.runtime import Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2
 
@@ -148,8 +147,8 @@ VARIANT = Variant(
         "fp6_llm": Storage(unpack_fp6_llm, pack_fp6_llm, Kernels(_decode_fp6_llm, rows="N", units="K", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e3m2, words=bitplanes.words_6, width=8, bits=0, unit=(4096.0, 1.0),
-                    base=(0, 0)), Sums(finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),)), skinny=Skinny(skinny),
-                    tile_gemm=TileGemm(tile_gemm, zero=(0, 0), spans=(0, 2))))),
+                    base=(0, 0)), Sums(finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),)),
+                    {"skinny": {}, "tile_gemm": {"zero": (0, 0), "spans": (0, 2)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

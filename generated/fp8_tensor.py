@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, W8A8, as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
+from qdsl.runtime import (Codes, EightBit, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant,
+        as_type, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
@@ -149,17 +149,18 @@ VARIANT = Variant(
     storages={
         "safetensors": Storage(unpack_safetensors, pack_safetensors, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e4m3, words=bitplanes.words_8, width=8, bits=0, unit=(256.0, 1.0),
-                    base=(0, 0)), Sums(finish=group_sums.scaled, row_fields=(GroupField("weight_scale", 0, 0, default=1.0),)),
-                    skinny=Skinny(skinny, in_order=True), w8a8=W8A8(w8a8, "e4m3", "weight")))),
+                    base=(0, 0), in_order=True),
+                    Sums(finish=group_sums.scaled, row_fields=(GroupField("weight_scale", 0, 0, default=1.0),)), {"skinny": {}},
+                    eight=EightBit("e4m3", "weight")))),
         "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_torchao, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e4m3, words=bitplanes.words_8, width=8, bits=0, unit=(256.0, 1.0),
-                    base=(0, 0)), Sums(finish=group_sums.scaled, row_fields=(GroupField("scale", 0, 0),)),
-                    skinny=Skinny(skinny, in_order=True), w8a8=W8A8(w8a8, "e4m3", "qdata")))),
+                    base=(0, 0), in_order=True), Sums(finish=group_sums.scaled, row_fields=(GroupField("scale", 0, 0),)),
+                    {"skinny": {}}, eight=EightBit("e4m3", "qdata")))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e4m3, words=bitplanes.words_8, width=8, bits=0, unit=(256.0, 1.0),
                     base=(0, 0)), Sums(finish=group_sums.scaled, row_fields=(GroupField("s", 0, 0, default=1.0),)),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    {"skinny": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

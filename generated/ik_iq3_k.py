@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_type, empty, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Table, Variant,
+        as_type, empty, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -217,8 +217,8 @@ VARIANT = Variant(
                     base=(63, 191), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 5, table=SCALES, at=0),
-                    GroupField("sc", 1, 16, 1, at=5)), blocks=("256", "16")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(-63, -191), sums=True, spans=(2, 2))))),
+                    GroupField("sc", 1, 16, 1, at=5)), blocks=("256", "16")),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-63, -191), "sums": True, "spans": (2, 2)}}))),
     },
     decode=decode, encode=encode, importance=True,
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("d", "sc", "h"), lookups={"sc": SCALES}),

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_type, empty, joined, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Table, Variant,
+        as_type, empty, joined, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -206,8 +206,7 @@ VARIANT = Variant(
                     base=(0, 0), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6, at=0), GroupField("sc", 1, 16, 1, at=6)),
-                    blocks=("256", "16")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(0, 0), sums=True)))),
+                    blocks=("256", "16")), {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0), "sums": True}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "h")),
 )

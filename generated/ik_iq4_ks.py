@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Table, Variant,
+        as_type, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, group_sums, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -202,8 +202,8 @@ VARIANT = Variant(
                     base=(0, 0), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar, finish=group_sums.scaled,
                     group_fields=(GroupField("sc", 1, 32, 7, at=0), GroupField("sc", 1, 32, 1, at=7)),
-                    row_fields=(GroupField("d", 1, 0),), blocks=("32",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(0, 0), sums=True)))),
+                    row_fields=(GroupField("d", 1, 0),), blocks=("32",)),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0), "sums": True}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "h")),
 )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, W8A8, as_float, as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm, w8a8
+from qdsl.runtime import (Codes, EightBit, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant,
+        as_float, as_type, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -121,15 +121,15 @@ VARIANT = Variant(
     storages={
         "safetensors": Storage(unpack_safetensors, pack_safetensors, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
-                    base=(128, 2304)),
+                    base=(128, 2304), in_order=True),
                     Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
-                    blocks=("bk",)), skinny=Skinny(skinny, in_order=True), w8a8=W8A8(w8a8, "i8", "weight", groups=True)))),
+                    blocks=("bk",)), {"skinny": {}}, eight=EightBit("i8", "weight", groups=True)))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
                     base=(128, 2304)),
                     Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(-128, 0))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-128, 0)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, W8A8, as_float, as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, group_sums, skinny, tile_gemm, w8a8
+from qdsl.runtime import (Codes, EightBit, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant,
+        as_float, as_type, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -209,16 +209,16 @@ VARIANT = Variant(
     storages={
         "safetensors": Storage(unpack_safetensors, pack_safetensors, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
-                    base=(128, 2304)),
+                    base=(128, 2304), in_order=True),
                     Sums(finish=group_sums.with_zero,
                     row_fields=(GroupField("weight_scale", 1, 0), GroupField("weight_zero_point", 1, 0, 8, default=0.0)),
-                    ones=True), skinny=Skinny(skinny, in_order=True), w8a8=W8A8(w8a8, "i8", "weight", sums=True)))),
+                    ones=True), {"skinny": {}}, eight=EightBit("i8", "weight", sums=True)))),
         "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
-                    base=(128, 2304)),
+                    base=(128, 2304), in_order=True),
                     Sums(finish=group_sums.with_zero,
                     row_fields=(GroupField("scale", 1, 0), GroupField("zero_point", 1, 0, 8, default=0.0)), ones=True),
-                    skinny=Skinny(skinny, in_order=True), w8a8=W8A8(w8a8, "i8", "qdata", sums=True)))),
+                    {"skinny": {}}, eight=EightBit("i8", "qdata", sums=True)))),
         "quanto": Storage(unpack_quanto, pack_quanto, Kernels(_decode_quanto, rows="N", units="K", last="k")),
         "eetq": Storage(unpack_eetq, pack_eetq, Kernels(_decode_eetq, rows="N", units="K", last="k")),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
@@ -226,7 +226,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i8, words=bitplanes.words_8, width=8, bits=8, signed=True,
                     base=(128, 2304)),
                     Sums(finish=group_sums.with_zero, row_fields=(GroupField("s", 1, 0), GroupField("z", 1, 0, 8, default=0.0)),
-                    ones=True), skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(-128, 0), sums=True)))),
+                    ones=True), {"skinny": {}, "tile_gemm": {"zero": (-128, 0), "sums": True}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_float, as_type, integer, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Sums, Table,
+        Variant, as_float, as_type, integer, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, device, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -299,8 +299,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3, at=0), GroupField("sc", 1, 32, 1, at=3)),
-                    blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True, spans=(4,))))),
+                    blocks=("256", "32")), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (4,)}}))),
     },
     decode=decode, encode=encode, importance=True,
     row_loops=RowLoops(ROW_FUNCTIONS, "", 2, ("d", "sc", "down"), row_codes=ROW_CODES),

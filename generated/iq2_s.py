@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Skinny,
-        Storage, Sums, Table, TileGemm, Variant, as_float, as_type, empty, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Sums, Table,
+        Variant, as_float, as_type, empty, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -263,8 +263,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.entries_of_8, words=bitplanes.words_3, width=8, bits=0,
                     base=(43, 171), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4)),
-                    blocks=("256", "16")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(-43, -171), spans=(2, 2))))),
+                    blocks=("256", "16")), {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-43, -171), "spans": (2, 2)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 3, ("d", "sc"), row_codes=ROW_CODES),
 )

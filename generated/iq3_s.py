@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_float, as_type, empty, joined, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Sums, Table,
+        Variant, as_float, as_type, empty, joined, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -203,7 +203,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)),
-                    blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, sums=True)))),
+                    blocks=("256", "32")), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("d", "sc"), row_codes=ROW_CODES),
 )

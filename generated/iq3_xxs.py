@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Skinny,
-        Storage, Sums, Table, TileGemm, Variant, as_float, as_type, integer)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Sums, Table,
+        Variant, as_float, as_type, integer)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -204,8 +204,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.entries_of_16, words=bitplanes.words_4, width=8, bits=0,
                     base=(62, 190), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)),
-                    blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(-62, -190))))),
+                    blocks=("256", "32")), {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-62, -190)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("d", "sc"), row_codes=ROW_CODES),
 )

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import block_levels
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_type, empty, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Table, Variant,
+        as_type, empty, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -187,8 +187,8 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.split_entries_of_16, words=bitplanes.words_4, width=8, bits=-1,
                     base=(0, 0), levels=Levels(_table_planar)),
-                    Sums(scale=group_sums.scaled, group_fields=(GroupField("d", 1, 32),), blocks=("32",)), skinny=Skinny(skinny),
-                    gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    Sums(scale=group_sums.scaled, group_fields=(GroupField("d", 1, 32),), blocks=("32",)),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d",)),
 )

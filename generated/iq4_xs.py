@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_levels
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_type, empty, joined, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Table, Variant,
+        as_type, empty, joined, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -182,7 +182,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.split_entries_of_16, words=bitplanes.words_4, width=8, bits=-1,
                     base=(0, 0), levels=Levels(_table_planar)),
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6)),
-                    blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    blocks=("256", "32")), {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc")),
 )

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Skinny,
-        Storage, Sums, Table, TileGemm, Variant, as_type, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowCodes, RowLoops, Storage, Sums, Table,
+        Variant, as_type, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -156,7 +156,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.paired_entries_of_16, words=bitplanes.words_4, width=8, bits=0,
                     unit=(2.0, 1.0), base=(0, 0), levels=Levels(_table_planar)),
                     Sums(scale=group_sums.scaled, group_fields=(GroupField("s", 1, "block"),), blocks=("block",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "", 4, ("s",), row_codes=ROW_CODES),
 )

@@ -18,9 +18,9 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, joined, pad, spread, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -139,7 +139,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5), divides=True,
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.i4, words=bitplanes.words_4, signed=True, base=(8, 136)),
                     Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(-8, -136))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-8, -136)}}))),
     },
     decode=decode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s",), columns="/m"),
 )

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        Table, TileGemm, Variant, as_type, cdiv, empty, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Table, Variant,
+        as_type, cdiv, empty, pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
 
@@ -163,8 +163,8 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m1, words=bitplanes.words_4, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0), levels=Levels(codebook.two_part_table)),
                     Sums(scale=group_sums.scaled, finish=group_sums.scaled, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
-                    row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",)), skinny=Skinny(skinny),
-                    gemv=Gemv(gemv, bitplanes.raw_e2m1), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",)),
+                    {"skinny": {}, "gemv": {"raw": bitplanes.raw_e2m1}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"},
     settings={"level": LEVEL, "factor": 0.5}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e", "s")),

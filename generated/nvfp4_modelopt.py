@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        TileGemm, Variant, as_type, cdiv, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant,
+        as_type, cdiv, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
 
@@ -258,8 +258,8 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m1, words=bitplanes.words_4, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0), levels=Levels(codebook.two_part_table)),
                     Sums(scale=group_sums.scaled, finish=group_sums.scaled, group_fields=(GroupField("s", 1, 16, "e4m3"),),
-                    row_fields=(GroupField("g", 0, 0, default=1.0),), blocks=("16",)), skinny=Skinny(skinny),
-                    gemv=Gemv(gemv, bitplanes.raw_e2m1), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    row_fields=(GroupField("g", 0, 0, default=1.0),), blocks=("16",)),
+                    {"skinny": {}, "gemv": {"raw": bitplanes.raw_e2m1}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode,
     options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),

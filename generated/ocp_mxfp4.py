@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums,
-        TileGemm, Variant, as_type, cdiv, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, Levels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant,
+        as_type, cdiv, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e8m0
 
@@ -290,7 +290,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m1, words=bitplanes.words_4, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0), levels=Levels(codebook.two_part_table)),
                     Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv, bitplanes.raw_e2m1), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    {"skinny": {}, "gemv": {"raw": bitplanes.raw_e2m1}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -147,8 +147,8 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
                 digits=(4, 4), lanes=(4, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u1, words=bitplanes.words_1, width=1, bits=1),
-                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",)), skinny=Skinny(skinny),
-                    gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, sums=True, spans=(2,))))),
+                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",)),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (2,)}}))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 1, ("d",)),
 )

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -173,8 +173,8 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
                     Sums(scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4, at=0), GroupField("dmin", 1, 256),
-                    GroupField("sc", 1, 16, 4, at=4)), blocks=("256", "16")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True, spans=(4,))))),
+                    GroupField("sc", 1, 16, 4, at=4)), blocks=("256", "16")),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (4,)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d", "sc", "dmin", "mn")),
 )

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -272,8 +272,8 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
-                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",)), skinny=Skinny(skinny),
-                    gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(-8, -136), exact=True)))),
+                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",)),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-8, -136), "exact": True}}))),
     },
     decode=decode, encode=encode, importance=True,
     options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty, pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -149,7 +149,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
                     Sums(scale=group_sums.with_offset, group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)),
-                    blocks=("32",)), skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, sums=True)))),
+                    blocks=("32",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "m")),
 )

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, Records, RowLoops, Skinny, Storage, Sums,
-        TileGemm, Variant, as_float, as_type, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, group_sums, records, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, Records, RowLoops, Storage, Sums, Variant,
+        as_float, as_type, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums, records
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -205,15 +205,15 @@ VARIANT = Variant(
         "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(4, 32), lanes=(2,),
                 order=(0, 1, 2, 4, 3),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4),
-                    Sums(scale=group_sums.nested_with_minimum, blocks=("256", "32")), gemv=Gemv(gemv_records),
+                    Sums(scale=group_sums.nested_with_minimum, blocks=("256", "32")), {"gemv": {}},
                     records=Records("blocks", _fields_gguf, _start_gguf, size=36, codes=4, head=(0,))))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
                     Sums(scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
-                    GroupField("mn", 1, 32, 6)), blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True)))),
+                    GroupField("mn", 1, 32, 6)), blocks=("256", "32")),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d", "sc", "dmin", "mn")),
 )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -161,8 +161,8 @@ VARIANT = Variant(
                 order=(0, 1, 3, 2, 4))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u5, words=bitplanes.words_5, width=4, bits=5),
-                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",)), skinny=Skinny(skinny),
-                    gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(-16, -144), exact=True, spans=(0, 1))))),
+                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",)),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-16, -144), "exact": True, "spans": (0, 1)}}))),
     },
     decode=decode, encode=encode, importance=True,
     options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty, joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty, joined, pad, spread, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -160,8 +160,7 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u5, words=bitplanes.words_5, width=4, bits=5),
                     Sums(scale=group_sums.with_offset, group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)),
-                    blocks=("32",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True, spans=(0, 1))))),
+                    blocks=("32",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (0, 1)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "m")),
 )

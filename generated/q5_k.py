@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -203,8 +203,8 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u5, words=bitplanes.words_5, width=4, bits=5),
                     Sums(scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
-                    GroupField("mn", 1, 32, 6)), blocks=("256", "32")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True, spans=(0, 1))))),
+                    GroupField("mn", 1, 32, 6)), blocks=("256", "32")),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (0, 1)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d", "sc", "dmin", "mn")),
 )

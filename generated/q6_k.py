@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -167,8 +167,8 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u6, words=bitplanes.words_6, width=4, bits=6),
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)),
-                    blocks=("256", "16")), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(-32, -160), exact=True, spans=(0, 2))))),
+                    blocks=("256", "16")),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-32, -160), "exact": True, "spans": (0, 2)}}))),
     },
     decode=decode, encode=encode, importance=True, row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("d", "sc")),
 )

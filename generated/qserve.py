@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import progressive
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -164,7 +164,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
                     Sums(scale=group_sums.with_offset, finish=group_sums.scaled,
                     group_fields=(GroupField("s2", 1, 128, 8), GroupField("z", 1, 128, 8)), row_fields=(GroupField("s1", 1, 0),),
-                    blocks=("128",)), skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, sums=True)))),
+                    blocks=("128",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True}}))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s1", "s2", "z")),
 )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Codes, Format, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm,
-        Variant, as_float, as_type, empty)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, Format, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float,
+        as_type, empty)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -149,8 +149,8 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
-                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256),), blocks=("256",)), skinny=Skinny(skinny),
-                    gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(-1, -129), exact=True, spans=(4,))))),
+                    Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256),), blocks=("256",)),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-1, -129), "exact": True, "spans": (4,)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",

@@ -134,9 +134,9 @@ def _case(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]], checks:
     if shape is None:
         return None
     kernels = format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels
-    few = kernels.pairs is not None or (kernels.matrix_unit is not None and kernels.matrix_unit.skinny is not None)
+    few = kernels.pairs is not None or (kernels.matrix_unit is not None and "skinny" in kernels.matrix_unit.families)
     served = {"invariant": few and shape[1] % 128 == 0,
-              "tiled": kernels.matrix_unit is not None and kernels.matrix_unit.tile_gemm is not None and shape[1] % 128 == 0}
+              "tiled": kernels.matrix_unit is not None and "tile_gemm" in kernels.matrix_unit.families and shape[1] % 128 == 0}
     kept = tuple(check for check in checks if all(served[name] for name in served if getattr(check, name)))
     return Case(replace(weight, shape=shape), kept)
 

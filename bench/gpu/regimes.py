@@ -7,6 +7,8 @@ import torch
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import BY_NAME
+from qdsl.runtime.gpu.families.lanes import most_columns
 from qdsl.runtime.weight import stream_kernels
 
 FEWER = 16                                                       # rows of x that kernels are checked with, without 'tile_gemm'
@@ -24,12 +26,12 @@ def candidate(x: torch.Tensor, packed: PackedWeight, is_tiled: bool = False) -> 
     order = ("gemv", "tile_gemm", "skinny") if is_tiled or m > 8 else ("gemv", "skinny")
     wanted = next((kind for kind in order if kind in kinds), "matvec")
     legal = plan.candidates(packed, m, x.dtype, x.device, is_aligned)
-    return next((option for option in legal if option.kind == wanted), plan.matvec(packed, m))
+    return next((option for option in legal if option.kind == wanted), plan.any_product(packed, m))
 
 
 def is_decoded(x: torch.Tensor, packed: PackedWeight) -> bool:
     """Whether a product of so many rows is checked as that of the dequantized weight."""
     if packed.layout.streams:
         return x.shape[0] > stream_kernels.SKINNY_ROWS or not configure.has_skinny_streams(x, packed)
-    many = configure.has_tile_gemm(packed, x.dtype, x.device)
-    return x.shape[0] > (configure.most_columns(packed) if many else FEWER)
+    many = BY_NAME["tile_gemm"].why_not(plan.Product(packed, 2, x.dtype, x.device)) == ""
+    return x.shape[0] > (most_columns(packed) if many else FEWER)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import (Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, integer, lookup, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Storage, Sums, Variant, as_type, integer, lookup,
+        pad)
+from qdsl.runtime.gpu.kernels import bitplanes, device
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -112,7 +112,7 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.loaded_by_planes, words=bitplanes.words_6, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), levels=Levels(stored=GroupField("lut", "rows", 0), entries=64)), Sums(),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 0), spans=(0, 2))))),
+                    {"skinny": {}, "tile_gemm": {"zero": (0, 0), "spans": (0, 2)}}))),
     },
     decode=decode, encode=encode, importance=True,
 )

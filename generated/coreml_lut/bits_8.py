@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import (Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, lookup, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
+from qdsl.runtime import Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Storage, Sums, Variant, as_type, lookup, pad
+from qdsl.runtime.gpu.kernels import bitplanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -102,7 +101,7 @@ VARIANT = Variant(
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.loaded_by_bytes, words=bitplanes.words_8, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), levels=Levels(stored=GroupField("lut", "rows", 0), entries=256)), Sums(),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    {"skinny": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode,
 )

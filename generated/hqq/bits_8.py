@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import decode
@@ -115,8 +114,7 @@ VARIANT = Variant(
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u8, words=bitplanes.words_8, width=8, bits=8, base=(0, 2176)),
                     Sums(scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, zero=(0, 128), sums=True)))),
+                    blocks=("group",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 128), "sums": True}}))),
     },
     decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
 )

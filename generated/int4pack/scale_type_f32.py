@@ -9,9 +9,9 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, cdiv, empty, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type, cdiv, empty,
+        pad)
+from qdsl.runtime.gpu.kernels import bitplanes
 
 from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_scalar, unpack_cpu_rest, pack_cpu_rest,
         unpack_planar, pack_planar, decode, encode, _decode_cpu_avx512, _decode_cpu_avx2, _decode_cpu_scalar, _decode_cpu_rest,
@@ -83,7 +83,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(4, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
                     Sums(scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, sums=True)))),
+                    blocks=("group",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True}}))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"}, settings={"offset": 8},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("s", "z")),

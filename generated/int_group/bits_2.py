@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_float, as_type, cdiv, integer, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float, as_type,
+        cdiv, integer, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import _scale_planar
@@ -328,8 +328,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 2, default=2.0)), blocks=("group",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, point=1, zero=(0, 0), exact=True, spans=(4,))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"point": 1, "zero": (0, 0), "exact": True, "spans": (4,)}}))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_float, as_type, cdiv, integer, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float, as_type,
+        cdiv, integer, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -671,7 +671,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u4, words=bitplanes.words_4),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)), blocks=("group",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, point=1, zero=(0, 0), exact=True)))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"point": 1, "zero": (0, 0), "exact": True}}))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_float, as_type, integer, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_float, as_type,
+        integer, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import _scale_planar
@@ -380,17 +380,17 @@ VARIANT = Variant(
                 last="k")),
         "onnx_matmul_nbits": Storage(unpack_onnx_matmul_nbits, pack_onnx_matmul_nbits, Kernels(_decode_onnx_matmul_nbits,
                 rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(Codes(bitplanes.u8, words=bitplanes.words_8, width=8, bits=8, base=(0, 2176)),
+                matrix_unit=MatrixUnitKernels(Codes(bitplanes.u8, words=bitplanes.words_8, width=8, bits=8, base=(0, 2176),
+                    in_order=True),
                     Sums(scale=group_sums.with_zero,
                     group_fields=(GroupField("scales", 1, "group"), GroupField("zero_points", 1, "group", 8, default=128.0)),
-                    blocks=("group",)), skinny=Skinny(skinny, in_order=True)))),
+                    blocks=("group",)), {"skinny": {}}))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u8, words=bitplanes.words_8, width=8, bits=8, base=(0, 2176)),
                     Sums(scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
-                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, point=1, zero=(0, 0), exact=True)))),
+                    blocks=("group",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"point": 1, "zero": (0, 0), "exact": True}}))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type, joined, pad,
+        spread)
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import decode
@@ -130,8 +130,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
                     Sums(scale=group_sums.with_offset, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
-                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True, spans=(4,))))),
+                    blocks=("group",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (4,)}}))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "b")),

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, integer, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type, integer, pad
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import decode
@@ -134,8 +133,7 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u6, words=bitplanes.words_6, width=4, bits=6),
                     Sums(scale=group_sums.with_offset, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
-                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True, spans=(0, 2))))),
+                    blocks=("group",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (0, 2)}}))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("s", "b")),

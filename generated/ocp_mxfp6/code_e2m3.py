@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, cdiv, integer, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type, cdiv, integer,
+        pad)
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m3, e8m0
 
@@ -187,7 +187,7 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e2m3, words=bitplanes.words_6, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0)),
                     Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0), spans=(0, 2))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0), "spans": (0, 2)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -9,8 +9,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2, e8m0
 
@@ -109,7 +109,7 @@ VARIANT = Variant(
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e3m2, words=bitplanes.words_6, width=8, bits=0, unit=(4096.0, 1.0),
                     base=(0, 0)), Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0), spans=(0, 2))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0), "spans": (0, 2)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -9,9 +9,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime import Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums
 from qdsl.runtime.libraries.triton import tl, triton
 from qdsl.runtime.weight.numbers import e5m2, e8m0
 
@@ -105,7 +104,7 @@ VARIANT = Variant(
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.e5m2, words=bitplanes.words_8, width=8, bits=0, unit=(1.0, 1.0),
                     base=(0, 0)), Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",)),
-                    skinny=Skinny(skinny), gemv=Gemv(gemv), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Codes, Gemv, GroupField, Kernels, MatrixUnitKernels, RowLoops, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime import Codes, GroupField, Kernels, MatrixUnitKernels, RowLoops, Storage, Sums, Variant, as_type, pad, spread
+from qdsl.runtime.gpu.kernels import bitplanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 from .bits_4 import decode, _scale_planar
@@ -127,8 +126,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(2, 2, 2, 2), order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.u2, words=bitplanes.words_2, width=2, bits=2),
                     Sums(scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",)), skinny=Skinny(skinny), gemv=Gemv(gemv),
-                    tile_gemm=TileGemm(tile_gemm, sums=True, spans=(4,))))),
+                    blocks=("group",)), {"skinny": {}, "gemv": {}, "tile_gemm": {"sums": True, "spans": (4,)}}))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"}, settings={"negated": 1},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("s", "z")),

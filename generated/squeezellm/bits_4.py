@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import (Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Skinny, Storage, Sums, TileGemm, Variant,
-        as_type, joined, lookup, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
+from qdsl.runtime import (Codes, GroupField, Kernels, Levels, MatrixUnitKernels, Storage, Sums, Variant, as_type, joined, lookup,
+        pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes
 from qdsl.runtime.libraries.triton import tl, triton
 
 
@@ -110,7 +110,7 @@ VARIANT = Variant(
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(Codes(bitplanes.float_entries_of_16, words=bitplanes.words_4, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), levels=Levels(stored=GroupField("lut", 1, 0), entries=16)), Sums(),
-                    skinny=Skinny(skinny), tile_gemm=TileGemm(tile_gemm, zero=(0, 0))))),
+                    {"skinny": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
     decode=decode, encode=encode, importance=True,
 )

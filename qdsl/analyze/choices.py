@@ -13,15 +13,12 @@ from qdsl.analyze.launches import TYPES
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, plan
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import FAMILIES
 
 META = torch.device("meta")
 HEADS = ["kernel", "configuration", "programs", "weights", "us", "of the chosen"]
 SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN", "BK", "ROWS", "INT8")
-FUSED = ("gemv", "skinny", "tile_gemm")
-WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 or 16 rows of x, in matrix units",
-        "tile_gemm": "tiles of 16 to 128 rows of x, decoded once per tile", "matvec": "one row of x, decoded weight by weight",
-        "gemm": "blocks of 16, 32 or 64 rows of x, decoded weight by weight, in the matrix units of any GPU",
-        "decode": "dequantize, then the vendor's matmul"}
+USES = {**{family.name: family.use for family in FAMILIES}, "decode": "dequantize, then the vendor's matmul"}
 
 
 def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, Any]:
@@ -76,10 +73,10 @@ def _reason(choice: plan.Choice, gpu: Gpu) -> str:
         best.setdefault(option.candidate.kind, option)
     chosen, *others = best.values()
     if not others:
-        return f"{WORK[chosen.candidate.kind]}; nothing else serves this product"
+        return f"{USES[chosen.candidate.kind]}; nothing else serves this product"
     compared = [f"{kind} {option.seconds / chosen.seconds:.3g} times as long{_few_programs(option.candidate, gpu)}"
                 for kind, option in best.items() if option is not chosen and chosen.seconds]
-    return f"{WORK[chosen.candidate.kind]}; by the model {', '.join(compared)}"
+    return f"{USES[chosen.candidate.kind]}; by the model {', '.join(compared)}"
 
 
 def _counted(packed: PackedWeight, choice: plan.Choice, gpu: Gpu) -> str:
@@ -100,29 +97,9 @@ def _few_programs(candidate: Candidate, gpu: Gpu) -> str:
 
 def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
     """Kernels that cannot serve the product, and why."""
-    kernels, (_, k) = packed.layout.kernels.matrix_unit, packed.shape
-    if rows > 1:
-        yield "matvec", "reads and decodes the weight once for every row of x"
-    legal = plan.kinds(packed, rows, dtype, META)
-    if packed.layout.streams:
-        return
-    if rows == 1 or legal or not configure.has_gemm(dtype, META):
-        yield "gemm", ("serves more rows of x" if rows == 1 else "is slower than kernels for NVIDIA's matrix units" if legal else
-                       "Triton has no matrix instructions for this GPU")
-    if kernels is None:
-        better = [name for name, other in packed.variant.storages.items() if other.kernels.matrix_unit is not None]
-        yield ", ".join(FUSED), f"storage {packed.storage} has none" + (f"; {' and '.join(better)} has" if better else "")
-    elif not configure.has_mma(META):
-        yield ", ".join(FUSED), "are for NVIDIA's GPUs from Ampere on"
-    elif not plan.fits_matrix_units(packed, dtype, META):
-        why = f"K = {k} is no multiple of 128" if k % 128 else f"blocks of fewer than {kernels.least} columns"
-        yield ", ".join(FUSED), why
-    else:
-        if kernels.gemv is None or rows > 1:
-            yield "gemv", "serves one row of x" if rows > 1 else "the storage has none"
-        if kernels.skinny is None:
-            yield "skinny", "the storage has none"
-        if "tile_gemm" not in {candidate.kind for candidate in plan.candidates(packed, rows, dtype, META)}:
-            yield "tile_gemm", ("the storage has none" if kernels.tile_gemm is None else
-                                "serves two rows of x and more" if rows == 1 else
-                                "its counts for this GPU are missing, or it spills registers")
+    product, reasons = plan.Product(packed, rows, dtype, META), dict[str, list[str]]()
+    legal = {candidate.kind for candidate in plan.candidates(packed, rows, dtype, META)}
+    for family in FAMILIES if not packed.layout.streams else ():
+        if family.name not in legal:
+            reasons.setdefault(family.why_not(product) or family.absent, []).append(family.name)
+    yield from ((", ".join(names), why) for why, names in reasons.items())

@@ -21,6 +21,12 @@ def called(function: Callable[..., Any], data: Sequence[Any]) -> Any:
     return function(*data[:-1], **data[-1]) if isinstance(data[-1], Mapping) else function(*data)
 
 
+def fill(own: object, **values: object) -> None:
+    """Set the attributes of a frozen dataclass that has an __init__ of its own."""
+    for name, value in values.items():
+        object.__setattr__(own, name, value)
+
+
 @dataclass(frozen=True, slots=True)
 class Digit:
     """A digit of a coordinate: its extent, 0 for the rest, and its step in bits, or in elements along an axis.
@@ -53,13 +59,9 @@ class Piece:
 
     def __init__(self, field: str, start: int, coordinates: Sequence[Digits], lo: int = 0, width: int = 0,
                  **further: Any) -> None:
-        object.__setattr__(self, "field", field)
-        object.__setattr__(self, "lo", lo)
-        object.__setattr__(self, "width", width)
-        object.__setattr__(self, "start", start)
         listed = [[(0, 1, digits)] if isinstance(digits, int) else digits for digits in coordinates]
-        object.__setattr__(self, "coordinates", tuple(tuple(Digit(*digit) for digit in digits) for digits in listed))
-        object.__setattr__(self, "further", further)
+        fill(self, field=field, lo=lo, width=width, start=start, further=further,
+             coordinates=tuple(tuple(Digit(*digit) for digit in digits) for digits in listed))
 
     @property
     def key(self) -> tuple[str, int, int]:

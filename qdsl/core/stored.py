@@ -15,7 +15,7 @@ from typing import Any
 
 from qdsl.core.numbers import TORCH_FLOATS, number
 from qdsl.core.shapes import Axis, axis, extents, own_value, seen_shape
-from qdsl.core.slices import Piece, Placed, called, place
+from qdsl.core.slices import Piece, Placed, called, fill, place
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
@@ -75,19 +75,11 @@ class Stored:
     def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", field: str = "",
                  slices: Sequence[Any] = (), row_codes: Sequence[Any] = (), words: Sequence[int] = (), adds: int = 0,
                  flips: int = 0, padding: int = 0, seen: Sequence[str] = (), within: str = "") -> None:
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "axes", tuple(map(axis, axes)))
-        object.__setattr__(self, "aliases", tuple(aliases))
-        object.__setattr__(self, "optional", optional)
-        pieces = ((field, 0, range(len(axes))),) if field else slices
-        object.__setattr__(self, "slices", tuple(called(Piece, piece) for piece in pieces))
-        object.__setattr__(self, "row_codes", tuple(called(Piece, piece) for piece in row_codes))
-        object.__setattr__(self, "words", tuple(words))
-        object.__setattr__(self, "adds", adds)
-        object.__setattr__(self, "flips", flips)
-        object.__setattr__(self, "padding", padding)
-        object.__setattr__(self, "seen", tuple(map(axis, seen)))
-        object.__setattr__(self, "within", within)
+        pieces, codes = (tuple(called(Piece, piece) for piece in pieces)
+                         for pieces in (((field, 0, range(len(axes))),) if field else slices, row_codes))
+        fill(self, dtype=dtype, axes=tuple(map(axis, axes)), aliases=tuple(aliases), optional=optional, slices=pieces,
+             row_codes=codes, words=tuple(words), adds=adds, flips=flips, padding=padding, seen=tuple(map(axis, seen)),
+             within=within)
 
     def elements_of(self, tensor: TensorInfo) -> TensorInfo:
         """A tensor of a file with its elements unpacked from integers that hold several; exponents as bytes."""

@@ -163,9 +163,9 @@ def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dic
     kernels, k = cached.packed.layout.kernels, cached.packed.shape[1]
     if _in_order(cached):
         matrix_unit, names = kernels.matrix_unit, cached.packed.layout.coded
-        assert matrix_unit is not None and matrix_unit.w8a8 is not None
+        assert matrix_unit is not None and matrix_unit.eight is not None
         tensors = list(_tensors(cached))
-        codes = names.index(matrix_unit.w8a8.codes)
+        codes = names.index(matrix_unit.eight.codes)
         if configure.converts_fp8(q.device):
             tensors[codes] = cached.packed.tensors[names[codes]]
         fields = tuple(field.constants(names, cached.packed.sizes) for field in matrix_unit.sums.row_fields)
@@ -206,7 +206,7 @@ def _plane(cached: CachedRows, place: tuple[int, ...], count: int, dtype: torch.
 def _in_order(cached: CachedRows) -> bool:
     """Whether codes are int8 or E4M3 in row order, and numbers are per row."""
     matrix_unit = cached.packed.layout.kernels.matrix_unit
-    return matrix_unit is not None and matrix_unit.w8a8 is not None and matrix_unit.sums.scale is None
+    return matrix_unit is not None and matrix_unit.eight is not None and matrix_unit.sums.scale is None
 
 
 def _in_parts(cached: CachedRows) -> bool:

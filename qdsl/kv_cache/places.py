@@ -127,9 +127,7 @@ def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, 
     """A field's tensor, its first byte, the bytes of a row, and the digits of its columns: (extent, columns, bits)."""
     packed = cached.packed
     at, piece = _tensor_of(cached, name)
-    tensor = packed.tensors[packed.layout.coded[at]]
-    placed = packed.layout.tensors[packed.layout.coded[at]].placed(
-        piece, tensor.shape, 8 * tensor.element_size(), packed.variant.fields[name].axes, packed.shape, packed.sizes)
+    placed = packed.placed(packed.layout.coded[at], piece)
     if placed is None or len(placed.coordinates[0]) != 1 or placed.start % 8 or placed.coordinates[0][0][1] % 8:
         raise ValueError(f"rows of '{name}' do not lie one by one")
     digits, weight = [], 1

@@ -127,7 +127,7 @@ def test_nobody_reads_the_codes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert not reads
     if INTERPRETED:
-        assert launch.fits_matrix_units(x, packed) and launch.fits_matrix_units(x, packed) and launch.has_w8a8(x, packed)
+        assert launch.fits_experts(x, packed) and launch.fits_experts(x, packed) and launch.has_quantized(x, packed)
         assert reads == ["read"]
 
 

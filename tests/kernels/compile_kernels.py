@@ -42,7 +42,7 @@ def launched(case: Case, kind: str, optional: bool, dtype: torch.dtype) -> Call:
     packed = case.module.FORMAT.empty((n, k), case.storage, "meta", names, **case.choice).decode_streams().as_stored()
     x, bias, product, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((1, k), n, (1, n), (n, k)))
     [call] = (launch.dequantize_calls(packed, weight) if kind == "dequantize" else
-              launch.linear_calls(x, packed, bias, product, candidate=plan.matvec(packed, 1)))
+              launch.linear_calls(x, packed, bias, product, candidate=plan.any_product(packed, 1)))
     return call
 
 

@@ -15,7 +15,7 @@ import torch
 from bench.gpu import regimes
 from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu import configure, launch, plan
 from tests.kernels.gate_kernels import shuffles
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases
@@ -40,7 +40,7 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
         for i, case in enumerate(compiled_for(arch)):
             packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", (), **case.choice)
             served = [x for x in (torch.empty(rows, SHAPE[1], dtype=TYPES[arch], device="meta") for rows in (1, 8, 16))
-                      if launch.fits_matrix_units(x, packed)
+                      if plan.kinds(packed, len(x), x.dtype, x.device)
                       and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
             for x in served if case in COVERING else served[i % len(served):][:1]:
                 [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))

@@ -28,6 +28,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import BY_NAME, w8a8
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
 from qdsl.runtime.torch.linear import as_stored
@@ -179,7 +180,7 @@ def parts_of_bytes(name: str) -> dict[str, Any]:
     x, outs, findings = sample(20, 1280, torch.bfloat16), [], []
     for order in ("lockstep", 0, 1):
         out = torch.full((20, 72), torch.nan, dtype=x.dtype)
-        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(launch, "shared_k", lambda *_: (3, False)):
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(w8a8, "shared_k", lambda *_: (3, False)):
             calls = list(launch.quantized_calls(x, packed, None, out))
         findings += map(str, run(calls, "sm_90", out, Options(order=order)))
         findings += [] if not calls[1].scratch[1].any() else [f"counters are left at {calls[1].scratch[1].max()}"]
@@ -197,7 +198,7 @@ def bytes_made_in_place(name: str) -> dict[str, Any]:
     for apart in (False, True):
         outs.append(torch.full((11, 72), torch.nan, dtype=x.dtype))
         way = (1, not apart)
-        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(launch, "shared_k", lambda *_, way=way: way):
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(w8a8, "shared_k", lambda *_, way=way: way):
             calls = list(launch.quantized_calls(x, packed, None, outs[-1]))
         findings += [*map(str, run(calls, "sm_90", outs[-1], Options())), *([] if len(calls) == 1 + apart else ["launches"])]
     return {"kernel": "w8a8", "error": 0.0 if torch.equal(*outs) else torch.inf, "findings": findings}
@@ -251,7 +252,7 @@ def parts_of_k(name: str, dtype: torch.dtype, without: str = "") -> dict[str, An
     for order in ("lockstep", 0, 1):                             # program 2, 1 and 0 of three is the last at a tile
         out = torch.full((20, 72), torch.nan, dtype=dtype)
         with configure.assumed(9, configure.MULTIPROCESSORS):
-            config = {**configure.candidates("tile_gemm", packed, 20)[0], "SPLIT": 3}
+            config = {**BY_NAME["tile_gemm"].configs(packed, 20, packed.device)[0], "SPLIT": 3}
             [call] = launch.linear_calls(x, packed, bias, out, candidate=Candidate("tile_gemm", config))
         done = execute(call, "sm_90", outputs=(out,), options=Options(order=order))
         findings += [str(finding) for finding in done.findings]

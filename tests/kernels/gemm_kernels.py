@@ -29,7 +29,7 @@ def counted() -> Iterator[dict[str, Any]]:
         packed = launches.weight(qdsl.load(name), (4096, 4096), storage, {})
         x, out = (torch.empty(rows, size, dtype=launches.TYPES[kind], device="meta") for size in reversed(packed.shape))
         with configure.assumed(0, gpu.multiprocessors, gpu):
-            candidate = plan.matvec(packed, 1) if rows == 1 else gemm(x, packed, 1)
+            candidate = plan.any_product(packed, 1) if rows == 1 else gemm(x, packed, 1)
             [call] = launch.linear_calls(x, packed, None, out, candidate=candidate)
         counts = report(call, gpu.arch)
         yield {"what": f"{gpu_name} {name}.{storage} {rows} {kind}", "kernel": counts.kernel, "vector": counts.hot_pipes["alu"],

@@ -33,6 +33,8 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, strides
 from qdsl.runtime.gpu.branch_launches import csr_call
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import ANY_GPU, BY_NAME
+from qdsl.runtime.gpu.families.units import gemm_config
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
 from qdsl.runtime.weight import stream_kernels
@@ -166,15 +168,15 @@ def part_of(packed: PackedWeight) -> PackedWeight | None:
 def of_weight(packed: PackedWeight, turn: int) -> Iterator[Call]:
     (n, k), dtype, other = packed.shape, HALVES[turn % 2], HALVES[(turn + 1) % 2]
     yield from launch.dequantize_calls(packed, _empty(n, k, dtype=(torch.float32, dtype)[turn % 2]))
-    yield from _product(packed, (torch.float32, dtype)[(turn + 1) % 2], 1, plan.matvec(packed, 1))
+    yield from _product(packed, (torch.float32, dtype)[(turn + 1) % 2], 1, plan.any_product(packed, 1))
     if configure.has_gemm(dtype, META):
         for split in ((1,), (1, 2))[turn % 3 == 0]:
-            if (config := configure.gemm(packed, 16, split, META)) is not None:
-                yield from _product(packed, dtype, 16, plan.gemm(packed, 16, config))
+            if (config := gemm_config(packed, 16, split, META)) is not None:
+                yield from _product(packed, dtype, 16, ANY_GPU.candidate(packed, 16, config))
     for kind, m in LANES.items():
         for place, x in enumerate((dtype, other)):
             if kind in plan.kinds(packed, m, x, META) and (place == 0 or kind != "gemv"):
-                configs = configure.candidates(kind, packed, m, META)
+                configs = BY_NAME[kind].configs(packed, m, META)
                 yield from _product(packed, x, m, Candidate(kind, configs[(turn + place) % len(configs)]))
 
 
@@ -206,9 +208,9 @@ def of_rows(packed: PackedWeight) -> Iterator[Call]:
     n, k = packed.shape
     for m, dtype in ((16, torch.bfloat16), (512, torch.float16)):
         x = _empty(m, k, dtype=dtype)
-        if launch.has_w8a8(x, packed):
+        if launch.has_quantized(x, packed):
             yield from launch.quantized_calls(x, packed, None, _empty(m, n, dtype=dtype))
-        if launch.fits_matrix_units(x, packed, skinny=True):
+        if launch.fits_experts(x, packed):
             yield from launch.grouped_calls(x, packed, _empty(9, 3, dtype=torch.int32), None, _empty(m, n // 8, dtype=dtype))
 
 

@@ -20,7 +20,7 @@ from qdsl.analyze.registers import accesses
 from qdsl.analyze.strides import missed
 from qdsl.cli import app
 from qdsl.runtime.gpu.costs import EXPOSED, LATENCY, LAUNCH, Work
-from qdsl.runtime.gpu.kernels import dequantize
+from qdsl.runtime.gpu.kernels.dequantize import dequantize
 from qdsl.runtime.libraries.call import Call
 from tests.support.formats import Case, cases, fixed_shape
 

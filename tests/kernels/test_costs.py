@@ -20,6 +20,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, devices, launch, plan
 from qdsl.runtime.gpu.costs import Candidate, Cost, Work, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
+from qdsl.runtime.gpu.families import units
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.weight import stream_kernels
 from tests.support import compiling
@@ -194,7 +195,7 @@ def test_every_storage_has_its_kernels() -> None:
             continue
         lanes = None if coded else packed.layout.kernels.matrix_unit
         wanted = {"dequantize"} if coded else {"matvec", "dequantize"}
-        wanted |= {kind for kind in ("skinny", "gemv") if lanes is not None and getattr(lanes, kind) is not None}
+        wanted |= {kind for kind in ("skinny", "gemv") if lanes is not None and kind in lanes.families}
         kinds = {key.split()[0] for key in table.get(costs.storage_key(packed), {})}
         lacking += [f"{costs.storage_key(packed)}: {kind}" for kind in sorted(wanted - kinds)]
     assert lacking == []
@@ -236,7 +237,7 @@ def test_a_small_tile_of_gemm_where_others_spill() -> None:
             for packed, tiles in zip((spills, fits), wanted, strict=True):
                 ways = [way for way in plan.candidates(packed, m, X, meta) if way.kind == "gemm"]
                 assert {way.config["BM"] for way in ways} == tiles
-        assert plan.best(spills, 16, X, meta).config["BM"] == configure.SMALL
+        assert plan.best(spills, 16, X, meta).config["BM"] == units.SMALL
     for arch, storage, key, _ in rows_of_the_table():
         if key == "gemm 32":
             entry = costs.table()[arch][storage]
@@ -275,7 +276,7 @@ def test_variants_have_counts_of_their_own() -> None:
     assert costs.doubt(packed, Candidate("gemv", {**ROW, "WK": 2}), "sm_90") == costs.RESCALED
     assert costs.doubt(packed, Candidate("skinny", {**ROW, "WK": 16}), "sm_90") == costs.EXTRAPOLATED
     plain = weight("any_precision", "any_precision", (4096, 14336))
-    candidate = plan.matvec(plain, 1)
+    candidate = plan.any_product(plain, 1)
     row = costs.table()["sm_90"]["any_precision.any_precision"][f"matvec E=0 B={candidate.config['BN']}"]
     assert costs.kernel_cost(plain, "matvec", candidate.config, "sm_90").trip == row[4]
     with configure.assumed(9, gpu.multiprocessors, gpu):

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import configure, launch, plan
+from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import ANY_GPU
+from qdsl.runtime.gpu.families.units import gemm_config
 from qdsl.runtime.torch.linear import as_stored
 from tests.support import compiling
 from tests.support.covering import by_turns
@@ -52,8 +54,8 @@ def expected(packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -
 
 def gemm(x: torch.Tensor, packed: PackedWeight, split: int) -> Candidate:
     """The configuration for so many rows of x, with K shared by `split` programs as far as it has steps for them."""
-    every = [configure.gemm(packed, x.shape[0], part, x.device) for part in range(1, split + 1)]
-    return plan.gemm(packed, x.shape[0], [config for config in every if config][-1])
+    every = [gemm_config(packed, x.shape[0], part, x.device) for part in range(1, split + 1)]
+    return ANY_GPU.candidate(packed, x.shape[0], [config for config in every if config][-1])
 
 
 def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, split: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from bench.gpu import regimes
 from qdsl.runtime import GroupField, MatrixUnitKernels, PackedWeight
 from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import BY_NAME, lanes
 from qdsl.runtime.torch.linear import as_stored
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
@@ -21,15 +22,15 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def matrix_unit_of(case: Case) -> MatrixUnitKernels:
-    lanes: MatrixUnitKernels = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit
-    return lanes
+    kernels: MatrixUnitKernels = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit
+    return kernels
 
 
 CASES = [case for case in cases() if matrix_unit_of(case)]
-FEW = [case for case in CASES if matrix_unit_of(case).skinny]
+FEW = [case for case in CASES if "skinny" in matrix_unit_of(case).families]
 RECORDS = [case for case in CASES if matrix_unit_of(case).records]
 COVERING = covering(CASES, lambda case: kernels(case, "gemv", "skinny", "tile_gemm"))
-TALL = covering([case for case in CASES if (tiled := matrix_unit_of(case).tile_gemm) and tiled.tall],
+TALL = covering([case for case in CASES if matrix_unit_of(case).families.get("tile_gemm", {}).get("tall")],
                 lambda case: kernels(case, "tile_gemm"))
 # Rows and columns: a last tile of rows that is short; a last span of 256 columns that is half; warps without columns.
 SHAPES = ((20, 256), (33, 384), (16, 1152))
@@ -139,7 +140,7 @@ def test_one_row(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in FEW if case in COVERING and matrix_unit_of(case).codes.bits <= 0
-                                  and matrix_unit_of(case).gemv], ids=str)
+                                  and "gemv" in matrix_unit_of(case).families], ids=str)
 def test_two_tiles_of_one_row(case: Case) -> None:
     """Of codes that are looked up or made; a warp has 32 rows of w, of which the last tile has one."""
     shape = shapes_of(case)[1]
@@ -147,7 +148,7 @@ def test_two_tiles_of_one_row(case: Case) -> None:
     check(case, shape, next(choices(case)), 1, torch.bfloat16, candidate=Candidate("gemv", config, (2,)))
 
 
-LIFTED = [case for case in FEW if (gemv := matrix_unit_of(case).gemv) and gemv.raw]
+LIFTED = [case for case in FEW if matrix_unit_of(case).families.get("gemv", {}).get("raw")]
 
 
 def with_zeros(case: Case, zeros: tuple[slice, slice]) -> PackedWeight:
@@ -210,7 +211,7 @@ def test_two_blocks_of_rows(case: Case) -> None:
     assert torch.equal(product(x, packed, bias, two), product(x, packed, bias, one))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if matrix_unit_of(case).tile_gemm], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if "tile_gemm" in matrix_unit_of(case).families], ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(tried(case)):
         shapes = shapes_of(case, params)
@@ -241,22 +242,22 @@ def test_columns_by_groups(case: Case, hopper: None) -> None:
             check(case, shape, params, rows, dtype, bias=i % 2 == 1, packed=packed)
 
 
-@pytest.mark.parametrize("tile", configure.TALL, ids=lambda tile: f"{tile.R}x{tile.W}{'-whole' * tile.whole}")
+@pytest.mark.parametrize("tile", lanes.TALL, ids=lambda tile: f"{tile.R}x{tile.W}{'-whole' * tile.whole}")
 @pytest.mark.parametrize("case", TALL, ids=str)
-def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> None:
+def test_tiles_of_128_rows(case: Case, tile: lanes.Tall, hopper: None) -> None:
     """Each of those that the rule picks from, where it may; the others are for shapes that leave tiles short."""
     shape, rows = ((16 * tile.R * tile.W, 384), 128) if tile.whole else ((20, 1152), 100)
-    params = next((params for params in choices(case) if configure.is_tall(packed_of(case, shape, params))), None)
+    params = next((params for params in choices(case) if lanes.is_tall(packed_of(case, shape, params))), None)
     if params is None:                                           # groups of fewer than 128 columns
         return
-    configs = configure.candidates("tile_gemm", packed_of(case, shape, params), rows)
+    configs = BY_NAME["tile_gemm"].configs(packed_of(case, shape, params), rows, torch.device(DEVICE))
     config = next(c for c in configs if (c["R"], c["W"], c["WHOLE"] > 0) == (tile.R, tile.W, tile.whole))
     candidate = Candidate("tile_gemm", config)
     for dtype in DTYPES:
         check(case, shape, params, rows, dtype, bias=tile.whole, candidate=candidate)
 
 
-SCALED = [case for case in CASES if matrix_unit_of(case).tile_gemm and matrix_unit_of(case).sums.scale]
+SCALED = [case for case in CASES if "tile_gemm" in matrix_unit_of(case).families and matrix_unit_of(case).sums.scale]
 
 
 @pytest.mark.parametrize("case", SCALED, ids=str)
@@ -284,7 +285,7 @@ def test_programs_that_share_k(case: Case, hopper: None) -> None:
     """Parts of one size and of two, short and whole tiles; the counters are left at 0."""
     for split, shape, rows, dtype in ((2, (20, 512), 20, torch.float16), (4, (64, 1280), 16, torch.bfloat16)):
         packed = packed_of(case, shape, next(choices(case)))
-        config = {**configure.candidates("tile_gemm", packed, rows)[0], "SPLIT": split}
+        config = {**BY_NAME["tile_gemm"].configs(packed, rows, packed.device)[0], "SPLIT": split}
         check(case, shape, {}, rows, dtype, bias=split == 2, packed=packed, candidate=Candidate("tile_gemm", config))
         assert not scratch.counters.take(1, packed.device).any()
 
@@ -300,7 +301,7 @@ def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
     packed = packed_of(case, (16, 512), next(choices(case)), seed=3)
     x = torch.eye(512, dtype=dtype, device=DEVICE)
     weight = case.module.dequantize(packed.to("cpu"), torch.float32).t()
-    if matrix_unit_of(case).skinny:
+    if "skinny" in matrix_unit_of(case).families:
         places = torch.arange(128)
         columns = torch.arange(512) if ALL else places + 128 * ((places + places // 4 + places // 32) % 4)
         x, weight = x[columns], weight[columns]

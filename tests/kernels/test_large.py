@@ -16,6 +16,7 @@ from qdsl.core.shapes import axis
 from qdsl.generated import fp8_channel, q4_0
 from qdsl.runtime import PackedWeight, cdiv
 from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.families import lanes
 from qdsl.runtime.libraries.call import Call
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, fixed_shape, random_packed, smallest
@@ -106,8 +107,7 @@ def run_last_programs(case: Case, packed: PackedWeight, part: PackedWeight) -> N
 @pytest.mark.parametrize("case", LANES, ids=str)
 def test_last_program_of_matrix_units(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With x one-hot, products are weights, which the types of the products can hold."""
-    monkeypatch.setattr(configure, "has_tile_gemm",
-                        lambda packed, dtype, device: bool(packed.layout.kernels.matrix_unit.tile_gemm))
+    monkeypatch.setattr(lanes, "target", lambda device: configure.Target(8, 132))
     packed, part = sparse_weight(case, WEIGHTS)
     x, out = torch.zeros(rows, part.shape[1], dtype=torch.float16), sparse((rows, packed.shape[0]), torch.float16)
     x[-1, -1] = 1

@@ -102,7 +102,7 @@ def test_numbers_too_far_apart_for_float16(tmp_path: Path) -> None:
     """Posits of the standard reach from 2^-24 to 2^24: bfloat16 x alone meets them on matrix units."""
     module, packed, case = table_format(tmp_path, 8, POSITS[2], OF_GROUPS)
     planar = module.convert(packed, PLANAR).to(DEVICE)
-    assert [launch.fits_matrix_units(x_of(1, 256, dtype), planar) for dtype in DTYPES] == [False, True]
+    assert [launch.fits_experts(x_of(1, 256, dtype), planar) for dtype in DTYPES] == [False, True]
     for rows in (1, 5):
         check(case, planar.shape, {}, rows, torch.bfloat16, packed=planar)
 

@@ -22,6 +22,7 @@ from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
+from qdsl.runtime.gpu.families.units import ONE_BY_ONE
 from qdsl.runtime.gpu.prepared import Prepared, prepare
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import linear, ops
@@ -160,7 +161,7 @@ def test_candidates_are_launches() -> None:
             with configure.assumed(9, 132):
                 legal = plan.candidates(packed, m, BF16, META)
                 kinds = [option.kind for option in legal]
-                assert (kinds[-1], kinds.count("decode"), kinds.count("matvec")) == ("decode", 1, m <= plan.MATVEC)
+                assert (kinds[-1], kinds.count("decode"), kinds.count("matvec")) == ("decode", 1, m <= ONE_BY_ONE)
                 for candidate in legal[:-1]:
                     [call] = launch.linear_calls(x, packed, None, out, candidate=candidate)
                     assert call.grid == candidate.grid
@@ -244,7 +245,7 @@ def test_words_that_neighbour_along_n_are_walked_by_programs_enough(form: Module
     """A program of `matvec` takes a sector of rows of tiles and is long along K; it does not walk thousands of short tiles."""
     packed = form.FORMAT.empty((n, 4096), storage or None)
     rows, units = configure.grid_axes(packed)
-    candidate = plan.matvec(packed, 1)
+    candidate = plan.any_product(packed, 1)
     assert packed.layout.kernels.last == "n" and candidate.grid[0] >= min(64, rows // 8)
     assert units // candidate.config["BK"] <= 32
     assert candidate.config["BN"] * candidate.config["BK"] <= configure.UNITS
@@ -285,7 +286,7 @@ def test_contraction_does_not_depend_on_the_release_of_triton() -> None:
     """A product and a sum are contracted wherever that is allowed; where it would skip a rounding of the formula, never."""
     packed, x = q4_0.FORMAT.empty((64, 256), "gguf"), torch.empty(1, 256, device="meta")
     [decoding], [multiplying] = launch.dequantize_calls(packed, torch.empty(64, 256, device="meta")), launch.linear_calls(
-        x, packed, None, torch.empty(1, 64, device="meta"), candidate=plan.matvec(packed, 1))
+        x, packed, None, torch.empty(1, 64, device="meta"), candidate=plan.any_product(packed, 1))
     assert not decoding.options["enable_fp_fusion"] and multiplying.options["enable_fp_fusion"]
 
 

@@ -14,6 +14,7 @@ from bench.gpu import regimes
 from qdsl.generated import any_precision, fp8_block, int8_channel, int_group, q4_0
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, strides
+from qdsl.runtime.gpu.families import ANY_GPU
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
 from tests.kernels.test_large import run_last, sparse
@@ -105,7 +106,7 @@ def test_products_unit_by_unit(name: str) -> None:
     assert part is not None and strides.has_gaps(part)
     x = torch.randn(3, part.shape[1]).to(DEVICE).half()
     config = {"BN": 16, "BK": 16, "BM": 16, "SPLIT": 1, "EVEN": configure.is_even(part, 16, 16)}
-    for candidate in (plan.matvec(part, 3), plan.gemm(part, 3, config)):
+    for candidate in (plan.any_product(part, 3), ANY_GPU.candidate(part, 3, config)):
         assert_equal_products(x, part, lambda x, packed, out, candidate=candidate: [
             *launch.linear_calls(x, packed, None, out, candidate=candidate)])
 
@@ -141,7 +142,8 @@ def test_matrix_units(case: Case) -> None:
         x = torch.randn(rows, part.shape[1]).to(DEVICE).half()
         with configure.assumed(9, 132):
             candidate = regimes.candidate(x, part)
-            assert candidate is not None and (candidate.kind != "matvec" or part.layout.kernels.matrix_unit.skinny is None)
+            families = part.layout.kernels.matrix_unit.families
+            assert candidate is not None and (candidate.kind != "matvec" or "skinny" not in families)
             assert_equal_products(x, part, lambda x, packed, out, candidate=candidate: [
                 *launch.linear_calls(x, packed, None, out, candidate=candidate)])
 
@@ -150,7 +152,7 @@ def test_matrix_units(case: Case) -> None:
 def test_eight_bits(module: ModuleType, rows: int) -> None:
     part = module.quantize(torch.randn(150, 1024)).to(DEVICE).cut("K", 512, 1024)
     x = torch.randn(rows, 512).to(DEVICE).to(BF16)
-    assert strides.has_gaps(part) and launch.has_w8a8(x, part)
+    assert strides.has_gaps(part) and launch.has_quantized(x, part)
     assert_equal_products(x, part, lambda x, packed, out: [*launch.quantized_calls(x, packed, None, out)])
 
 

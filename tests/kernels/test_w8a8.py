@@ -11,19 +11,20 @@ import torch
 
 from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_block, int8_channel, int8_tensor, q4_0
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, costs, launch
+from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.devices import GPUS
+from qdsl.runtime.gpu.families import w8a8
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import ops
 from qdsl.runtime.weight import eight
-from qdsl.runtime.weight.matrix_unit import W8A8
+from qdsl.runtime.weight.matrix_unit import EightBit
 from tests.support import compiling
 from tests.support.formats import Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CASES = [case for case in cases() if (lanes := case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit)
-         and lanes.w8a8]
+         and lanes.eight]
 E4M3 = [case for case in CASES if case.path.stem.startswith("fp8")]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A short last tile of rows; a short last block of rows of a scale; whole tiles, and a row of x more than a tile has.
@@ -43,7 +44,7 @@ def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 def narrow_of(packed: PackedWeight) -> tuple[str, bool]:
     lanes = packed.layout.kernels.matrix_unit
-    return lanes.w8a8.type, lanes.w8a8.groups
+    return lanes.eight.type, lanes.eight.groups
 
 
 def exact(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +141,7 @@ def hard(dtype: torch.dtype) -> torch.Tensor:
 def test_the_kernel_makes_the_bits_of_torch(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, x = packed_of(case, (128, 256)), hard(dtype)
     kind, groups = narrow_of(packed)
-    monkeypatch.setattr(launch, "shared_k", lambda *_: (1, False))
+    monkeypatch.setattr(w8a8, "shared_k", lambda *_: (1, False))
     call = next(launch.quantized_calls(x, packed, None, torch.empty(11, 128, device=DEVICE)))
     call.run()
     codes, scales = eight.quantized(x.cpu(), kind, groups)
@@ -186,7 +187,7 @@ def test_rows_of_x_as_rows_of_the_matrix_unit(case: Case, monkeypatch: pytest.Mo
     products = []
     for unroll in (1, 2):
         config = {"BN": 64, "BM": 32, "STAGES": 3, "TOKENS": 1, "UNROLL": unroll}
-        monkeypatch.setattr(configure, "w8a8", lambda *_, config=config: (config, 4))
+        monkeypatch.setattr(w8a8, "configuration", lambda *_, config=config: (config, 4))
         products.append(product(x, packed, bias))
     check(products[0], x, packed, bias, bits_of(packed))
     assert torch.equal(*products)
@@ -197,13 +198,13 @@ def test_rows_of_x_as_rows_of_the_matrix_unit(case: Case, monkeypatch: pytest.Mo
 def test_programs_that_share_k(case: Case, tokens: int, unroll: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of them take 2, 2 and 1 trips: the same sums, and of int8 the same bits; counters are 0 again."""
     config = {"BN": 64, "BM": 16, "STAGES": 3, "TOKENS": tokens, "UNROLL": unroll}
-    monkeypatch.setattr(configure, "w8a8", lambda *_: (config, 4))
-    monkeypatch.setattr(launch, "shared_k", lambda *_: (1, False))
+    monkeypatch.setattr(w8a8, "configuration", lambda *_: (config, 4))
+    monkeypatch.setattr(w8a8, "shared_k", lambda *_: (1, False))
     k = 640 * unroll
     packed, x = packed_of(case, (72, k)), x_of(18, k, torch.bfloat16)
     bias = x_of(3, 72, torch.bfloat16)[0]
     alone = product(x, packed, bias)
-    monkeypatch.setattr(launch, "shared_k", lambda *_: (3, False))
+    monkeypatch.setattr(w8a8, "shared_k", lambda *_: (3, False))
     shared = product(x, packed, bias, launched := [])
     assert launched[-1].grid == (2, 2, 3) and not launched[-1].scratch[1].any()
     check(shared, x, packed, bias, bits_of(packed))
@@ -218,7 +219,7 @@ def test_programs_that_quantize_x(case: Case, dtype: torch.dtype, monkeypatch: p
     packed, x, bias = packed_of(case, (72, 256)), hard(dtype), x_of(3, 72, dtype)[0]
     products = []
     for split, itself in ((1, False), (1, True), (2, True)):
-        monkeypatch.setattr(launch, "shared_k", lambda *_, way=(split, itself): way)
+        monkeypatch.setattr(w8a8, "shared_k", lambda *_, way=(split, itself): way)
         products.append(product(x, packed, bias, launched := []))
         assert [call.family for call in launched] == ["quantize", "w8a8"][itself:]
     alone, own, shared = products
@@ -229,18 +230,18 @@ def test_programs_that_quantize_x(case: Case, dtype: torch.dtype, monkeypatch: p
 
 def test_how_many_programs_share_k() -> None:
     """None where tiles fill the GPU; more of them for fewer tiles; at least 512 columns each."""
-    ways = [costs.shared_k(n // 64, 64, 16, 4096, n * 4096, False, GPUS["h200"]) for n in (512, 1024, 2048, 4096, 8192, 28672)]
+    ways = [w8a8.shared_k(n // 64, 64, 16, 4096, n * 4096, False, GPUS["h200"]) for n in (512, 1024, 2048, 4096, 8192, 28672)]
     assert not any(itself for _, itself in ways)
     parts = [split for split, _ in ways]
     assert parts[3] == 2 and parts[-1] == 1 and parts[0] > 4 and sorted(parts, reverse=True) == parts
-    assert costs.shared_k(8, 64, 16, 1024, 512 * 1024, False, GPUS["h200"])[0] == 2
+    assert w8a8.shared_k(8, 64, 16, 1024, 512 * 1024, False, GPUS["h200"])[0] == 2
 
 
 def test_when_programs_quantize_x() -> None:
     """Where that takes less than a launch before: not in long loops of many tiles."""
     h200 = GPUS["h200"]
-    assert costs.shared_k(64, 64, 16, 4096, 4096 * 4096, True, h200) == (4, True)
-    assert not costs.shared_k(448, 64, 16, 8192, 28672 * 8192, True, h200)[1]
+    assert w8a8.shared_k(64, 64, 16, 4096, 4096 * 4096, True, h200) == (4, True)
+    assert not w8a8.shared_k(448, 64, 16, 8192, 28672 * 8192, True, h200)[1]
 
 
 def test_a_weight_without_zero_points() -> None:
@@ -268,13 +269,13 @@ def test_without_matrix_units_for_e4m3(case: Case, ampere: None) -> None:
 
 def test_int8_sums_are_exact() -> None:
     """The largest codes all along the longest K that there is a kernel for: float32 would lose their last bits."""
-    k = launch.SHORT
+    k = w8a8.SHORT
     codes = torch.full((1, k), -128, dtype=torch.int8)
     codes[0, ::2] = 127
     packed = int8_tensor.pack({"q": codes, "s": torch.ones(1, dtype=torch.float32)[0]}, scale_type="f32").to(DEVICE)
     x = torch.full((1, k), 127.0, device=DEVICE)
     x[0, 1::2] = -127
-    assert launch.has_w8a8(x, packed) and not launch.has_w8a8(torch.empty(1, k + 128), packed)
+    assert launch.has_quantized(x, packed) and not launch.has_quantized(torch.empty(1, k + 128), packed)
     out = product(x, packed)
     assert out.item() == float(torch.tensor(127 * 255 * (k // 2)).float())
 
@@ -284,11 +285,11 @@ def test_int8_sums_are_exact() -> None:
 @pytest.mark.parametrize("capability", [8, 9, 10])
 def test_tiles(m: int, n: int, capability: int) -> None:
     """What is launched covers out, and holds no more in shared memory than the device has."""
-    kernel = W8A8(None, "e4m3", "q", groups=True)
+    kernel = EightBit("e4m3", "q", groups=True)
     for wide in (False, True):
         with configure.assumed(capability, 132):
-            config, warps = configure.w8a8(m, n, 512, kernel, wide, torch.device("cpu"))
-            assert configure.w8a8(m, n, 384, kernel, wide, torch.device("cpu"))[0]["UNROLL"] == 1
+            config, warps = w8a8.configuration(m, n, 512, kernel, wide, torch.device("cpu"))
+            assert w8a8.configuration(m, n, 384, kernel, wide, torch.device("cpu"))[0]["UNROLL"] == 1
         assert config["BN"] % 64 == 0 and config["BM"] % 16 == 0 and config["BN"] * config["BM"] <= 2048 * warps
         assert config["UNROLL"] == 1 or (capability > 8 and m > 32 and not wide)
         bytes_ = config["STAGES"] * config["UNROLL"] * 128 * (config["BN"] + config["BM"] * (2 if wide else 1))
@@ -297,10 +298,10 @@ def test_tiles(m: int, n: int, capability: int) -> None:
 
 def test_trips_of_two_chunks() -> None:
     """For many rows of x on Hopper, unless int8 is summed in place; on Blackwell for E4M3 with scales along K."""
-    kernels = [W8A8(None, type, "q", groups=groups) for type in ("e4m3", "i8") for groups in (True, False)]
+    kernels = [EightBit(type, "q", groups=groups) for type in ("e4m3", "i8") for groups in (True, False)]
     for capability, chunks in ((8, [1, 1, 1, 1]), (9, [2, 2, 2, 1]), (10, [2, 1, 1, 1])):
         with configure.assumed(capability, 132):
-            configs = [configure.w8a8(4096, 4096, 4096, kernel, False, torch.device("cpu"))[0] for kernel in kernels]
+            configs = [w8a8.configuration(4096, 4096, 4096, kernel, False, torch.device("cpu"))[0] for kernel in kernels]
         assert [config["UNROLL"] for config in configs] == chunks
 
 

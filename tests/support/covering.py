@@ -11,11 +11,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from keyword import iskeyword
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from qdsl.runtime.gpu import kernels as families
+from qdsl.runtime.gpu.families import BY_NAME
+from qdsl.runtime.gpu.kernels.dequantize import dequantize
+from qdsl.runtime.gpu.kernels.matvec import matvec
 from tests.support.formats import Case
 
 T = TypeVar("T")
@@ -24,7 +27,7 @@ ALL = bool(os.environ.get("QDSL_TEST_ALL"))
 # Lines that say which weights a program takes, which of them there are, and where results go: any but those that read a weight.
 WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
                   r".*(tl\.(store|arange|program_id|zeros|sum)\b|store_sums|\bfor\b|<|cdiv)")
-PLAIN = {"dequantize": families.dequantize, "matvec": families.matvec}
+PLAIN = {"dequantize": dequantize, "matvec": matvec}
 EVERY = re.compile("")
 BRANCHES = ("ONES", "IN_ORDER", "SIGNED")                        # constants by which a family does something more for a format
 
@@ -34,15 +37,20 @@ def kernels(case: Case, *kinds: str) -> list[Any]:
     completes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels
     plain = [part for kind in kinds if kind in PLAIN for part in (PLAIN[kind], completes.decode)]
     matrix_unit = completes.matrix_unit
-    others = [(kind, family.kernel) for kind in kinds if matrix_unit and (family := getattr(matrix_unit, kind, None))]
-    return [*plain, *(part for kind, kernel in others for part in (kernel, *parts_of(case, matrix_unit, kind)))]
+    served = {**matrix_unit.families, **({"w8a8": {}} if matrix_unit.eight else {})} if matrix_unit else {}
+    return [*plain, *(part for kind in kinds if kind in served for part in (
+        _kernel("gemv_records" if kind == "gemv" and matrix_unit.records else kind), *parts_of(case, matrix_unit, kind)))]
+
+
+def _kernel(name: str) -> Any:
+    return getattr(import_module(f"qdsl.runtime.gpu.kernels.{name}"), name)
 
 
 def parts_of(case: Case, lanes: Any, kind: str) -> list[Any]:
     """The functions that complete a kernel of a family, and names of the branches that it takes."""
     sizes = {size: case.choice[size] for size in case.module.FORMAT.size_axes}
     tensors = case.module.FORMAT.variant(case.choice).storages[case.storage].coded
-    constants = lanes.constants(kind, True, sizes, tensors)
+    constants = lanes.scaled(sizes, tensors) if kind == "w8a8" else BY_NAME[kind].constants(lanes, True, sizes, tensors)
     return [value if hasattr(value, "fn") else name for name, value in constants.items()
             if hasattr(value, "fn") or (name in BRANCHES and value)]
 

@@ -13,6 +13,7 @@ import qdsl
 from qdsl.analyze import launches
 from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
+from qdsl.runtime.gpu.families import BY_NAME
 from qdsl.runtime.weight.arrays import cdiv
 
 FILE = Path(__file__).resolve().parents[2] / "bench" / "results" / "public.json"
@@ -42,9 +43,9 @@ def seconds(figure: dict[str, Any], gpu: Gpu) -> float:
     name, _, storage = figure["ours"].partition(".")
     packed = launches.weight(qdsl.load(name), (n, k), storage, figure["params"])
     lanes = packed.layout.kernels.matrix_unit
-    kind = "gemv" if m == 1 and lanes is not None and lanes.gemv is not None else "skinny"
+    kind = "gemv" if m == 1 and lanes is not None and "gemv" in lanes.families else "skinny"
     with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors):
-        config = configure.candidates(kind, packed, m, torch.device("meta"))[0]
+        config = BY_NAME[kind].configs(packed, m, torch.device("meta"))[0]
     rows = cdiv(n, 16 * config["R"] * config["WN"])
     way = costs.Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, 8)))
     return costs.seconds(packed, way, m, torch.bfloat16, gpu)

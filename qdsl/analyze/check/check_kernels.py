@@ -1,7 +1,7 @@
 """Triton's kernels of a format against its reference, in Triton's interpreter.
 
-`tile_gemm` is for GPUs alone, and does not run here.  The interpreter is chosen before Triton is imported, so `check_kernels`
-starts a process: `python -m qdsl.analyze.check.check_kernels`.
+Tiles of many rows are for GPUs alone, and do not run here.  The interpreter is chosen before Triton is imported, so
+`check_kernels` starts a process: `python -m qdsl.analyze.check.check_kernels`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.format import Format
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.families import ANY_GPU
 from qdsl.runtime.gpu.kernels import codebook, lanes
 from qdsl.runtime.libraries.triton import is_installed, tl
 
@@ -102,7 +103,7 @@ def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.
     wanted = x.double() @ weight.t() + bias.double()
     spread = x.double().abs() @ weight.abs().t() + bias.double().abs()
     kernels = packed.layout.kernels
-    rounds = candidate.kind == "gemm" or (                       # weights, numbers of tables, or x
+    rounds = candidate.kind == ANY_GPU.name or (                 # weights, numbers of tables, or x
         kernels.matrix_unit and (kernels.rounds(dtype, packed.tensors) or packed.layout.factor))
     rounded = torch.finfo(dtype).eps / 2 if rounds else 0
     bound = spread * ((packed.shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from qdsl.compiler.emit.lines import WIDTH
 
@@ -28,6 +29,11 @@ def bare_tuple(texts: Iterable[str]) -> str:
     """Expressions as a tuple without brackets, as returned or unpacked."""
     items = list(texts)
     return ", ".join(items) + ("," if len(items) == 1 else "")
+
+
+def not_empty(**values: object) -> dict[str, Any]:
+    """The values that are not empty, by name."""
+    return {key: value for key, value in values.items() if value}
 
 
 def data(value: object) -> str:

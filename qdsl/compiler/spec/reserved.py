@@ -11,12 +11,11 @@ from qdsl.core.schemes import SCHEMES
 
 LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar", "plus", *functions())
 # Imports of generated modules from qdsl.runtime and qdsl.runtime.gpu.kernels.
-RUNTIME = ("Codes", "Format", "Gemv", "GroupField", "Kernels", "Levels", "MatrixUnitKernels", "Pairs", "Records", "RowCodes",
-           "RowLoops", "Skinny", "Storage", "Sums", "Table", "TileGemm", "Variant", "W8A8", "as_float", "as_type",
+RUNTIME = ("Codes", "EightBit", "Format", "GroupField", "Kernels", "Levels", "MatrixUnitKernels", "Pairs", "Records", "RowCodes",
+           "RowLoops", "Storage", "Sums", "Table", "Variant", "as_float", "as_type",
            "base3", "cdiv", "empty", "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread",
            "workspace")
-KERNELS = ("bitplanes", "codebook", "device", "gemv", "gemv_records", "group_sums", "lanes", "records", "skinny", "tile_gemm",
-           "w8a8")
+KERNELS = ("bitplanes", "codebook", "device", "group_sums", "lanes", "records")
 # Other modules, and builtins that generated code calls.
 MODULES = ("torch", "triton", "tl", "qdsl", "Tensor", "Any")
 BUILTINS = ("sum", "range", "int", "str", "dict", "float")

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,50 +21,22 @@ import torch
 from qdsl.core.shapes import axis
 from qdsl.host.files import cache_folder
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu, of_arch, of_device
-from qdsl.runtime.libraries.triton import release, runs_kernels
+from qdsl.runtime.libraries.triton import runs_kernels
 from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.layout import Kernels
-from qdsl.runtime.weight.matrix_unit import W8A8
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 MULTIPROCESSORS = 132                                            # assumed without a GPU: an H100's
-TRIP = 256                                                       # columns of w per warp and iteration of `skinny`
+TRIP = 256                                                       # columns of w per warp and iteration, unless blocks need others
 MOST_PARTS = 8                                                   # the most programs that share K
 SPLIT_PROGRAMS = 4                                               # programs share K only up to so many programs per SM
-GEMM_PARTS = (1, 2, 4, 8, 16)                                    # numbers of `gemm` programs that share K
-GEMM = {16: (64, 128), 64: (128, 64), 32: (32, 64)}              # by rows of x per program of `gemm`: its tile of w, N x K
-SMALL, SMALL_STEP = 32, 8192                                     # rows of x where kernels would spill with 64; most weights
-TENSOR_SUMS = 8                                                  # sums of 64 x 128 that an SM's tensor memory holds on Blackwell
 AXES = 8                                                         # most axes of a `dequantize` tile: rows, unit digits, lanes
 WIDE = 64                                                        # the fewest columns of w in a row of a `dequantize` tile
 WEIGHTS = 4096                                                   # the most weights per program of `dequantize`, 32 a thread
 UNITS = 1024                                                     # units per program and iteration: eight for each of 128 threads
-PROGRAMS = 256                                                   # programs that fill a GPU: the goal where tiles may be smaller
 OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), its values, the default first
 WARPS = 15                                                       # per SM, to keep enough bytes in flight (predicted)
-
-
-@dataclass(frozen=True, slots=True)
-class Tall:
-    """A `tile_gemm` tile of R * 16 * W rows of w and 128 rows of x, for 4-bit codes in groups of 128 columns or more.
-
-    unroll: chunks per iteration.  whole: only for shapes without partial tiles.  count: thread instructions per weight in the
-    loop on sm_90; times that follow from it are predicted.
-    """
-
-    R: int
-    W: int
-    unroll: int
-    whole: bool
-    count: float
-
-
-TALL = (Tall(2, 8, 1, True, 3.1), Tall(2, 4, 1, True, 3.3), Tall(1, 4, 2, True, 3.5), Tall(1, 4, 2, False, 3.7))
-
-
-# Tiles of `tile_gemm` for scaled weights by compute capability: R and rows of x, as counts and modelled times chose them.
-SCALED = {8: ((2, 32), (2, 64)), 9: ((1, 64), (2, 64), (1, 128)), 10: ((2, 64), (1, 128)), 12: ((2, 32),)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +108,6 @@ def _gpu(device: torch.device) -> Gpu:
     return of_device(properties.name, torch.cuda.get_device_capability(device), properties.multi_processor_count)
 
 
-def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `tile_gemm` runs: on NVIDIA GPUs from Ampere on."""
-    kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and kernels.tile_gemm is not None and target(device).capability >= 8
-
-
 def overlaps(device: torch.device) -> bool:
     """Whether a launch may begin before the previous one ends: if QDSL_PDL=auto, on NVIDIA GPUs from Hopper on.
 
@@ -151,73 +117,6 @@ def overlaps(device: torch.device) -> bool:
     if setting not in OVERLAPS:
         raise FormatError(f"{OVERLAP} is {' or '.join(OVERLAPS)}, not {setting!r}")
     return setting == "auto" and target(device).capability >= 9
-
-
-def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
-    """Configurations of a kernel for x [m, K]: the default one first, those that split K last."""
-    n, k = packed.shape
-    device = device or packed.device
-    if kind == "gemm":
-        rule, *others = (config for bm in (0, *GEMM) for split in GEMM_PARTS if (config := gemm(packed, m, split, device, bm)))
-    elif kind == "tile_gemm" and m > 64 and is_tall(packed) and target(device).capability == 9:
-        rule, *others = _tall(m, n, k, device)
-    elif kind == "tile_gemm":
-        rule = _many(min(m, most_columns(packed)), n, device)
-        # 2 and 4 stages would save 5 % at most by counts; 2 took longer than modelled on an H100.
-        fewer = () if target(device).capability == 9 else (16,)  # there warps repeat their loads of x for each other
-        others = [{**rule, "R": r, "BM": bm} for bm in dict.fromkeys((rule["BM"], min(32, rule["BM"]), *fewer)) for r in (1, 2)]
-    else:
-        kernels = packed.layout.kernels.matrix_unit
-        trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else TRIP
-        rule = lane_tiles(n, k, device, trip)
-        shared = (8, 4, 1) if kind == "gemv" else (8, 4, 2, 1)   # by counts, two warps are never the fastest `gemv`
-        others = [lane_tile(r, wk, k, trip) for r in (2, 1) for wk in shared if trip * wk <= k]
-        if kind == "skinny" and m > 8:
-            others += [{**config, "BM": 16} for config in (rule, *others)]
-    configs = [rule, *(other for i, other in enumerate(others) if other != rule and other not in others[:i])]
-    if kind != "tile_gemm":
-        return configs
-    configs += scaled_tiles(packed, m, device)
-    return [{**config, "SPLIT": split} for split in range(1, MOST_PARTS + 1) for config in configs
-            if split == 1 or _may_split(config, split, m, n, k, device)]
-
-
-def scaled_tiles(packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
-    """`tile_gemm` tiles for scaled weights, if groups have sums of their own: else nothing is scaled before the last sum."""
-    kernels = packed.layout.kernels.matrix_unit
-    if kernels is None or kernels.sums.scale is None:
-        return []
-    return [{"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0, "SCALED": 1}
-            for r, bm in SCALED.get(target(device).capability, ()) if bm < 2 * m]
-
-
-def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether `split` programs may share K: all fit on the SMs at once, and each has a chunk of K."""
-    tiles, chunks = cdiv(n, 16 * config["R"] * config["W"]) * cdiv(m, config["BM"]), k // 128
-    return tiles * split <= SPLIT_PROGRAMS * target(device).multiprocessors and (split - 1) * cdiv(chunks, split) < chunks
-
-
-def gemm(packed: PackedWeight, m: int, split: int, device: torch.device, bm: int = 0) -> dict[str, int] | None:
-    """The configuration of `gemm`: BN rows of tiles, BK units of K and BM rows of x per program and iteration; `split` share K.
-
-    bm: 0 for the default.  None if some program would have no part of K, or if there were too many programs.
-    """
-    rows, units = grid_axes(packed)
-    has_many_sums = target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units     # one per weight of a unit
-    # Triton 3.6's compiler crashes on a warp group's MMA with the rows of units side by side.
-    compiler_crashes = packed.layout.kernels.sums > 1 and release < (3, 7) and target(device).capability == 9
-    bm = bm or (16 if m <= 16 or has_many_sums else SMALL if compiler_crashes else 64)
-    if compiler_crashes and bm == 64:
-        return None
-    tall, columns = GEMM[bm]
-    bk = min(128, max(16, power(columns * units // max(1, packed.shape[1]))))
-    tall = min(tall, SMALL_STEP * units // max(1, bk * packed.shape[1])) if bm == SMALL else tall
-    bn = max(1, tall // packed.layout.kernels.sums)
-    programs, steps = cdiv(rows, bn) * cdiv(m, bm) * split, cdiv(units, bk)
-    exceeds_sms = programs > SPLIT_PROGRAMS * target(device).multiprocessors
-    if split > 1 and (exceeds_sms or (split - 1) * cdiv(steps, split) >= steps):
-        return None
-    return {"BN": bn, "BK": bk, "BM": bm, "SPLIT": split, "EVEN": is_even(packed, bn, bk)}
 
 
 def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
@@ -250,41 +149,6 @@ def forget() -> None:
     tuned_file.cache_clear()
 
 
-def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
-    """The default `tile_gemm` tile: R tiles of 64 rows of w and BM rows of x per program."""
-    bm = 16 if m <= 16 else 32 if m <= 32 else 64
-    r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
-    return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
-
-
-def most_columns(packed: PackedWeight) -> int:
-    """The most rows of x per program of `tile_gemm`."""
-    return 128 if is_tall(packed) else 64
-
-
-def has_short_groups(packed: PackedWeight) -> bool:
-    """Whether groups have fewer columns than a chunk: their sums take more registers."""
-    kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and min(kernels.sizes(packed.sizes), default=128) < 128
-
-
-def is_tall(packed: PackedWeight) -> bool:
-    """Whether a program of `tile_gemm` may take 128 rows of x."""
-    kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and kernels.tile_gemm is not None and kernels.tile_gemm.tall and not has_short_groups(packed)
-
-
-def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
-    """`tile_gemm` configurations for more than 64 rows of x, by the instructions of the busiest multiprocessor."""
-    def cost(tile: Tall) -> float:
-        rows = 16 * tile.R * tile.W
-        return cdiv(cdiv(n, rows) * cdiv(m, 128), target(device).multiprocessors) * rows * tile.count
-
-    fit = [tile for tile in TALL if not tile.whole or (m % 128 == 0 and n % (16 * tile.R * tile.W) == 0)]
-    return [{"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": k if tile.whole else 0}
-            for tile in sorted(fit, key=cost)]
-
-
 @cache
 def has_fp8(device: torch.device) -> bool:
     """Whether matrix units take E4M3; without a GPU, as on an H100."""
@@ -296,35 +160,6 @@ def converts_fp8(device: torch.device) -> bool:
     if device.type != "cuda":
         return _assumed.capability >= 9
     return bool(torch.version.cuda) and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def w8a8(m: int, n: int, k: int, kernel: W8A8, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
-    """The configuration of `w8a8`, BN rows of w and BM rows of x per program, and its warps.  wide: x has 16-bit codes.
-
-    TOKENS: from 64 rows of x on they are the rows of the MMA, so that a thread needs the scales of 2 of them, not 32.  Hopper's
-    MMAs take at least 64 rows.  Stages fill 99 KB of shared memory, which every device has.  Iterations of two chunks fill up to
-    200 of 227 KB: their program has the SM to itself.
-    """
-    bm, sms = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128, target(device).multiprocessors
-    pairs = not wide and k % 256 == 0 and _takes_pairs(kernel, device)
-    if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * sms:
-        bm = min(bm, 64)
-        pairs = pairs and bm == 64 and cdiv(n, 64) * cdiv(m, 64) <= 2 * sms
-        return {"BN": 64, "BM": bm, "STAGES": 6 if bm < 64 else 3 if pairs else 4, "TOKENS": int(bm == 64 and not wide),
-                "UNROLL": 1 + pairs}, 4
-    stages = 4 if bm == 64 and not wide else 3
-    return {"BN": 128, "BM": bm, "STAGES": stages, "TOKENS": int(not wide), "UNROLL": 1 + (pairs and bm == 128)}, bm // 16
-
-
-def _takes_pairs(kernel: W8A8, device: torch.device) -> bool:
-    """Whether two chunks per iteration save more than they cost, by counts on sm_90 and sm_100.
-
-    int8 without scales along K is summed in place, so that two programs fit on a Hopper SM.  On Blackwell int8 is multiplied
-    outside of the matrix units: a second chunk would spill, and without scales along K it saves nothing.
-    """
-    capability = target(device).capability
-    return (capability == 9 and (kernel.groups or kernel.type != "i8")) or (
-        capability == 10 and kernel.groups and kernel.type != "i8")
 
 
 def tile(last: str, rows: int, units: int, size: int) -> tuple[int, int]:
@@ -361,17 +196,6 @@ def columns_in_order(kernels: Kernels, bn: int, bk: int) -> dict[str, tuple[int,
     return {"DIGITS": (*(shape[axis] for axis in axes), *(1 for _ in more)), "ORDER": (*map(axes.index, kernels.order), *more)}
 
 
-def product_tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
-    """The rows and units of a `matvec` tile.
-
-    If rows are contiguous: at least a memory sector along N, so that programs fill the GPU, then long along K for few iterations.
-    """
-    if last == "k":
-        return tile(last, rows, units, max(128, UNITS // sums))
-    long = min(128, power(rows), max(8, power(rows // PROGRAMS)))
-    return long, min(UNITS // long, power(units))
-
-
 def is_even(packed: PackedWeight, bn: int, bk: int) -> bool:
     """Whether tiles of BN rows and BK units cover the weight exactly; rows past the end may be clamped."""
     rows, units = grid_axes(packed)
@@ -392,7 +216,7 @@ def power(value: int) -> int:
 
 
 def lane_tiles(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[str, int]:
-    """The default `gemv` and `skinny` tile of a weight [n, k]: R tiles of 16 rows per warp, WK warps that share K.
+    """The default tile of a weight [n, k] for kernels of few rows of x: R tiles of 16 rows per warp, WK warps that share K.
 
     Two tiles of a warp share the operands of x, so R = 1 only pays if programs would not fill the device.  WK grows until every
     SM has enough warps; a warp takes `trip` columns per iteration.
@@ -406,5 +230,10 @@ def lane_tiles(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[s
 
 
 def lane_tile(r: int, wk: int, k: int, trip: int) -> dict[str, int]:
-    """A tile of `gemv` or `skinny`: R tiles of 16 rows, and WK warps that share K, `trip` columns each per iteration."""
+    """Such a tile: R tiles of 16 rows, and WK warps that share K, `trip` columns each per iteration."""
     return {"R": r, "WN": 1, "WK": wk, "EVEN": k % (trip * wk) == 0}
+
+
+def distinct(configs: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """The configurations without repetitions, in order."""
+    return [config for place, config in enumerate(configs) if config not in configs[:place]]

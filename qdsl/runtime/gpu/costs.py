@@ -12,7 +12,6 @@ COPIED_BYTES, EXPOSED and WAIT were fitted to times on an H100 (docs/predictions
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -46,11 +45,7 @@ ARRIVAL = 3 * 270                                                # cycles: a sto
 MATMUL = 0.9                                                     # share of the matrix rate that the vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out per SM in the vendor's matmul
 DECODED = 1 << 28                                                # bytes of a weight that a product decodes at a time
-QUANTIZE = 12                                                    # instructions per number of x that `w8a8` quantizes, on sm_90
-TRIP, LONG_TRIP = 470, 955                                       # cycles per 128 columns: x quantized before, or in the loop
-RESIDENT, MOST_SPLIT = 3, 8                                      # its programs per SM at a time; the most that share K
 SCALED = " S=1"                                                  # ends the table's key of a kernel that scales weights
-LANES = 128                                                      # thread instructions that an SM issues per cycle
 TABLE = Path(__file__).with_name("costs.json")
 
 
@@ -111,7 +106,7 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     if candidate.kind == "decode":
         return _decode_seconds(packed, packed.nbytes, m, dtype.itemsize, target, counts)
     total = launch_terms(packed, candidate, m, dtype, target, counts).seconds
-    if candidate.kind not in ("matvec", "gemm") and packed.tensors.get(packed.layout.factor.removeprefix("/")) is not None:
+    if "BK" not in candidate.config and packed.tensors.get(packed.layout.factor.removeprefix("/")) is not None:
         total += LAUNCH + LATENCY + 2 * dtype.itemsize * m * k / (target.bandwidth * 1e9 * REACHABLE)   # the scale_columns launch
     if (split := candidate.config.get("SPLIT", 1)) > 1:
         total += merge_seconds(split, _part_bytes(candidate, n), math.prod(candidate.grid[:2]), target)
@@ -123,12 +118,12 @@ def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torc
     """The parts of the modelled time of a launch.  Takes the arguments of `seconds`; `candidate` must not be 'decode'."""
     (n, k), nbytes = packed.shape, packed.nbytes
     cost = counts or kernel_cost(packed, candidate.kind, candidate.config, target.arch)
-    if candidate.kind == "gemm":                                 # counts may come from an arch with faster matrix units
+    if {"BK", "BM"} <= candidate.config.keys():                  # counts may come from an arch with faster matrix units
         rate = target.matmul * 1e12 / 2 / target.cycles          # multiply-adds of a scheduler's matrix unit in a cycle
         cost = replace(cost, trip=max(cost.trip, candidate.config["BM"] * cost.step / cost.warps / rate))
     kernels, programs = packed.layout.kernels.matrix_unit, math.prod(candidate.grid)
     passes = candidate.grid[1] if len(candidate.grid) > 1 else 1
-    split, is_tiled = candidate.config.get("SPLIT", 1), candidate.kind == "tile_gemm" and kernels is not None
+    split, is_tiled = candidate.config.get("SPLIT", 1), "STAGES" in candidate.config and kernels is not None
     columns = k if split == 1 else cdiv(k // 128, split) * 128
     sums = 0 if split == 1 else programs * _part_bytes(candidate, n)    # bytes of all partial sums: stored, then loaded
     work = Work(nbytes, passes, dtype.itemsize * m * columns * (programs // passes) + 2 * sums, is_tiled,
@@ -141,26 +136,6 @@ def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torc
 def _part_bytes(candidate: Candidate, n: int) -> int:
     """Bytes of the partial sums of one program when programs share K."""
     return 4 * _rows(candidate.config, n, candidate.grid[0]) * candidate.config["BM"]
-
-
-def shared_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, quantizes: bool, target: Gpu) -> tuple[int, bool]:
-    """The number of `w8a8` programs that share K, and whether they quantize x themselves, by the least modelled time.
-
-    tiles: of out, [rows of w, columns].  nbytes: of the weight, [N, k] codes of 8 bits.  quantizes: programs can quantize x, else
-    a separate launch does.  A program has at least 4 chunks of 128 columns; quantizing x makes each slower.
-    """
-    def modelled(choice: tuple[int, bool]) -> float:
-        split, quantizes_x = choice
-        per_sm, chunks = cdiv(tiles * split, target.multiprocessors), cdiv(k // 128, split)
-        streamed = per_sm * chunks * 128 * (rows + columns) / L2_BYTES
-        issued = per_sm * chunks * 128 * (2 * rows + QUANTIZE * columns * quantizes_x) / LANES
-        waited = cdiv(per_sm, RESIDENT) * chunks * (LONG_TRIP if quantizes_x else TRIP)
-        merged = merge_seconds(split, 4 * rows * columns, tiles, target) if split > 1 else 0.0
-        busy = max(streamed, issued, waited) / (target.clock * 1e9)
-        return max(nbytes / (REACHABLE * target.bandwidth * 1e9), busy) + merged + (0.0 if quantizes_x else LAUNCH + LATENCY)
-
-    most = min(MOST_SPLIT, max(1, k // 512)) if tiles < target.multiprocessors and target.is_nvidia else 1
-    return min(itertools.product(range(1, most + 1), (False, True)[:1 + quantizes]), key=modelled)
 
 
 def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:

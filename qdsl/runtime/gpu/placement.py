@@ -43,15 +43,9 @@ def fastest_storage(packed: PackedWeight, quantizes_x: bool = False) -> PackedWe
     if choice == "never" or quantizes_x:
         return packed
     if packed.device.type == "cpu" and not runs_kernels(packed.device):
-        return packed.format.planar(packed) if is_permuted(packed) else packed
+        return packed.format.planar(packed) if packed.moved_indices else packed
     larger = choice == "larger"
     return packed.format.planar(packed, larger) if planar_gain(packed, packed.device, larger) > GAIN else packed
-
-
-def is_permuted(packed: PackedWeight) -> bool:
-    """Whether the weight has an act-order index: columns of a group lie anywhere along K."""
-    return any(tensor.dtype == "index" and name in packed.tensors and name not in packed.in_order
-               for name, tensor in packed.layout.tensors.items())
 
 
 def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False) -> float:

@@ -40,7 +40,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_
 
 
 def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None, mode: str) -> Tensor:
-    """x [M, K], contiguous, times the weight in 8 bits; requires launch.has_w8a8.  scale: the static scale of x, or None.
+    """x [M, K], contiguous, times the weight in 8 bits; requires launch.has_quantized.  scale: the static scale of x, or None.
 
     Prepares the launches for the next call in this mode, unless the scale is static: then torch quantizes x.
     """

@@ -48,7 +48,7 @@ class Call:
 
     @property
     def family(self) -> str:
-        """The kernel's name: 'gemv', 'skinny', 'dequantize', 'matvec'."""
+        """The kernel's name."""
         name: str = self.kernel.fn.__name__
         return name
 

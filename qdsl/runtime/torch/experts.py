@@ -3,7 +3,7 @@
     qdsl::grouped_linear       x [M, K], offsets [E + 1], bias [E, N]  ->  [M, N]
     qdsl::grouped_transposed   gradient [M, N], offsets [E + 1]        ->  [M, K], the gradient with respect to x
 
-On a GPU nothing waits for the host: the device computes a map of tiles from the offsets.  `skinny` takes few rows per expert.
+On a GPU nothing waits for the host: the device computes a map of tiles from the offsets.  One kernel takes few rows per expert.
 Otherwise experts that have rows are decoded, some at a time, and one launch multiplies them.  In float64 and for gradients
 torch's batched matmul multiplies tiles by the decoded weights of their experts.  On a CPU experts are multiplied one by one, and
 the host reads the offsets.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu.families import BY_EXPERTS
 from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.private_apis import without_autocast
@@ -236,10 +237,11 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
 def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
     """Whether one launch decodes and multiplies m rows: few rows per expert, and a kernel for matrix units."""
     if m > experts * MOST or cdiv(m, ROWS) + experts > launch.SECOND_AXIS or packed.layout.streams or \
-            not launch.fits_matrix_units(x, packed, skinny=True):
+            not launch.fits_experts(x, packed):
         return False
     options = plan.choice(packed, cdiv(m, experts), x.dtype, x.device).options
-    return next(option.candidate.kind for option in options if option.candidate.kind in ("skinny", "decode")) == "skinny"
+    fused = BY_EXPERTS.name
+    return next(option.candidate.kind for option in options if option.candidate.kind in (fused, "decode")) == fused
 
 
 def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Tensor, bias: Tensor | None, rows: Tensor | None,

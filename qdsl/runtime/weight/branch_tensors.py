@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import Axis, axis, seen_shape
+from qdsl.core.slices import fill
 from qdsl.runtime.weight.branch_kinds import KINDS, Fields
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.match import stored_dtype
@@ -44,12 +45,9 @@ class BranchTensor:
 
     def __init__(self, name: str, dtype: str, *axes: str, digits: Sequence[str] = (), order: Sequence[Sequence[int]] = (),
                  half: tuple[str, int] | None = None, **_: object) -> None:
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "kind", half[0] if half else dtype)
-        object.__setattr__(self, "at", half[1] if half else None)
-        object.__setattr__(self, "axes", tuple(map(axis, axes)))
-        object.__setattr__(self, "digits", tuple(map(axis, digits)))
-        object.__setattr__(self, "order", tuple(map(tuple, order)))
+        kind, at = half or (dtype, None)
+        fill(self, name=name, kind=kind, at=at, axes=tuple(map(axis, axes)), digits=tuple(map(axis, digits)),
+             order=tuple(map(tuple, order)))
 
     def dtype(self, params: Mapping[str, int | str]) -> torch.dtype:
         return stored_dtype(str(params.get(self.kind, self.kind)))
@@ -100,7 +98,7 @@ class BranchTensor:
         return split.permute(inverse).reshape(whole).contiguous()
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Branch:
     """A term that a format adds to its decoded weight.  kind: of core/branches.py.  tensors: of its fields.
 
@@ -110,11 +108,6 @@ class Branch:
     kind: str
     tensors: Mapping[str, BranchTensor]
     ordered: bool
-
-    def __init__(self, kind: str, ordered: bool = False, **tensors: BranchTensor) -> None:
-        object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "tensors", tensors)
-        object.__setattr__(self, "ordered", ordered)
 
     @property
     def names(self) -> list[str]:

@@ -127,18 +127,18 @@ def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tenso
 
     None if the other storage needs columns in order and these are not.
     """
-    index = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index"]
     into = [name for name, stored in other.layout.tensors.items() if stored.dtype == "index"]
     group = next((field.groups.by(packed.sizes) for field in packed.variant.fields.values() if field.groups is not None), 1)
     if packed.order is not None:
         if other.layout.order:
             return {other.layout.order: packed.order}, None
         return ({into[0]: order.index_of(packed.order, group)}, order.places(packed.order)) if into else None
-    if into or all(name in packed.in_order for name in index):
+    if into or not packed.moved_indices:
         return {}, None
-    if not other.layout.order or order.uneven(packed.tensors[index[0]], group):
+    index = packed.tensors[packed.moved_indices[0]]
+    if not other.layout.order or order.uneven(index, group):
         return None
-    by_group = order.by_groups(packed.tensors[index[0]])
+    by_group = order.by_groups(index)
     return {other.layout.order: by_group}, by_group.long()
 
 
@@ -219,10 +219,9 @@ class _Change:
         field = self.packed.variant.fields[piece.field]
         kind = number(str(self.packed.params.get(field.type, field.type)))
         width = piece.width or (kind.bits if kind is not None else 32)
-        weight = field.axes, self.packed.shape, self.packed.sizes
-        tensor, (dtype, shape) = self.packed.tensors[by], self.wanted[name]
-        source = self.packed.layout.tensors[by].placed(before, tensor.shape, 8 * tensor.element_size(), *weight)
-        result = self.other.layout.tensors[name].placed(piece, shape, 8 * dtype.itemsize, *weight)
+        source, (dtype, shape) = self.packed.placed(by, before), self.wanted[name]
+        result = self.other.layout.tensors[name].placed(piece, shape, 8 * dtype.itemsize, field.axes, self.packed.shape,
+                                                        self.packed.sizes)
         if source is None or result is None or transpose.plan(source, result, width) is None:
             return None
         moves = self.columns is not None and any(axis.text == "K" for axis in field.axes)

@@ -124,9 +124,8 @@ class _Conversion:
     def __init__(self, format: WeightFormat, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> None:
         self.packed = packed
         self.other = PackedWeight(format, storage, {}, packed.shape, params)
-        moved = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
         has_index = any(stored.dtype == "index" for stored in self.other.layout.tensors.values())
-        if (moved or packed.order is not None) and not self.other.layout.order and not has_index:
+        if (packed.moved_indices or packed.order is not None) and not self.other.layout.order and not has_index:
             raise FormatError(f"{format.name}.{storage} has columns in order; those of this weight belong to groups all over K "
                               "(act-order)")
         self.ways = self._ways()

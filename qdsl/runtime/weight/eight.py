@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.layout import PLANAR
-from qdsl.runtime.weight.matrix_unit import W8A8
+from qdsl.runtime.weight.matrix_unit import EightBit
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 CHUNK = 128                                                      # columns per group
@@ -27,7 +27,7 @@ def check(packed: PackedWeight) -> None:
     """Raises FormatError unless the weight can be multiplied by 8-bit x."""
     kernels = packed.layout.kernels.matrix_unit
     name = f"{packed.format.name}.{packed.storage}"
-    if kernels is None or kernels.w8a8 is None:
+    if kernels is None or kernels.eight is None:
         raise FormatError(f"quantize_x: {name} does not hold its codes as rows of 8 bits, e4m3 or i8")
     for text, size in zip(kernels.sums.blocks, kernels.sizes(packed.sizes), strict=True):
         if size % CHUNK and size < packed.shape[1]:
@@ -46,7 +46,7 @@ def is_possible(packed: PackedWeight) -> bool:
 def storage_for(packed: PackedWeight) -> str:
     """The storage with rows of 8-bit codes to which a planar weight converts; '' for other weights."""
     storages = packed.variant.storages.items() if packed.storage == PLANAR else ()
-    return next((name for name, layout in storages if layout.kernels.matrix_unit and layout.kernels.matrix_unit.w8a8), "")
+    return next((name for name, layout in storages if layout.kernels.matrix_unit and layout.kernels.matrix_unit.eight), "")
 
 
 def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) ->
 
 def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
     """x [M, K] quantized for a weight and dequantized: float32 [M, K], or float64 for float64 x.  scale: a static one."""
-    kernel = _w8a8(packed)
+    kernel = _own(packed)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():
         return x.to(dtype)
@@ -82,7 +82,7 @@ def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tens
     return codes.to(dtype) * wide
 
 
-def _w8a8(packed: PackedWeight) -> W8A8:
+def _own(packed: PackedWeight) -> EightBit:
     kernels = packed.layout.kernels.matrix_unit
-    assert kernels is not None and kernels.w8a8 is not None
-    return kernels.w8a8
+    assert kernels is not None and kernels.eight is not None
+    return kernels.eight

@@ -114,12 +114,10 @@ def _has_special_bytes(packed: PackedWeight, kinds: Mapping[str, str]) -> bool:
 
 def _floats(packed: PackedWeight, name: str, piece: Piece, dtype: torch.dtype) -> Tensor | None:
     """The floats of a field that a tensor of records holds, as a view; None if they do not lie at strides of whole floats."""
-    tensor, bits = packed.tensors[name], 8 * dtype.itemsize
-    placed = packed.layout.tensors[name].placed(piece, tensor.shape, 8 * tensor.element_size(),
-                                                packed.variant.fields[piece.field].axes, packed.shape, packed.sizes)
+    placed, bits = packed.placed(name, piece), 8 * dtype.itemsize
     digits = [] if placed is None else [digit for coordinate in placed.coordinates for digit in coordinate]
     if placed is None or piece.width or any(at % bits for at in (placed.start, placed.size, *(step for _, step in digits))):
         return None
-    flat = as_type(tensor.flatten(), dtype)
+    flat = as_type(packed.tensors[name].flatten(), dtype)
     return flat.as_strided([extent for extent, _ in digits], [step // bits for _, step in digits],
                            flat.storage_offset() + placed.start // bits)

@@ -88,10 +88,11 @@ def gathered(source: Source, sizes: Mapping[str, int], gather: Gather, fields: M
 
 def group_index(packed: PackedWeight) -> Tensor | None:
     """int32 [K], the group of each column, if columns are not in order (act-order); None if they are, and on meta."""
-    stored = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
-    if packed.device.type == "meta" or (packed.order is None and not stored):
+    if packed.device.type == "meta":
         return None
-    return packed.tensors[stored[0]].cpu() if packed.order is None else order.index_of(packed.order.cpu(), group_size(packed))
+    if packed.order is not None:
+        return order.index_of(packed.order.cpu(), group_size(packed))
+    return packed.tensors[packed.moved_indices[0]].cpu() if packed.moved_indices else None
 
 
 def group_size(packed: PackedWeight) -> int:

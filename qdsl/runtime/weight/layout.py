@@ -10,7 +10,7 @@ import torch
 
 from qdsl.core.numbers import TORCH_FLOATS
 from qdsl.core.shapes import Axis, axis
-from qdsl.core.slices import called
+from qdsl.core.slices import called, fill
 from qdsl.core.stored import PLANAR as PLANAR
 from qdsl.core.stored import Stored
 from qdsl.runtime.weight.branch_tensors import Branch as Branch
@@ -35,9 +35,7 @@ class Field:
     groups: Axis | None
 
     def __init__(self, type: str, *axes: str, groups: str | None = None) -> None:
-        object.__setattr__(self, "type", type)
-        object.__setattr__(self, "axes", tuple(map(axis, axes)))
-        object.__setattr__(self, "groups", axis(groups) if groups else None)
+        fill(self, type=type, axes=tuple(map(axis, axes)), groups=axis(groups) if groups else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Pairs:
 class Kernels:
     """Functions and constants that specialise the kernels for a storage, and their grids.
 
-    decode: decodes a unit, for `dequantize` and `matvec` (runtime/gpu/kernels).  rows, units: axes with the rows of tiles, and
+    decode: decodes a unit, for kernels that take any format (runtime/gpu/kernels).  rows, units: axes with the rows of tiles, and
     the units along K.  last: 'n' or 'k', the axis along which adjacent units are contiguous.  sums: rows per unit.  divides:
     decode divides by stored numbers.  tables: lookup tables of decode, passed after the tensors.  digits, lanes: extents of a
     unit's number within its record, and of its weights.  order: how the row of tiles, the record, the digits and the lanes make
@@ -107,7 +105,7 @@ class Kernels:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constants of `dequantize` and `matvec`."""
+        """Constants of kernels that decode unit by unit."""
         return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
 
     def rounds(self, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -123,7 +121,7 @@ class Kernels:
                    for table in self.tables if table not in exact)
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Stream:
     """An entropy code that holds a tensor's elements (streams.py).
 
@@ -133,11 +131,6 @@ class Stream:
     coding: str
     plain: Stored
     names: Mapping[str, str]
-
-    def __init__(self, coding: str, plain: Stored, **names: str) -> None:
-        object.__setattr__(self, "coding", coding)
-        object.__setattr__(self, "plain", plain)
-        object.__setattr__(self, "names", names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +172,7 @@ class Storage:
                   defaults: Iterable[str]) -> Storage:
         """The storage with what its format's program says of it.  defaults: the fields that have one."""
         tensors = {name: stored[name] for name in data["tensors"]}
-        streams = {name: Stream(code, called(Stored, plain), **names)
+        streams = {name: Stream(code, called(Stored, plain), names)
                    for name, (code, plain, names) in data.get("streams", {}).items()}
         further = {key: value for key, value in data.items() if key not in ("tensors", "streams", "transient")}
         further |= {"reads": _keywords(self.unpack), "extents": _keywords(self.pack)}
@@ -275,7 +268,7 @@ class Variant:
 
         stored: the tensors by storage.
         """
-        plus = tuple(Branch(kind, ordered, **{role: called(BranchTensor, tensor) for role, tensor in parts.items()})
+        plus = tuple(Branch(kind, {role: called(BranchTensor, tensor) for role, tensor in parts.items()}, ordered)
                      for kind, parts, ordered in data.get("plus", ()))
         fields = {name: called(Field, field) for name, field in data["fields"].items()}
         storages = {name: storage.described(data["storages"][name], stored[name], fields, data.get("defaults", ()))

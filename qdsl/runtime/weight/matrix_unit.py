@@ -1,4 +1,4 @@
-"""What the kernel families for matrix units (runtime/gpu/kernels) take from a storage: a record for each of them.
+"""What the kernel families for matrix units (runtime/gpu/families) take from a storage.
 
 Generated modules make these records (compiler/emit/triton/matrix_unit.py), and `MatrixUnitKernels.constants` makes the constants
 of a launch of them.
@@ -7,14 +7,13 @@ of a launch of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qdsl.runtime.weight.tables import Table
 
 CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
 SHORT = (16, 32, 64)                                             # block lengths of which a chunk has several
-RAW = 126                                                        # the exponent of the factor that raw numbers lack
 SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # 8-bit types that are stored as bytes
 LOOKED_UP, SHARED = -5, -6                                       # further kinds of numbers (group_numbers.loaded)
 PART = 32                                                        # kind of bits in a byte: PART * (lowest bit + 1) + width
@@ -80,7 +79,7 @@ class Codes:
     numbers: the function that converts codes.  words: the one that loads a chunk's words.  width: of the first plane of codes.
     bits: of codes that are operands without conversion, 0 for computed operands, -1 for two per code; signed: they are.  unit,
     base: the factor of the sums, and the difference of operands and codes, for float16 and bfloat16; a unit of 0: float16 is not
-    supported.
+    supported.  in_order: codes are bytes in row order.
     """
 
     numbers: Any
@@ -91,6 +90,7 @@ class Codes:
     unit: tuple[float, float] = (2.0 ** 24, 1.0)
     base: tuple[int, int] = (0, 128)
     levels: Levels | None = None
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         if self.width not in (1, 2, 4, 8) or not (-1 <= self.bits <= 0 or self.width <= self.bits <= 8):
@@ -119,52 +119,13 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Skinny:
-    """The kernel for up to 8 rows of x.  in_order: codes are bytes in row order."""
-
-    kernel: Any
-    in_order: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Gemv:
-    """The kernel for one row of x.  raw: numbers in bfloat16 without their last step, a product with 2^RAW; it then scales x."""
-
-    kernel: Any
-    raw: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class TileGemm:
-    """The kernel for many rows of x.
-
-    zero: the number that it adds to codes, for float16 and bfloat16; exact: this subtracts their zero point, or `point` does, the
-    index in group_fields of a zero point.  sums: it needs the sums of x.  spans: by plane, how many bits higher the second chunk
-    of a span is.  tall: it can keep sums of 128 rows of x in registers for groups of 128 columns or more; else of 64.
-    """
-
-    kernel: Any
-    point: int | None = None
-    zero: tuple[int, int] = (0, -128)
-    exact: bool = False
-    sums: bool = False
-    spans: tuple[int, ...] = (0, 0, 0)
-    tall: bool = False
-
-    def __post_init__(self) -> None:
-        if self.point is not None and not self.exact:
-            raise ValueError("a kernel that subtracts the zero point of groups has exact codes")
-
-
-@dataclass(frozen=True, slots=True)
-class W8A8:
-    """A kernel that multiplies 8-bit x by a weight's 8-bit codes.
+class EightBit:
+    """Codes that a kernel multiplies by 8-bit x.
 
     type: of both, 'e4m3' or 'i8'.  codes: the tensor of the weight's codes.  groups: x has a scale per 128 columns, else per row.
     sums: the kernel takes the sums of x's codes.
     """
 
-    kernel: Any
     type: str
     codes: str
     groups: bool = False
@@ -190,22 +151,17 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class MatrixUnitKernels:
-    """A storage's kernels for matrix units, by family; None for a family that does not serve it.
+    """A storage's part of the kernels for matrix units.
 
-    records: the layout of records that hold codes and numbers of groups, for `gemv_records`.
+    families: those that serve it by name, and what it says to each.  eight: codes for products with 8-bit x.  records: the layout
+    of records that hold codes and numbers of groups.
     """
 
     codes: Codes
     sums: Sums = Sums()
-    skinny: Skinny | None = None
-    gemv: Gemv | None = None
-    tile_gemm: TileGemm | None = None
-    w8a8: W8A8 | None = None
+    families: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    eight: EightBit | None = None
     records: Records | None = None
-
-    def kernel(self, kind: str) -> Any:
-        """The kernel of a family that serves the storage: 'skinny', 'gemv' or 'tile_gemm'."""
-        return getattr(self, kind).kernel
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -217,58 +173,39 @@ class MatrixUnitKernels:
     @property
     def least(self) -> int:
         """The shortest block that the kernels support."""
-        return CHUNK if self.skinny is not None and self.skinny.in_order else 16
+        return CHUNK if self.codes.in_order else 16
 
     def serves(self, size: int) -> bool:
         """Whether the kernels support blocks of so many columns."""
         return size >= self.least and (size in SHORT or size % CHUNK == 0)
 
-    def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str], r: int = 1,
-                  is_scaled: bool = False) -> dict[str, Any]:
-        """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'w8a8'); half: x is float16, not bfloat16.
+    def constants(self, is_half: bool, sizes: Mapping[str, int], tensors: Sequence[str]) -> dict[str, Any]:
+        """Constants that say how codes become numbers, and how sums are scaled.  is_half: x is float16, not bfloat16.
 
-        tensors: the names of the kernel's tensors.  r: tiles of rows per program.  is_scaled: `tile_gemm` rounds scaled weights.
+        tensors: the names of the kernel's tensors.
         """
-        place, codes, sums = int(not half), self.codes, self.sums
+        place, codes = int(not is_half), self.codes
         converted = {"numbers": codes.numbers, "WIDTH": codes.width, "BITS": codes.bits, "SIGNED": codes.signed,
                      "UNIT": codes.unit[place], "BASE": codes.base[place]}
         if (records := self.records) is not None:
-            return {**converted, "fields": records.fields, "scale": sums.scale, "start": records.start, "RECORD": records.size,
-                    "CODES": records.codes, "HEAD": records.head}
-        group_fields, row_fields = (tuple(field.constants(tensors, sizes, self.tables) for field in fields)
-                                    for fields in (sums.group_fields, sums.row_fields))
-        scaled = {"scale": sums.scale, "finish": sums.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
-        if kind == "w8a8":
-            return scaled
-        loaded = {**converted, **scaled, "words": codes.words, **self._levels(tensors, sizes)}
-        blocks = self.sizes(sizes)
-        if kind == "gemv" and self.gemv is not None:
-            is_lifted = self.gemv.raw is not None and not half and r > 1    # scaling x pays if several tiles share it
-            lifted = {"numbers": self.gemv.raw, "LIFT": RAW} if is_lifted else {"LIFT": 0}
-            return {**loaded, **lifted, "STEP": min([64, *blocks])}
-        loaded["SIZE"] = CHUNK if (least := min(blocks, default=CHUNK)) >= CHUNK else min(32, least)    # columns per sum
-        if kind == "skinny" and self.skinny is not None:
-            return {**loaded, "ONES": sums.ones, "IN_ORDER": self.skinny.in_order}
-        assert kind == "tile_gemm" and self.tile_gemm is not None
-        tiled = self.tile_gemm
-        constants = {**loaded, "BASE": None if tiled.exact else 0, "POINT": tiled.point, "ZERO": tiled.zero[place],
-                     "ONES": tiled.sums, "SPANS": tiled.spans}
-        if not is_scaled:
-            return constants
-        base = (0 if codes.signed else -128) if codes.bits == 8 and not half else codes.base[place]     # lanes.whole_bytes
-        return {**constants, "POINT": None, "BASE": base, "ONES": bool(base or tiled.exact or tiled.sums)}
-
-    def _levels(self, tensors: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Any]:
-        """The function that loads the lookup table of codes; or the table's place, rows and entries."""
-        stored = self.codes.stored_levels
+            return {**converted, "fields": records.fields, "scale": self.sums.scale, "start": records.start,
+                    "RECORD": records.size, "CODES": records.codes, "HEAD": records.head}
+        stored, levels = codes.stored_levels, codes.levels
         at = (len(tensors), 0) if isinstance(stored, Table) else stored and stored.constants(tensors, sizes)[:2]
-        levels = self.codes.levels
-        return {"table": levels and levels.load, "LEVELS": at and levels and (*at, levels.entries)}
+        return {**converted, **self.scaled(sizes, tensors), "words": codes.words, "table": levels and levels.load,
+                "LEVELS": at and levels and (*at, levels.entries)}
+
+    def scaled(self, sizes: Mapping[str, int], tensors: Sequence[str]) -> dict[str, Any]:
+        """Those of them that say how sums are scaled."""
+        group_fields, row_fields = (tuple(field.constants(tensors, sizes, self.tables) for field in fields)
+                                    for fields in (self.sums.group_fields, self.sums.row_fields))
+        return {"scale": self.sums.scale, "finish": self.sums.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:
         """The block lengths as numbers, for these size parameters."""
         return [int(block) if block.isdigit() else sizes[block] for block in self.sums.blocks]
 
-    def trip(self, sizes: Mapping[str, int]) -> int:
-        """Columns of w per warp in one loop iteration of `gemv`."""
-        return 256 if self.records is not None else max(256, 8 * min([64, *self.sizes(sizes)]))
+    def columns_per_sum(self, sizes: Mapping[str, int]) -> int:
+        """Columns whose products have one sum before it is scaled."""
+        least = min(self.sizes(sizes), default=CHUNK)
+        return CHUNK if least >= CHUNK else min(32, least)

@@ -15,6 +15,7 @@ from torch import Tensor
 from qdsl.core.borders import UNITS
 from qdsl.core.numbers import number
 from qdsl.core.shapes import compiled_step, granule
+from qdsl.core.slices import Piece, Placed
 from qdsl.core.stored import PLANAR, Description, Stored
 from qdsl.core.text import byte_text, html_table, shortened
 from qdsl.runtime.libraries.call import Call
@@ -59,8 +60,6 @@ class WeightFormat(Protocol):
     def __hash__(self) -> int: ...
     @property
     def Linear(self) -> type[Any]: ...
-    @property
-    def Embedding(self) -> type[Any]: ...
     def variant(self, params: Mapping[str, int | str]) -> Variant: ...
     def complete(self, params: Mapping[str, int | str]) -> dict[str, int | str]: ...
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]: ...
@@ -86,7 +85,6 @@ class WeightFormat(Protocol):
     def convert(self, packed: PackedWeight, storage: str, **params: int | str) -> PackedWeight: ...
     def planar(self, packed: PackedWeight, larger: bool = False) -> PackedWeight: ...
     def why_not_planar(self, packed: PackedWeight, larger: bool = False) -> str: ...
-    def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight: ...
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
                batch_invariant: bool = False, input_scale: float | None = None, match_dense: bool = False) -> Tensor: ...
     def grouped_linear(self, x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None = None,
@@ -449,6 +447,17 @@ class PackedWeight:
     def indices(self) -> list[str]:
         """The tensors with the groups of columns, or their order."""
         return [name for name in self.tensors if name == self.layout.order or self.layout.tensors[name].dtype == "index"]
+
+    def placed(self, name: str, piece: Piece) -> Placed | None:
+        """A piece of a field in a tensor as strides of bits; None if it is not at such strides."""
+        tensor = self.tensors[name]
+        return self.layout.tensors[name].placed(piece, tensor.shape, 8 * tensor.element_size(),
+                                                self.variant.fields[piece.field].axes, self.shape, self.sizes)
+
+    @property
+    def moved_indices(self) -> list[str]:
+        """The tensors with the groups of columns, if columns of a group lie anywhere along K (act-order)."""
+        return [name for name in self.indices if name != self.layout.order and name not in self.in_order]
 
 
 def check_weight(packed: object, format: WeightFormat | None = None) -> None:

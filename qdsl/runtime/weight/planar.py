@@ -19,7 +19,7 @@ def why_not_planar(packed: PackedWeight, larger: bool = False) -> str:
         return f"{packed.shape[1]} columns are no multiple of 128"
     wide = {key: value for key, value in packed.tensors.items() if key not in packed.in_order}
     name = packed.variant.storages[PLANAR].order
-    for key in _indices(packed):
+    for key in packed.moved_indices:
         why = order.uneven(wide[key], group_size(packed)) if name else "columns are out of order"
         if why:
             return f"'{key}': {why}"
@@ -42,10 +42,5 @@ def planar_template(packed: PackedWeight) -> PackedWeight:
     missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
     storage = packed.variant.storages[PLANAR]
     optional = [key for key, stored in storage.tensors.items() if stored.optional and (
-        _indices(packed) if key == storage.order else key not in packed.layout.where and stored.optional not in missing)]
+        packed.moved_indices if key == storage.order else key not in packed.layout.where and stored.optional not in missing)]
     return packed.format.empty(packed.shape, PLANAR, "meta", optional, **packed.params)
-
-
-def _indices(packed: PackedWeight) -> list[str]:
-    """The tensors that assign columns to groups (act-order)."""
-    return [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]

@@ -22,10 +22,8 @@ from qdsl.runtime.weight.products import PLANS, Plan
 class Candidate:
     """One candidate for computing x @ w.T.
 
-    kind: a kernel of a GPU ('matvec', 'gemm', 'gemv', 'skinny', 'tile_gemm'), a way of a CPU (runtime/cpu/linear.py), or
-    'decode': dequantize and torch's matmul.  config: the constants of the launch by name.  'gemv' and 'skinny' have R, WN, WK and
-    EVEN, 'skinny' BM too where it is 16.  'tile_gemm' has R, W, BM, UNROLL and SPLIT.  'matvec' has BN, BK and EVEN, 'gemm' BM
-    and SPLIT too.  Entropy codes: R, W, BLOCKS.  Loops of a CPU: ROWS.  grid: of the launch.
+    kind: a kernel family of a GPU (runtime/gpu/families), a way of a CPU (runtime/cpu/linear.py), or 'decode': dequantize and
+    torch's matmul.  config: the constants of the launch by name.  grid: of the launch.
     """
 
     kind: str

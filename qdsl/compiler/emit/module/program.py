@@ -10,6 +10,7 @@ from typing import Any
 
 from qdsl.compiler.emit.axes import axis_text, field_axes, stored_axes
 from qdsl.compiler.emit.branch_description import branch_data
+from qdsl.compiler.emit.literals import not_empty
 from qdsl.compiler.emit.module.slices import slices_of
 from qdsl.compiler.emit.show.page import bits_per_weight
 from qdsl.compiler.emit.tensors import is_plain
@@ -54,11 +55,6 @@ def variant_data(programs: Sequence[Program], decoded: Decode) -> Data:
     return {"fields": fields, **({} if cuts == ("N", "K") else {"cuts": cuts}), "storages": storages,
             **not_empty(codes=_codes(first), defaults=_defaults(programs), plus=branch_data(first),
                         appended=first.appended if first.encode is not None else (), copies=decoded.copies)}
-
-
-def not_empty(**values: object) -> Data:
-    """The values that are not empty, by name."""
-    return {key: value for key, value in values.items() if value}
 
 
 def options(**values: object) -> tuple[Data, ...]:

@@ -22,7 +22,7 @@ def kernels(program: Program) -> list[str]:
 
 
 def _decode(program: Program) -> list[str]:
-    """The function that decodes the weights of a unit, for the kernels `dequantize` and `matvec`."""
+    """The function that decodes the weights of a unit, for kernels that decode any format."""
     at = tile(program)
     body = Body(levels=[[] for _ in range(len(at.lanes) + 2)],
                 arguments=frozenset({*PARAMETERS, at.rows, at.unit, *taken_names(program), *program.sizes}))

@@ -2,10 +2,9 @@
 
 The kernels are written by hand, one per family, in runtime/gpu/kernels.  gpu/kernels/lanes.py defines the bit layout, and
 gpu/kernels/bitplanes.py has functions that load words and make numbers of them.  A storage gets functions that apply decode's
-affine formula to a product of codes, once per group.  `skinny` multiplies few rows of x, `gemv` one row with numbers that vary
-along K, `tile_gemm` many rows, and `w8a8` rows of 8-bit x by 8-bit codes.
+affine formula to a product of codes, once per group.
 
-A storage whose records hold codes and numbers together (compiler/emit/triton/records.py) gets the functions of `gemv_records`.
+A storage whose records hold codes and numbers together (compiler/emit/triton/records.py) gets functions that read records.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from qdsl.compiler.emit.formula import constant
 from qdsl.compiler.emit.lines import WORD
-from qdsl.compiler.emit.literals import bare_tuple, tupled
+from qdsl.compiler.emit.literals import bare_tuple, not_empty, quoted, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
 from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable
@@ -52,17 +51,17 @@ def _of_record(plan: Plan, record: Record) -> list[str]:
 
 
 def record_of(plan: Plan) -> str:
-    """The record of a storage's kernels by family (runtime/weight/matrix_unit.py)."""
-    storage, takes_planes = plan.program.storage, plan.has_skinny
-    parts = [_codes_record(plan), _sums_record(plan)]
-    parts += [f"skinny={_call('Skinny', 'skinny', 'in_order=True' if plan.stored else '')}"] if takes_planes else []
-    if plan.has_row:
-        raw = f"bitplanes.raw_{plan.code.name}" if plan.has_parts and not plan.takes_sums else ""
-        parts.append(f"gemv={_call('Gemv', 'gemv' if takes_planes else 'gemv_records', raw)}")
-    parts += [f"tile_gemm={_tile_gemm_record(plan)}"] if plan.has_tile_gemm else []
-    if plan.w8a8:
+    """The record of a storage's kernels (runtime/weight/matrix_unit.py)."""
+    storage = plan.program.storage
+    raw = {"raw": f"bitplanes.raw_{plan.code.name}"} if plan.has_parts and not plan.takes_sums else {}
+    families = {"skinny": {} if plan.record is None else None, "gemv": None if plan.stored or plan.late else raw,
+                "tile_gemm": _tile_options(plan) if plan.has_tiles else None}
+    shown = (f"{quoted(name)}: {{{', '.join(f'{quoted(key)}: {value}' for key, value in options.items())}}}"
+             for name, options in families.items() if options is not None)
+    parts = [_codes_record(plan), _sums_record(plan), f"{{{', '.join(shown)}}}"]
+    if plan.eight:
         more = ("" if plan.late else "groups=True", "sums=True" if plan.takes_sums else "")
-        parts.append("w8a8=" + _call("W8A8", "w8a8", f'"{plan.w8a8}"', f'"{plan.stored}"', *more))
+        parts.append("eight=" + _call("EightBit", quoted(plan.eight), quoted(plan.stored), *more))
     if (record := plan.record) is not None:
         parts.append(f'records=Records("{record.tensor}", _fields_{storage}, _start_{storage}, size={record.size}, '
                      f"codes={record.codes}, head={record.loads})")
@@ -77,10 +76,10 @@ def _call(name: str, *arguments: str) -> str:
 def _codes_record(plan: Plan) -> str:
     signed = plan.code.kind == "signed" and plan.integer and not plan.book
     return _call(
-        "Codes", _numbers(plan), f"words={_words(plan)}" if plan.has_skinny else "",
+        "Codes", _numbers(plan), f"words={_words(plan)}" if plan.record is None else "",
         f"width={plan.lies[0]}, bits={plan.lies[1]}" if plan.lies != (4, 4) else "", "signed=True" if signed else "",
         f"unit={plan.unit}" if plan.unit != (2.0 ** 24, 1.0) else "", f"base={plan.base}" if plan.base != (0, 128) else "",
-        _levels(plan))
+        _levels(plan), "in_order=True" if plan.stored else "")
 
 
 def _sums_record(plan: Plan) -> str:
@@ -91,18 +90,19 @@ def _sums_record(plan: Plan) -> str:
         functions = [f"{name}={_shared(groups, body) or f'_{name}_{storage}'}" for name, _, groups, body in _lines(plan)]
         functions += [f"{name}=({bare_tuple(map(_group_field, groups))})"
                       for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
-    takes_ones = plan.late and plan.has_skinny and (plan.integer or plan.takes_sums)
+    takes_ones = plan.late and plan.record is None and (plan.integer or plan.takes_sums)
     return _call("Sums", *functions, f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}" if plan.blocks else "",
                  "ones=True" if takes_ones else "")
 
 
-def _tile_gemm_record(plan: Plan) -> str:
+def _tile_options(plan: Plan) -> dict[str, object]:
+    """What a storage says to the family of many rows."""
     spans = LOOKED_UP_SPANS if plan.book and plan.code.high < IN_REGISTERS else SPANS
     steps = tuple(spans.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes)
-    return _call(
-        "TileGemm", "tile_gemm", f"point={plan.inner.index(plan.point)}" if plan.point else "",
-        f"zero={_zero(plan)}" if _zero(plan) != (0, -128) else "", "exact=True" if plan.affine.zero and _is_exact(plan) else "",
-        "sums=True" if plan.sums_in_tile_gemm else "", f"spans={steps}" if any(steps) else "", "tall=True" if plan.tall else "")
+    return {**({"point": plan.inner.index(plan.point)} if plan.point else {}),
+            **({"zero": _zero(plan)} if _zero(plan) != (0, -128) else {}),
+            **not_empty(exact=bool(plan.affine.zero) and _is_exact(plan), sums=plan.sums_in_tiles, spans=any(steps) and steps,
+                        tall=plan.tall)}
 
 
 # -- codes ------------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _line_of(plan: Plan, without: list[Group]) -> list[str]:
     if affine.zero:
         zero = _terms_text(affine.zero, [])
         lines = [f"sum += ({zero} - BASE) * ones"]
-        if plan.has_tile_gemm and _is_exact(plan):
+        if plan.has_tiles and _is_exact(plan):
             lines = ["if BASE is not None:                             # else operands have no zero point any more",
                      f"    {lines[0]}"]
     elif plan.integer and not affine.offset:

@@ -76,7 +76,7 @@ class Plan:
     def first(self) -> int:
         """The index of the codes' first tensor in the storage."""
         names = [argument(tensor.name) for tensor in self.program.tensors]
-        return names.index(self.planes[0][0]) if self.has_skinny else 0
+        return names.index(self.planes[0][0]) if self.record is None else 0
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -164,29 +164,19 @@ class Plan:
         return {argument(f[1:]) for _, product in terms for f in product if f[0] == "/"}
 
     @property
-    def has_skinny(self) -> bool:
-        """Whether there is a kernel `skinny`, for few rows of x."""
-        return self.record is None
-
-    @property
-    def has_row(self) -> bool:
-        """Whether there is a kernel `gemv` or `gemv_records`, for one row of x."""
-        return not self.stored and not self.late
-
-    @property
-    def has_tile_gemm(self) -> bool:
-        """Whether there is a kernel `tile_gemm`, for many rows of x."""
-        return self.has_skinny and not self.stored
+    def has_tiles(self) -> bool:
+        """Whether the kernel for many rows of x serves it."""
+        return self.record is None and not self.stored
 
     @property
     def tall(self) -> bool:
-        """Whether `tile_gemm` has registers for sums of 128 rows of x: one 4-bit plane, and at most a scale per sum."""
+        """Whether that kernel has registers for sums of 128 rows of x: one 4-bit plane, and at most a scale per sum."""
         large = all(max(sizes) >= CHUNK for sizes in self.sizes.values())
         return large and self.integer and self.code.bits == 4 and self.exact_zero is not None and not self.affine.offset
 
     @property
-    def w8a8(self) -> str:
-        """The type of codes of kernel `w8a8`; '' without this kernel.
+    def eight(self) -> str:
+        """The type of codes that a kernel multiplies by 8-bit x; '' without that kernel.
 
         Zeros and offsets need sums of x, which are computed for whole rows.
         """
@@ -213,7 +203,7 @@ class Plan:
     def point(self) -> Group | None:
         """The zero point, if operands can have it subtracted: an unsigned integer of few bits per group."""
         zero = self.affine.zero
-        if not self.has_tile_gemm or self.code.kind != "unsigned" or self.book:
+        if not self.has_tiles or self.code.kind != "unsigned" or self.book:
             return None
         if [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
             return None
@@ -222,8 +212,8 @@ class Plan:
         return group if group.varies and group.at is None and number is not None and number.kind == "unsigned" else None
 
     @property
-    def sums_in_tile_gemm(self) -> bool:
-        """Whether `tile_gemm` needs sums of x, for zeros or offsets that its operands do not include."""
+    def sums_in_tiles(self) -> bool:
+        """Whether the kernel for many rows needs sums of x, for zeros or offsets that its operands do not include."""
         return (self.exact_zero is None and self.point is None) or bool(self.affine.offset)
 
     @property
