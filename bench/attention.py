@@ -17,7 +17,7 @@ import torch
 
 from bench.attention_kernel import hand_written, hand_written_latent
 from qdsl.analyze import sass
-from qdsl.analyze.compile import compiled
+from qdsl.analyze.compile import compile_launch
 from qdsl.analyze.gpus import arch_of
 from qdsl.kv_cache import CacheFormat, allocate
 from qdsl.kv_cache.cache_launches import attention_calls
@@ -63,7 +63,7 @@ def with_tile(call: Call, tokens: int, warps: int) -> Call:
 
 def per_byte(call: Call, arch: str) -> float:
     """Instructions of the loop that a thread executes, for a byte of keys and values."""
-    kernel = compiled(call, arch_of(arch))
+    kernel = compile_launch(call, arch_of(arch))
     code = sass.parse(kernel.text)
     loop = sass.hot_loop(code)
     assert loop is not None

@@ -18,10 +18,10 @@ import qdsl
 from bench import code_kernels
 from bench.codes import THREE
 from qdsl.analyze import sass
-from qdsl.analyze.compile import compiled
+from qdsl.analyze.compile import compile_launch
 from qdsl.analyze.counts import report
 from qdsl.analyze.gpus import SCHEDULERS, WARP, arch_of, gpu_of
-from qdsl.analyze.launches import calls, weight
+from qdsl.analyze.launches import calls, meta_weight
 from qdsl.analyze.predict import predict
 from qdsl.codecs.huffman_lanes.reference import AHEAD, GROUP
 from qdsl.runtime.gpu.costs import REACHABLE
@@ -89,7 +89,7 @@ def _decoders() -> Iterator[tuple[str, str, float, float, Call]]:
 
 def _calls(name: str) -> list[Call]:
     """The launches that decode a weight of a format to bfloat16."""
-    return calls(weight(qdsl.load(name), (N, K), None, {}), "dequantize", 1, torch.bfloat16)
+    return calls(meta_weight(qdsl.load(name), (N, K), None, {}), "dequantize", 1, torch.bfloat16)
 
 
 def _empty(size: int, dtype: torch.dtype) -> Tensor:
@@ -121,11 +121,11 @@ def _windows() -> float:
     One counts symbols, one stores them.  Of a loop that is unrolled, the copy for what is left does not run.
     """
     call = _calls("df11")[0]
-    code = sass.parse(compiled(call, arch_of(ARCH)).text)
+    code = sass.parse(compile_launch(call, arch_of(ARCH)).text)
     [steps] = [value for name, value in zip(call.kernel.arg_names, call.arguments, strict=False) if name == "steps"]
     assert isinstance(steps, int)
     trips: dict[bool, list[float]] = {False: [], True: []}
     for loop in sass.loops(code):
         stores = any(instruction.base == "STG" for instruction in code.instructions[loop.start:loop.stop])
-        trips[stores].append(len(loop) / max(map(abs, sass.steps(code, loop))))
+        trips[stores].append(len(loop) / max(map(abs, sass.loop_counter_steps(code, loop))))
     return sum(map(min, trips.values())) * steps / (WINDOW / PER_CODE)

@@ -23,8 +23,8 @@ import torch
 
 from qdsl.analyze import AnalyzeError, chains, counts, pipes, registers, report, sass, strides
 from qdsl.analyze import compile as compiling
-from qdsl.analyze.compile import specialised
-from qdsl.analyze.predict import cost
+from qdsl.analyze.compile import specialize_arguments
+from qdsl.analyze.predict import report_cost
 from qdsl.host.files import cache_folder
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
@@ -33,7 +33,7 @@ from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.triton import triton
 
 X = torch.bfloat16
-COUNTING = (compiling, sass, registers, strides, pipes, chains, counts, inspect.getmodule(cost))   # modules that decide a count
+COUNTING = (compiling, sass, registers, strides, pipes, chains, counts, inspect.getmodule(report_cost))    # they decide a count
 UNROLLED = 16                                                    # iterations up to which their number limits unrolling
 
 
@@ -138,7 +138,7 @@ def _counted(call: Call, arch: str) -> Counted:
         counted = report(call, arch)
     except AnalyzeError as error:
         return Counted(None, refused=str(error))
-    return Counted(cost(counted), counted.spills)
+    return Counted(report_cost(counted), counted.spills)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def kernel_key(call: Call, arch: str) -> str:
     """A digest of everything that determines a kernel's counts.  Raises AnalyzeError if Triton interprets."""
     if not isinstance(call.kernel, triton.JITFunction):
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
-    types, constants, hints = specialised(call)
+    types, constants, hints = specialize_arguments(call)
     weights = call.weights if call.weights < UNROLLED * call.step else 0
     determining = (triton.__version__, arch, source_digest(call.kernel), types, _plain(constants), hints,
              sorted(call.options.items()), call.step, weights)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from bench.figure import Figure, rates
 from bench.timing import Side, calls
-from qdsl.analyze.compile import build
+from qdsl.analyze.compile import compile_with_triton
 from qdsl.analyze.execute import Execution, Options, execute_ptx
-from qdsl.analyze.execute.run_launch import arguments_of
+from qdsl.analyze.execute.run_launch import flat_arguments
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.gpu import configure, launch
 
@@ -54,6 +54,6 @@ def execution(name: str, planar: bool, rows: int, shape: tuple[int, int], arch: 
     x, out = torch.ones(rows, k, dtype=torch.bfloat16), torch.zeros((rows, n) if rows else (n, k), dtype=torch.bfloat16)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         [call] = launch.linear_calls(x, packed, None, out) if rows else launch.dequantize_calls(packed, out)
-    compiled, arguments = build(call, arch_of(arch)), arguments_of(call)
+    compiled, arguments = compile_with_triton(call, arch_of(arch)), flat_arguments(call)
     return lambda: (execute_ptx(compiled.asm["ptx"], arguments, call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
                                 outputs=(out,), options=Options(**options)), out)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from qdsl.analyze import sass
-from qdsl.analyze.chains import FAST, SLOW, Chain, straight_line
+from qdsl.analyze.chains import FAST, SLOW, ChainCycles, straight_line
 from qdsl.analyze.gpus import SCHEDULERS, arch_of
 from qdsl.analyze.sass import Code
 
@@ -94,7 +94,7 @@ def pipe_of(instruction: sass.Instruction) -> str:
     return "alu" if opcode.startswith("v_") else "uniform" if opcode.startswith("s_") and "load" not in opcode else "memory"
 
 
-def busy(instruction: sass.Instruction, arch: str) -> dict[str, float]:
+def busy_cycles(instruction: sass.Instruction, arch: str) -> dict[str, float]:
     """Cycles for which an instruction of a wave occupies its SIMD's share of a unit."""
     pipe, warp = pipe_of(instruction), arch_of(arch).warp
     turn = warp / (16 if warp == 64 else 32)                     # a SIMD of CDNA has 16 lanes
@@ -117,7 +117,7 @@ def _matrix_cycles(instruction: sass.Instruction, arch: str) -> float:
     return math.prod(int(shape[i]) for i in (1, 2, 3)) / _MADDS[arch] / narrow
 
 
-def unrolled(code: Code, loop: range, step: int | None) -> int:
+def unroll_factor(code: Code, loop: range, step: int | None) -> int:
     """How many iterations of the source's loop one iteration of the compiled loop does, by the step of its counter."""
     moves: dict[str, int] = {}
     compared: set[str] = set()
@@ -133,20 +133,21 @@ def unrolled(code: Code, loop: range, step: int | None) -> int:
     return max([1, *counts])
 
 
-def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> tuple[Chain, Chain]:
+def dependence_chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> tuple[ChainCycles, ChainCycles]:
     """The time of a wave that runs alone, outside of its hot loop and per iteration.
 
     Instructions issue in order, and wait at s_waitcnt.  Every global load takes the latency of memory.  x: unused here; the text
     does not show arguments.
     """
-    fast, slow = (_measured(code.instructions, loop, arch, latency) for latency in (FAST, SLOW))
+    fast, slow = (_outer_and_loop_cycles(code.instructions, loop, arch, latency) for latency in (FAST, SLOW))
     outside, trip = (straight_line(*ends) for ends in zip(fast, slow, strict=True))
     return outside, trip
 
 
-def _measured(instructions: Sequence[sass.Instruction], loop: range | None, arch: str, latency: int) -> tuple[float, float]:
+def _outer_and_loop_cycles(instructions: Sequence[sass.Instruction], loop: range | None, arch: str, latency: int,
+                           ) -> tuple[float, float]:
     """Cycles outside of the loop, and per iteration."""
-    wave = _Wave(arch, latency)
+    wave = _WaveSimulator(arch, latency)
     if loop is None:
         return wave.run(instructions), 0.0
     wave.run(instructions[:loop.start])
@@ -155,7 +156,7 @@ def _measured(instructions: Sequence[sass.Instruction], loop: range | None, arch
     return max(0.0, wave.run(instructions[loop.stop:]) - len(ends) * trip), trip
 
 
-class _Wave:
+class _WaveSimulator:
     """A wave that runs alone."""
 
     def __init__(self, arch: str, latency: int) -> None:
@@ -175,7 +176,7 @@ class _Wave:
             self._wait(instruction)
         if opcode.startswith("s_barrier"):
             self.now += BARRIER
-        cycles = busy(instruction, self.arch)
+        cycles = busy_cycles(instruction, self.arch)
         self.now += max(cycles.get("alu", 0.0), cycles.get("tensor", 0.0), cycles.get("uniform", 0.0), 1.0)
         if instruction.loaded:
             self.loads.append(self.now + self.latency)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qdsl.analyze import pipes, strides
-from qdsl.analyze.registers import accesses, following
+from qdsl.analyze.registers import accessed_registers, uses_argument_address
 from qdsl.analyze.sass import Code, Instruction
 
 # Cycles from issue to a result that can be read, by pipe; a load's are not among them.
@@ -28,7 +28,7 @@ FAST, SLOW = 1000, 1800                                          # cycles of a l
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ChainCycles:
     """Cycles of a warp alone, where a load takes `latency` cycles: cycles + loads * latency."""
 
     cycles: float
@@ -39,29 +39,30 @@ class Chain:
         return self.cycles + self.loads * latency
 
 
-def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> tuple[Chain, Chain]:
+def dependence_chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> tuple[ChainCycles, ChainCycles]:
     """The dependence chains of a kernel outside of its hot loop, and of a trip of that loop, which repeats itself.
 
     x: where the address of x lies in the constant bank of arguments, None where no argument is x.
     """
     hot = loop or range(0)
-    parts = dict(zip(hot, strides.missed([code.instructions[place] for place in hot]), strict=True))
-    steps = [_step(instruction, arch, parts.get(place, 1.0), is_of_x)
-             for place, (instruction, is_of_x) in enumerate(zip(code.instructions, following(code.instructions, x), strict=True))]
-    fast, slow = (_measured(steps, loop, latency) for latency in (FAST, SLOW))
+    parts = dict(zip(hot, strides.sector_miss_rates([code.instructions[place] for place in hot]), strict=True))
+    steps = [_timed_instruction(instruction, arch, parts.get(place, 1.0), is_of_x)
+             for place, (instruction, is_of_x) in enumerate(
+                 zip(code.instructions, uses_argument_address(code.instructions, x), strict=True))]
+    fast, slow = (_outer_and_loop_cycles(steps, loop, latency) for latency in (FAST, SLOW))
     outside, trip = (straight_line(*ends) for ends in zip(fast, slow, strict=True))
     return outside, trip
 
 
-def straight_line(fast: float, slow: float) -> Chain:
+def straight_line(fast: float, slow: float) -> ChainCycles:
     """The chain of so many cycles where a load takes FAST cycles, and SLOW cycles."""
     loads = max(0.0, (slow - fast) / (SLOW - FAST))
-    return Chain(max(0.0, fast - loads * FAST), loads)
+    return ChainCycles(max(0.0, fast - loads * FAST), loads)
 
 
-def _measured(steps: Sequence[Step], loop: range | None, latency: int) -> tuple[float, float]:
+def _outer_and_loop_cycles(steps: Sequence[TimedInstruction], loop: range | None, latency: int) -> tuple[float, float]:
     """Cycles outside of the loop, and of one trip."""
-    warp = _Warp(latency)
+    warp = _WarpSimulator(latency)
     if loop is None:
         return warp.run(steps), 0.0
     warp.run(steps[:loop.start])
@@ -70,7 +71,7 @@ def _measured(steps: Sequence[Step], loop: range | None, latency: int) -> tuple[
     return max(0.0, warp.run(steps[loop.stop:]) - len(ends) * trip), trip
 
 
-class Step(NamedTuple):
+class TimedInstruction(NamedTuple):
     """An instruction: what it writes and reads, for how long it is busy, how often it fetches a sector, whether it follows from
     the address of x.
 
@@ -89,15 +90,15 @@ class Step(NamedTuple):
     waits: bool
 
 
-def _step(instruction: Instruction, arch: str, missed: float, is_of_x: bool) -> Step:
-    busy, base, pipe = pipes.busy(instruction, arch), instruction.base, pipes.pipe_of(instruction)
+def _timed_instruction(instruction: Instruction, arch: str, missed: float, is_of_x: bool) -> TimedInstruction:
+    busy, base, pipe = pipes.busy_cycles(instruction, arch), instruction.base, pipes.pipe_of(instruction)
     latency = LATENCY[pipe] + (busy.get(pipe, 0.0) if pipe == "tensor" else 0.0)
-    return Step(instruction, base, *accesses(instruction), busy, missed, is_of_x,
-                None if instruction.loaded or base in ("ATOM", "ATOMG") else latency, base in ("DEPBAR", "WARPGROUP"))
+    return TimedInstruction(instruction, base, *accessed_registers(instruction), busy, missed, is_of_x,
+                            None if instruction.loaded or base in ("ATOM", "ATOMG") else latency, base in ("DEPBAR", "WARPGROUP"))
 
 
 @dataclass(slots=True)
-class _Warp:
+class _WarpSimulator:
     """A warp that runs alone.  ready: when registers can be read.  loaded: those that follow from loaded data."""
 
     latency: int
@@ -109,14 +110,14 @@ class _Warp:
     copied: float = 0.0                                          # end of the copies that no group has yet
     products: float = 0.0                                        # end of the warp group's matrix instructions
 
-    def run(self, steps: Sequence[Step]) -> float:
+    def run(self, steps: Sequence[TimedInstruction]) -> float:
         """Issue instructions; returns the cycle at which the next one may be."""
         for step in steps:
             self._issue(step)
         return self.now
 
-    def _issue(self, step: Step) -> None:
-        start = max(self.now, self._waited(step.instruction)) if step.waits else self.now
+    def _issue(self, step: TimedInstruction) -> None:
+        start = max(self.now, self._barrier_ready(step.instruction)) if step.waits else self.now
         for names, times in ((step.read, self.ready), (step.written, self.ready), (step.busy, self.free)):
             for name in names:
                 if name in times and times[name] > start:
@@ -140,7 +141,7 @@ class _Warp:
         else:
             self.loaded.difference_update(step.written)
 
-    def _waited(self, instruction: Instruction) -> float:
+    def _barrier_ready(self, instruction: Instruction) -> float:
         """When what a barrier waits for has happened."""
         if instruction.opcode == "DEPBAR.LE" and instruction.operands[0].startswith("SB"):
             left = int(instruction.operands[1], 16) if len(instruction.operands) > 1 else 0
@@ -150,7 +151,7 @@ class _Warp:
             return end
         return self.products if instruction.opcode.startswith("WARPGROUP.DEPBAR") else 0.0
 
-    def _latency(self, step: Step, is_looked_up: bool) -> float:
+    def _latency(self, step: TimedInstruction, is_looked_up: bool) -> float:
         """Cycles until loaded data, or the result of an atomic, can be read."""
         if step.base in ("ATOM", "ATOMG"):
             return self.latency

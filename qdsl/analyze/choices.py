@@ -21,7 +21,7 @@ SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN"
 USES = {**{family.name: family.use for family in FAMILIES}, "decode": "dequantize, then the vendor's matmul"}
 
 
-def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, Any]:
+def explain_choice(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, Any]:
     """The plan's choice for `rows` rows of x of a dtype ('bf16') on a GPU: chosen, reason, counts, candidates, refused.
 
     dense_us: microseconds of the vendor's matmul with a dense weight of this dtype; of_dense: the chosen candidate's by them.
@@ -30,7 +30,7 @@ def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, An
     dtype = TYPES[x]
     with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
         choice = plan.choice(packed, rows, dtype, META)
-        refused = dict(_refused(packed, rows, dtype))
+        refused = dict(_refused_kernels(packed, rows, dtype))
     candidates = [{"kernel": option.candidate.kind, "config": dict(option.candidate.config), "grid": list(option.candidate.grid),
                    "us": float(f"{option.seconds * 1e6:.4g}"),
                    "weights": f"rounded to {x}" if plan.rounds_weights(packed, option.candidate, dtype) else "exact"}
@@ -39,7 +39,7 @@ def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, An
     return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
             "gpu": gpu.title, "times": "modelled", "chosen": candidates[0], "reason": _reason(choice, gpu),
             **of_dense(choice.options[0].seconds, dense),
-            "counts": _counted(packed, choice, gpu), "candidates": candidates, "refused": refused}
+            "counts": _counted_architectures(packed, choice, gpu), "candidates": candidates, "refused": refused}
 
 
 def of_dense(seconds: float, dense: float) -> dict[str, float]:
@@ -47,7 +47,7 @@ def of_dense(seconds: float, dense: float) -> dict[str, float]:
     return {"dense_us": float(f"{dense * 1e6:.4g}"), "of_dense": float(f"{seconds / dense:.3g}")}
 
 
-def title(choice: dict[str, Any]) -> str:
+def choice_title(choice: dict[str, Any]) -> str:
     """The product and the chosen candidate, as text."""
     chosen, (n, k), rows = choice["chosen"], choice["shape"], choice["rows"]
     what = f"{choice['format']}.{choice['storage']} [{n}, {k}], {rows} row{'s' * (rows > 1)} of x in {choice['x']}"
@@ -55,7 +55,7 @@ def title(choice: dict[str, Any]) -> str:
             f"{choice['of_dense']:.2f} of dense")
 
 
-def table(choice: dict[str, Any]) -> list[list[str]]:
+def candidate_rows(choice: dict[str, Any]) -> list[list[str]]:
     """A row per candidate, the cheapest first."""
     least = choice["chosen"]["us"]
     configs = [" ".join(f"{key}={option['config'][key]}" for key in SHOWN if key in option["config"])
@@ -79,7 +79,7 @@ def _reason(choice: plan.Choice, gpu: Gpu) -> str:
     return f"{USES[chosen.candidate.kind]}; by the model {', '.join(compared)}"
 
 
-def _counted(packed: PackedWeight, choice: plan.Choice, gpu: Gpu) -> str:
+def _counted_architectures(packed: PackedWeight, choice: plan.Choice, gpu: Gpu) -> str:
     """The architectures whose kernel counts the times come from."""
     counted: dict[str | None, list[str]] = {}
     for way in dict.fromkeys(option.candidate.kind for option in choice.options):
@@ -95,7 +95,7 @@ def _few_programs(candidate: Candidate, gpu: Gpu) -> str:
     return f" ({programs} programs for {gpu.multiprocessors} SMs)" if candidate.grid and programs < gpu.multiprocessors else ""
 
 
-def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+def _refused_kernels(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
     """Kernels that cannot serve the product, and why."""
     product, reasons = plan.Product(packed, rows, dtype, META), dict[str, list[str]]()
     legal = {candidate.kind for candidate in plan.candidates(packed, rows, dtype, META)}

@@ -57,7 +57,7 @@ class Compiled:
     x: int | None = None
 
 
-def build(call: Call, arch: Arch) -> Any:
+def compile_with_triton(call: Call, arch: Arch) -> Any:
     """Triton's compiled kernel of a launch, whose tensors may be on any device, meta too.  Raises AnalyzeError."""
     try:
         require()
@@ -65,7 +65,7 @@ def build(call: Call, arch: Arch) -> Any:
         raise AnalyzeError(str(error)) from None
     if not isinstance(call.kernel, triton.JITFunction):
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
-    types, constants, hints = specialised(call)
+    types, constants, hints = specialize_arguments(call)
     try:
         kernel = compile_kernel(call.kernel, types, constants, hints, arch.capability or arch.name, arch.warp, call.options)
     except Exception as error:
@@ -77,25 +77,26 @@ def build(call: Call, arch: Arch) -> Any:
     return kernel
 
 
-def compiled(call: Call, arch: Arch) -> Compiled:
+def compile_launch(call: Call, arch: Arch) -> Compiled:
     """A launch compiled and disassembled.  Raises AnalyzeError."""
-    kernel = build(call, arch)
+    kernel = compile_with_triton(call, arch)
     if not arch.is_nvidia:
         text = kernel.asm["amdgcn"]
         usage = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text))
         registers, stack = int(usage["vgpr_count"]), int(usage["private_segment_fixed_size"])
         return Compiled(kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.num_stages, registers, stack,
-                        kernel.metadata.shared, text, loop_step(kernel.asm["ttgir"]), 0)
-    text, resources = _disassembled(kernel.asm["cubin"])
+                        kernel.metadata.shared, text, hot_loop_step(kernel.asm["ttgir"]), 0)
+    text, resources = _disassemble(kernel.asm["cubin"])
     return Compiled(kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.num_stages, resources["REG"],
-                    resources["STACK"], kernel.metadata.shared, text, loop_step(kernel.asm["ttgir"]),
-                    loop_loads(kernel.asm["ptx"]), argument_place(specialised(call)[0], "x", arch))
+                    resources["STACK"], kernel.metadata.shared, text, hot_loop_step(kernel.asm["ttgir"]),
+                    most_loop_loads(kernel.asm["ptx"]), argument_offset(specialize_arguments(call)[0], "x", arch))
 
 
 # -- arguments as the launcher sees them ------------------------------------------------------------------------------
 
 
-def specialised(call: Call) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[object]]]]:
+def specialize_arguments(call: Call,
+                         ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[object]]]]:
     """Types of a kernel's arguments by name, values of the constant ones by place, and what is known of the others.
 
     Triton's launcher compiles a kernel anew for integers that are 1, for integers that 16 divides, and for tensors whose first
@@ -110,10 +111,10 @@ def specialised(call: Call) -> tuple[dict[str, Any], dict[tuple[int, ...], Any],
     def type_of(parameter: Any, value: Any, place: tuple[int, ...]) -> Any:
         if isinstance(value, tuple) and not parameter.is_constexpr:
             return tuple(type_of(parameter, element, (*place, i)) for i, element in enumerate(value))
-        kind = "constexpr" if parameter.is_constexpr else _type(parameter, value)
+        kind = "constexpr" if parameter.is_constexpr else _argument_type(parameter, value)
         if kind == "constexpr":
             constants[place] = value
-        elif _is_aligned(value) and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+        elif _is_16_aligned(value) and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             hints[place] = HINT
         return kind
 
@@ -125,14 +126,14 @@ def specialised(call: Call) -> tuple[dict[str, Any], dict[tuple[int, ...], Any],
     return types, constants, hints
 
 
-def argument_place(types: Mapping[str, Any], name: str, arch: Arch) -> int | None:
+def argument_offset(types: Mapping[str, Any], name: str, arch: Arch) -> int | None:
     """Where an argument lies in the constant bank; None where a kernel has none of that name, or its value is a constant.
 
     Arguments lie at multiples of their sizes, after what the driver puts first.
     """
     place = 0x380 if arch.capability >= 100 else 0x210 if arch.capability >= 90 else 0x160
     for argument, kind in types.items():
-        for part in _flat(kind):
+        for part in _flat_types(kind):
             size = 8 if part.startswith("*") or part.endswith("64") else 4
             place = -(-place // size) * size
             if argument == name:
@@ -141,21 +142,21 @@ def argument_place(types: Mapping[str, Any], name: str, arch: Arch) -> int | Non
     return None
 
 
-def _flat(kind: Any) -> list[str]:
+def _flat_types(kind: Any) -> list[str]:
     """The types that a kernel has for an argument: of a tuple its elements', of a constant none."""
     if isinstance(kind, tuple):
-        return [part for element in kind for part in _flat(element)]
+        return [part for element in kind for part in _flat_types(element)]
     return [] if kind == "constexpr" else [str(kind)]
 
 
-def variables(types: Any, value: Any) -> list[Any]:
+def runtime_values(types: Any, value: Any) -> list[Any]:
     """The values of an argument that a compiled kernel still takes, those of a tuple one by one: all that are no constants."""
     if isinstance(types, tuple):
-        return [variable for kind, part in zip(types, value, strict=True) for variable in variables(kind, part)]
+        return [variable for kind, part in zip(types, value, strict=True) for variable in runtime_values(kind, part)]
     return [] if types == "constexpr" else [value]
 
 
-def _type(parameter: Any, value: Tensor | int | None) -> str:
+def _argument_type(parameter: Any, value: Tensor | int | None) -> str:
     """An argument's type; 'constexpr' where its value becomes part of the kernel."""
     if value is None:
         return "constexpr"
@@ -168,7 +169,7 @@ def _type(parameter: Any, value: Tensor | int | None) -> str:
     return "constexpr" if value == 1 and not parameter.do_not_specialize else "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
 
 
-def _is_aligned(value: Tensor | int | None) -> bool:
+def _is_16_aligned(value: Tensor | int | None) -> bool:
     """Whether 16 divides an integer, or the place of a tensor's first byte in its allocation."""
     if isinstance(value, Tensor):
         return value.storage_offset() * value.element_size() % ALIGNED == 0
@@ -178,7 +179,7 @@ def _is_aligned(value: Tensor | int | None) -> bool:
 # -- the compiler's texts ---------------------------------------------------------------------------------------------
 
 
-def loop_step(ttgir: str) -> int | None:
+def hot_loop_step(ttgir: str) -> int | None:
     """How far the hot loop moves its counter in a trip, before anything unrolls it; None where it is not a constant.
 
     The loop with the most loads; of a loop around another one that one, where it has more than half of them, as in sass.hot_loop.
@@ -199,7 +200,7 @@ def loop_step(ttgir: str) -> int | None:
     return hot[2]
 
 
-def loop_loads(ptx: str) -> int:
+def most_loop_loads(ptx: str) -> int:
     """Load instructions of the loop that has the most of them."""
     lines = ptx.splitlines()
     labels = {line.partition(":")[0]: place for place, line in enumerate(lines) if line.startswith("$L")}
@@ -212,19 +213,19 @@ def loop_loads(ptx: str) -> int:
     return most
 
 
-def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
+def _disassemble(cubin: bytes) -> tuple[str, dict[str, int]]:
     """The instructions of a cubin as text, and the resources that it needs by name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        text = _printed("nvdisasm", "-c", "-ndf", path)          # without data flow, of which nothing is printed
-        usage = dict(re.findall(r"\b(REG|STACK):(\d+)", _printed("cuobjdump", "-res-usage", path)))
+        text = _run_triton_tool("nvdisasm", "-c", "-ndf", path)          # without data flow, of which nothing is printed
+        usage = dict(re.findall(r"\b(REG|STACK):(\d+)", _run_triton_tool("cuobjdump", "-res-usage", path)))
     if usage.keys() != {"REG", "STACK"}:
         raise AnalyzeError("cuobjdump does not say how many registers the kernel needs")
     return text, {name: int(count) for name, count in usage.items()}
 
 
-def _printed(tool: str, *arguments: str | Path) -> str:
+def _run_triton_tool(tool: str, *arguments: str | Path) -> str:
     """What one of the tools that come with Triton prints.  Raises AnalyzeError."""
     program = tool_path(tool)
     done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)

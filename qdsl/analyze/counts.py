@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from qdsl.analyze import amdgcn, chains, pipes, sass
-from qdsl.analyze.chains import Chain
+from qdsl.analyze.chains import ChainCycles
 from qdsl.analyze.gpus import AnalyzeError, arch_of
-from qdsl.analyze.registers import following
+from qdsl.analyze.registers import uses_argument_address
 from qdsl.analyze.sass import Code, Instruction
 from qdsl.runtime.gpu.costs import Work
 from qdsl.runtime.libraries.private_apis import allocation
@@ -34,8 +34,8 @@ class Assembly(NamedTuple):
     parse: Callable[[str], Code]
     pipe_of: Callable[[Instruction], str]
     busy: Callable[[Instruction, str], dict[str, float]]
-    chains: Callable[[Code, range | None, str, int | None], tuple[Chain, Chain]]
-    unrolled: Callable[[Code, range, Compiled, float, float], int]
+    chains: Callable[[Code, range | None, str, int | None], tuple[ChainCycles, ChainCycles]]
+    unroll_factor: Callable[[Code, range, Compiled, float, float], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Report:
     cycles: dict[str, float]
     hot_cycles: dict[str, float]
     outside_cycles: dict[str, float]
-    hot_chain: Chain
-    outside_chain: Chain
+    hot_chain: ChainCycles
+    outside_chain: ChainCycles
     loaded: int
     work: Work
     opcodes: dict[str, int]
@@ -103,7 +103,7 @@ def report(call: Call, arch: str) -> Report:
     Raises AnalyzeError where the kernel does not compile, Triton interprets, the launch does not say its weights, or fewer
     bytes of the weight are loaded than it has, so that the count must be wrong.
     """
-    from qdsl.analyze.compile import compiled
+    from qdsl.analyze.compile import compile_launch
 
     target = arch_of(arch)
     if not call.weights:
@@ -111,18 +111,19 @@ def report(call: Call, arch: str) -> Report:
     programs = 1
     for extent in call.grid:
         programs *= extent
-    weight, others = _bytes(call)
-    weight = round(weight * _share(call, programs))
-    work = _work(call, programs, weight)
-    counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, work,
-                     work.passes * weight / (programs * call.weights), call.constants.get("BM", MATRIX_COLUMNS))
+    weight, others = _weight_and_other_bytes(call)
+    weight = round(weight * _weight_share(call, programs))
+    work = _repeated_work(call, programs, weight)
+    compiled = compile_launch(call, target)
+    counts = count_instructions(compiled, target.name, programs, call.weights, call.step, weight + others, work,
+                                work.passes * weight / (programs * call.weights), call.constants.get("BM", MATRIX_COLUMNS))
     if counts.loaded < LEAST_LOADED * weight:
         raise AnalyzeError(f"{counts.kernel} for {arch}: {counts.loaded / weight:.2f} of the weight's bytes are loaded in "
                            f"{counts.trips} trips of the loop, unrolled {counts.unroll}-fold: the loop was misread")
     return counts
 
 
-def _work(call: Call, programs: int, weight: int) -> Work:
+def _repeated_work(call: Call, programs: int, weight: int) -> Work:
     """What programs of a launch do several times with so many bytes of a weight, and with x if they multiply."""
     x = dict(zip(call.kernel.arg_names, call.arguments, strict=False)).get("x")
     if not isinstance(x, Tensor):
@@ -132,7 +133,7 @@ def _work(call: Call, programs: int, weight: int) -> Work:
     return Work(weight, passes, loaded, is_copied, 128 // call.constants.get("SIZE", 128) - 1 if is_copied else 0)
 
 
-def _share(call: Call, programs: int) -> float:
+def _weight_share(call: Call, programs: int) -> float:
     """The share of a weight that a launch takes: less than 1 where it decodes only some blocks of rows."""
     values = dict(zip(call.kernel.arg_names, call.arguments, strict=False))
     if values.get("blocks") is None:
@@ -142,25 +143,25 @@ def _share(call: Call, programs: int) -> float:
     return min(1.0, programs * call.weights / (n * k))
 
 
-def _bytes(call: Call) -> tuple[int, int]:
+def _weight_and_other_bytes(call: Call) -> tuple[int, int]:
     """Bytes of a weight's tensors among a launch's arguments, and of the others; those that share memory count once."""
     sizes: dict[int, tuple[int, bool]] = {}
     for name, value in zip(call.kernel.arg_names, call.arguments, strict=False):
-        for tensor in _tensors(value):
+        for tensor in _tensors_in(value):
             sizes.setdefault(allocation(tensor), (tensor.numel() * tensor.element_size(), name in ACTIVATIONS))
     return sum(size for size, other in sizes.values() if not other), sum(size for size, other in sizes.values() if other)
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
         for element in value:
-            yield from _tensors(element)
+            yield from _tensors_in(element)
 
 
-def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int,
-            work: Work | None = None, stored: float = 0.0, columns: int = 1) -> Report:
+def count_instructions(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int,
+                       work: Work | None = None, stored: float = 0.0, columns: int = 1) -> Report:
     """Count a compiled kernel.
 
     weights: that one program takes.  step: those of one trip of the source's loop, 0 without a loop.  traffic: bytes of the
@@ -176,7 +177,7 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
     hot = code.instructions[loop.start:loop.stop] if loop else code.instructions
     threads = compiled.warps * target.warp
     least, products = LEAST_LOADED * stored * step / threads, columns * step / compiled.warps
-    unroll = assembly.unrolled(code, loop, compiled, least, products) if loop else 1
+    unroll = assembly.unroll_factor(code, loop, compiled, least, products) if loop else 1
     hot_weights = min(weights, step * unroll) if loop else weights
     trips = -(-weights // hot_weights)
     outside = [load for place, load in enumerate(code.instructions) if loop and place not in loop]
@@ -185,8 +186,8 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         return {name: count * threads / taken for name, count in counts.items()}
 
     hot_pipes, whole_pipes = (Counter(map(assembly.pipe_of, part)) for part in (hot, outside))
-    hot_cycles = _cycles(hot if loop else [], assembly, arch)
-    outside_cycles = _cycles(outside if loop else hot, assembly, arch)
+    hot_cycles = _pipe_cycles(hot if loop else [], assembly, arch)
+    outside_cycles = _pipe_cycles(outside if loop else hot, assembly, arch)
     cycles = dict(outside_cycles)
     for name, count in hot_pipes.items():
         whole_pipes[name] += count * trips
@@ -213,7 +214,7 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         listing=tuple(load.line for load in hot))
 
 
-def _cycles(instructions: Iterable[Instruction], assembly: Assembly, arch: str) -> dict[str, float]:
+def _pipe_cycles(instructions: Iterable[Instruction], assembly: Assembly, arch: str) -> dict[str, float]:
     """Cycles for which one warp occupies each pipe."""
     taken: dict[str, float] = {}
     for instruction in instructions:
@@ -222,7 +223,7 @@ def _cycles(instructions: Iterable[Instruction], assembly: Assembly, arch: str) 
     return taken
 
 
-def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, products: float = 0.0) -> int:
+def unroll_factor(code: Code, loop: range, compiled: Compiled, least: float = 0.0, products: float = 0.0) -> int:
     """How many trips of the source's loop one trip of the compiled loop makes.
 
     By how far the counter moves, in the source's units or in trips.  Compilers may count in multiples of them, such as bytes:
@@ -232,7 +233,7 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
     least: bytes that a thread has to load in a trip of the source's loop, apart from x.  products: multiply-adds of a warp in
     it, if matrix units make them.
     """
-    moves = {abs(move) for move in sass.steps(code, loop)}
+    moves = {abs(move) for move in sass.loop_counter_steps(code, loop)}
     loads = sum(bool(code.instructions[place].loaded) for place in loop)
     copies = max(1, round(loads / compiled.loads)) if compiled.loads else 1
     if compiled.step:
@@ -240,7 +241,7 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
         few = [move for move in moves if move in (1, 2, 4, 8, 16)]
         counts = [count for count in whole or few if count <= MOST_UNROLLED]
         if counts:
-            are_of_x = following(code.instructions, compiled.x)
+            are_of_x = uses_argument_address(code.instructions, compiled.x)
             loaded = sum(code.instructions[place].loaded for place in loop if not are_of_x[place])
             matrices = [code.instructions[place] for place in loop if pipes.pipe_of(code.instructions[place]) == "tensor"]
             multiplied = sum(map(pipes.multiply_adds, matrices)) or math.inf
@@ -251,6 +252,6 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
 
 
 
-NVIDIA = Assembly(sass.parse, pipes.pipe_of, pipes.busy, chains.chains, unrolled)
-AMD = Assembly(amdgcn.parse, amdgcn.pipe_of, amdgcn.busy, amdgcn.chains,
-               lambda code, loop, compiled, *_: amdgcn.unrolled(code, loop, compiled.step))   # loops count on a scalar register
+NVIDIA = Assembly(sass.parse, pipes.pipe_of, pipes.busy_cycles, chains.dependence_chains, unroll_factor)
+AMD = Assembly(amdgcn.parse, amdgcn.pipe_of, amdgcn.busy_cycles, amdgcn.dependence_chains,
+               lambda code, loop, compiled, *_: amdgcn.unroll_factor(code, loop, compiled.step))    # by a scalar register

@@ -18,7 +18,7 @@ KERNELS = ("linear", "dequantize")
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def weight(module: ModuleType, shape: tuple[int, int], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:
+def meta_weight(module: ModuleType, shape: tuple[int, int], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:
     """A meta weight [N, K] without optional tensors, with streams of typical size.
 
     Raises FormatError.

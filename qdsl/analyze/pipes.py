@@ -51,7 +51,7 @@ def pipe_of(instruction: Instruction) -> str:
     return _PIPE.get(base) or ("uniform" if base.startswith("U") else "alu")
 
 
-def busy(instruction: Instruction, arch: str) -> dict[str, float]:
+def busy_cycles(instruction: Instruction, arch: str) -> dict[str, float]:
     """Cycles for which a warp's instruction occupies each part of its scheduler, its issue slot among them."""
     pipe = pipe_of(instruction)
     fractions = {"issue": 1.0}

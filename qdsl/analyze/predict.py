@@ -45,7 +45,7 @@ def predict(report: Report, gpu: Gpu) -> Prediction:
     resident = arch.resident(report.registers, report.shared_bytes, report.warps)
     if not resident:
         return Prediction(gpu.name, 0.0, "does not fit", None, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
-    taken = terms(cost(report), report.programs, report.trips, report.traffic, report.work, gpu)
+    taken = terms(report_cost(report), report.programs, report.trips, report.traffic, report.work, gpu)
     limits = {"memory": taken.memory, "L2": taken.cached, busiest_pipe(report): taken.busy, "chain": taken.chain - taken.first,
               "start": LAUNCH + taken.first}
     limit = max(limits, key=lambda name: limits[name])
@@ -59,7 +59,7 @@ def busiest_pipe(report: Report) -> str:
     return max(report.cycles, key=lambda name: report.cycles[name])
 
 
-def cost(report: Report) -> Cost:
+def report_cost(report: Report) -> Cost:
     """A report as runtime/gpu/costs.py takes it: the cycles of the busiest pipe, of the loop and outside of it."""
     pipe = busiest_pipe(report)
     return Cost(report.registers, report.shared_bytes, report.warps, report.hot_weights,

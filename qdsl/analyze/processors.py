@@ -25,14 +25,14 @@ WORK = {"stored": "stored numbers are the weights: torch's matmul",
         "int8": "torch's kernel for int8 codes", "tiles": "tiles decoded by torch, then torch's matmul"}
 
 
-def weight(format: Format, shape: tuple[int, int], storage: str | None, params: Mapping[str, Any]) -> PackedWeight:
+def random_weight(format: Format, shape: tuple[int, int], storage: str | None, params: Mapping[str, Any]) -> PackedWeight:
     """A quantized random weight [N, K], as layers of models hold it.  Raises FormatError for a format that quantizes nothing."""
-    packed = _quantized(format, shape, storage, params)
+    packed = _quantize_random(format, shape, storage, params)
     packed.keeps_copy = True
     return packed
 
 
-def _quantized(format: Format, shape: tuple[int, int], storage: str | None, params: Mapping[str, Any]) -> PackedWeight:
+def _quantize_random(format: Format, shape: tuple[int, int], storage: str | None, params: Mapping[str, Any]) -> PackedWeight:
     n, k = shape
     draw = torch.Generator("cpu").manual_seed(0)
     rows = torch.randn(min(n, TILE), k, generator=draw, dtype=torch.float32, device="cpu") / 16
@@ -45,15 +45,15 @@ def _quantized(format: Format, shape: tuple[int, int], storage: str | None, para
     return format.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], storage, **params)
 
 
-def explained(packed: PackedWeight, rows: int, x: str) -> dict[str, Any]:
-    """The choice for `rows` rows of x of a dtype ('f32'), as `choices.explained`, with measured times."""
+def explain_choice(packed: PackedWeight, rows: int, x: str) -> dict[str, Any]:
+    """The choice for `rows` rows of x of a dtype ('f32'), as `choices.explain_choice`, with measured times."""
     multiplied = torch.randn(rows, packed.shape[1], dtype=torch.float32, device="cpu").to(CPU_TYPES[x])
     ways = linear.candidates(packed, rows, multiplied.dtype)
-    times = [_seconds(linear.runner(way, multiplied, packed)) for way in ways]
+    times = [_median_seconds(linear.runner(way, multiplied, packed)) for way in ways]
     candidates = [{"kernel": way.kind, "config": dict(way.config), "grid": [], "us": float(f"{seconds * 1e6:.4g}")}
                   for way, seconds in zip(ways, times, strict=True)]
     weight, threads = torch.empty(packed.shape, dtype=multiplied.dtype, device="cpu").fill_(1 / 16), torch.get_num_threads()
-    dense = _seconds(lambda: torch.nn.functional.linear(multiplied, weight))
+    dense = _median_seconds(lambda: torch.nn.functional.linear(multiplied, weight))
     return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
             "gpu": f"this CPU, {threads} thread{'s' * (threads > 1)}", "times": "measured", "chosen": candidates[0],
             **of_dense(times[0], dense),
@@ -61,7 +61,7 @@ def explained(packed: PackedWeight, rows: int, x: str) -> dict[str, Any]:
             "candidates": candidates, "refused": {}}
 
 
-def _seconds(product: Callable[[], object]) -> float:
+def _median_seconds(product: Callable[[], object]) -> float:
     """The median of some runs of a product, the first one, which may compile, left out."""
     with torch.inference_mode():
         product()

@@ -15,26 +15,27 @@ _STORES = ("STG", "STS", "STL", "ST", "RED", "REDG", "LDGSTS", "BAR", "BRA", "EX
 
 
 @lru_cache(1 << 14)
-def accesses(instruction: Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def accessed_registers(instruction: Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Registers and predicates that an instruction writes, and that it reads."""
     parts = instruction.operands
     first = 0
     written: list[str] = []
     if instruction.base not in _STORES:
         while first < len(parts) and (_PREDICATE.fullmatch(parts[first]) or parts[first] in ("PT", "UPT")):
-            written += _names(parts[first], 1)
+            written += _operand_registers(parts[first], 1)
             first += 1
         if not written and first < len(parts) and "[" not in parts[first]:
-            written += _names(parts[first], _width(instruction))
+            written += _operand_registers(parts[first], _result_register_count(instruction))
             first += 1
             while first < len(parts) and _PREDICATE.fullmatch(parts[first]):
-                written += _names(parts[first], 1)               # a carry, or a second result
+                written += _operand_registers(parts[first], 1)               # a carry, or a second result
                 first += 1
-    read = [name for place, part in enumerate(parts[first:], first) for name in _names(part, _read_width(instruction, place))]
-    return tuple(written), (*read, *_names(instruction.guard, 1))
+    read = [name for place, part in enumerate(parts[first:], first)
+            for name in _operand_registers(part, _operand_register_count(instruction, place))]
+    return tuple(written), (*read, *_operand_registers(instruction.guard, 1))
 
 
-def following(instructions: Sequence[Instruction], place: int | None) -> list[bool]:
+def uses_argument_address(instructions: Sequence[Instruction], place: int | None) -> list[bool]:
     """Which instructions read an argument's address or what follows from it, apart from loaded data.
 
     place: of the argument in the constant bank; None gives none.
@@ -44,7 +45,7 @@ def following(instructions: Sequence[Instruction], place: int | None) -> list[bo
     result = [False] * len(instructions)
     for _ in range(2 if text else 0):                            # a loop carries addresses to its next trip
         for number, instruction in enumerate(instructions):
-            written, read = accesses(instruction)
+            written, read = accessed_registers(instruction)
             result[number] = text in instruction.line or not names.isdisjoint(read)
             if result[number] and not instruction.loaded:
                 names.update(written)
@@ -54,7 +55,7 @@ def following(instructions: Sequence[Instruction], place: int | None) -> list[bo
 
 
 @lru_cache(1 << 14)
-def _names(text: str, width: int) -> tuple[str, ...]:
+def _operand_registers(text: str, width: int) -> tuple[str, ...]:
     """Registers of an operand, with those after it that belong to it, and predicates."""
     names: list[str] = _PREDICATE.findall(text)
     for match in _REGISTER.finditer(text):
@@ -63,7 +64,7 @@ def _names(text: str, width: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _width(instruction: Instruction) -> int:
+def _result_register_count(instruction: Instruction) -> int:
     """Registers of a result."""
     if group := re.match(r"[HQI]GMMA\.\d+x(\d+)x", instruction.opcode):
         return int(group[1]) // 2
@@ -78,7 +79,7 @@ def _width(instruction: Instruction) -> int:
     return 2 if wide else 1
 
 
-def _read_width(instruction: Instruction, place: int) -> int:
+def _operand_register_count(instruction: Instruction, place: int) -> int:
     """Registers of the operand at a place."""
     if pipes.pipe_of(instruction) == "tensor":
         return {1: 4, 2: 2, 3: 4}.get(place, 1)

@@ -140,19 +140,19 @@ def hot_loop(code: Code) -> range | None:
 # -- the counter of a loop --------------------------------------------------------------------------------------------
 
 
-def steps(code: Code, loop: range) -> set[int]:
+def loop_counter_steps(code: Code, loop: range) -> set[int]:
     """How far the registers move in one trip whose comparison decides whether there is another."""
-    moved, seen = _moves([code.instructions[place] for place in loop])
-    deciding = {register for place in _exits(code, loop) for register in _deciding(code, loop, place, seen)}
+    moved, seen = _register_steps([code.instructions[place] for place in loop])
+    deciding = {register for place in _loop_branches(code, loop) for register in _deciding_registers(code, loop, place, seen)}
     return {moved[register] for register in deciding if moved.get(register)}
 
 
 def moves(body: Sequence[Instruction]) -> dict[str, int]:
     """How far each register moves in a trip of a loop that only has constants added to it."""
-    return _moves(body)[0]
+    return _register_steps(body)[0]
 
 
-def _exits(code: Code, loop: range) -> Iterator[int]:
+def _loop_branches(code: Code, loop: range) -> Iterator[int]:
     """Places of the branches that lead back to the loop's start, or out of it."""
     for place in loop:
         goal = code.goal(code.instructions[place])
@@ -160,7 +160,7 @@ def _exits(code: Code, loop: range) -> Iterator[int]:
             yield place
 
 
-def _moves(body: Sequence[Instruction]) -> tuple[dict[str, int], list[dict[str, str]]]:
+def _register_steps(body: Sequence[Instruction]) -> tuple[dict[str, int], list[dict[str, str]]]:
     """How far each register moves that only has constants added to it.
 
     Also, for each instruction, which register's value at the start of the trip each register holds, apart from a constant.
@@ -170,11 +170,11 @@ def _moves(body: Sequence[Instruction]) -> tuple[dict[str, int], list[dict[str, 
     for instruction in body:
         seen.append({name: value[0] for name in _registers(instruction.operands) if (value := moves.get(name, (name, 0)))})
         if instruction.operands and (written := _REGISTER.match(instruction.operands[0])):
-            moves[written[0]] = None if instruction.guard else _sum(instruction, moves)
+            moves[written[0]] = None if instruction.guard else _register_plus_constant(instruction, moves)
     return {name: value[1] for name, value in moves.items() if value and value[0] == name}, seen
 
 
-def _sum(instruction: Instruction, moves: dict[str, tuple[str, int] | None]) -> tuple[str, int] | None:
+def _register_plus_constant(instruction: Instruction, moves: dict[str, tuple[str, int] | None]) -> tuple[str, int] | None:
     """What an instruction writes, if that is a register plus a constant."""
     sources = [part.removesuffix(".reuse") for part in instruction.operands[1:] if not _PREDICATE.fullmatch(part.lstrip("!"))]
     sources = [part for part in sources if part not in ("RZ", "URZ", "PT", "UPT", "!PT", "!UPT")]
@@ -194,7 +194,7 @@ def _signed(text: str) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def _deciding(code: Code, loop: range, branch: int, seen: list[dict[str, str]]) -> set[str]:
+def _deciding_registers(code: Code, loop: range, branch: int, seen: list[dict[str, str]]) -> set[str]:
     """Registers, as they were at the start of the trip, whose comparison decides a branch."""
     instruction = code.instructions[branch]
     wanted = _predicates((instruction.guard, *instruction.operands))

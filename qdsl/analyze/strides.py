@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from qdsl.analyze import sass
-from qdsl.analyze.registers import accesses
+from qdsl.analyze.registers import accessed_registers
 from qdsl.analyze.sass import Instruction
 
 SECTOR = 32                                                      # bytes that the L1 cache fetches at once
@@ -20,12 +20,12 @@ _IMAD_ADDS = ("IMAD.IADD", "IMAD.MOV", "IMAD.MOV.U32", "IMAD.U32", "IMAD.X")
 _SHIFTS = ("SHF.L.U32", "USHF.L.U32", "IMAD.SHL.U32")
 
 
-def missed(body: Sequence[Instruction]) -> list[float]:
+def sector_miss_rates(body: Sequence[Instruction]) -> list[float]:
     """The part of its trips in which a load fetches a new sector, for every instruction of a loop; 1 where that is unknown.
 
     A load of an address that another one fetched in the same trip fetches nothing.
     """
-    moves = _Moves(body)
+    moves = _RegisterSteps(body)
     parts: list[float] = []
     fetched: dict[tuple[str, int], list[int]] = {}               # offsets by registers and by how often those were written
     writes: dict[str, int] = {}
@@ -42,30 +42,30 @@ def missed(body: Sequence[Instruction]) -> list[float]:
                 part = 0.0
             offsets.append(offset)
         parts.append(part)
-        written = accesses(instruction)[0]
+        written = accessed_registers(instruction)[0]
         writes |= {name: writes.get(name, 0) + 1 for name in written}
         moves.follow(instruction, written)
     return parts
 
 
-class _Moves:
+class _RegisterSteps:
     """How far registers move in a trip of a loop; None where that is unknown, 0 for those that the loop does not write."""
 
     def __init__(self, body: Sequence[Instruction]) -> None:
-        self.per_trip: dict[str, int | None] = {name: None for instruction in body for name in accesses(instruction)[0]}
+        self.per_trip: dict[str, int | None] = {name: None for instruction in body for name in accessed_registers(instruction)[0]}
         self.per_trip |= sass.moves(body)
 
     def of(self, operand: str) -> int | None:
         """How far an operand moves: the sum of its registers, or its negation."""
-        moved = _sum(self.per_trip.get(name, 0) for name in _NAME.findall(operand))
+        moved = _sum_steps(self.per_trip.get(name, 0) for name in _NAME.findall(operand))
         return moved and (-moved if operand.startswith("-") else moved)
 
     def follow(self, instruction: Instruction, written: Iterable[str]) -> None:
         """Note how far the results of an instruction move."""
-        moved = None if instruction.guard else self._result(instruction)
+        moved = None if instruction.guard else self._result_step(instruction)
         self.per_trip |= dict.fromkeys(written, moved)
 
-    def _result(self, instruction: Instruction) -> int | None:
+    def _result_step(self, instruction: Instruction) -> int | None:
         sources = [part.removesuffix(".reuse") for part in instruction.operands[1:]]
         sources = [part for part in sources if not _PREDICATE.match(part)]
         moves = [self.of(part) for part in sources]
@@ -74,18 +74,18 @@ class _Moves:
         if all(move == 0 for move in moves) or ".HI" in opcode or opcode.endswith(".X"):
             return 0                                             # of upper words, too, which only carries reach
         if base in _ADDS or opcode in _IMAD_ADDS:
-            return _sum(moves)
+            return _sum_steps(moves)
         first, factor = moves[0], numbers[1] if len(numbers) > 1 else None
         if base in ("LEA", "ULEA") and len(moves) == 3 and first is not None and numbers[2] is not None:
-            return _sum([first << numbers[2], moves[1]])
+            return _sum_steps([first << numbers[2], moves[1]])
         if opcode in _SHIFTS and first is not None and factor is not None:
             return first * factor if base == "IMAD" else first << factor
         if base == "IMAD" and len(moves) == 3 and first is not None and factor is not None:
-            return _sum([first * factor, moves[2]])
+            return _sum_steps([first * factor, moves[2]])
         return None
 
 
-def _sum(moves: Iterable[int | None]) -> int | None:
+def _sum_steps(moves: Iterable[int | None]) -> int | None:
     total = 0
     for move in moves:
         if move is None:

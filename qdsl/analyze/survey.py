@@ -21,7 +21,7 @@ REFUSALS = (AnalyzeError, FormatError)                           # errors of a s
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class ExaminedLaunch:
     """A launch, with its kernel on each architecture, and predictions for each GPU."""
 
     title: str
@@ -29,7 +29,7 @@ class Examined:
     predictions: list[Prediction]
 
 
-def targets(archs: Sequence[str], gpus: Sequence[str]) -> tuple[list[str], list[Gpu]]:
+def resolve_targets(archs: Sequence[str], gpus: Sequence[str]) -> tuple[list[str], list[Gpu]]:
     """Architectures to show and GPUs to predict for; each defaults to those of the other.  Raises AnalyzeError."""
     shown = [arch_of(name).name for name in archs]
     chosen = [gpu_of(name) for name in gpus]
@@ -42,7 +42,7 @@ def targets(archs: Sequence[str], gpus: Sequence[str]) -> tuple[list[str], list[
 
 
 def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs: Sequence[str], gpus: Sequence[Gpu],
-           ) -> Iterator[Examined]:
+           ) -> Iterator[ExaminedLaunch]:
     """Every launch of the kernels, on all architectures that are shown or that a GPU has.
 
     kinds: of launches.KERNELS.  rows: of x.  x: its dtype, one of launches.TYPES.  Raises AnalyzeError.
@@ -63,10 +63,10 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
                                    "counted for each")
             for call in launches:
                 reports = {arch: report(call, arch) for arch in group}
-                yield Examined(what, reports, [predict(reports[g.arch], g) for g in gpus if g.arch in group])
+                yield ExaminedLaunch(what, reports, [predict(reports[g.arch], g) for g in gpus if g.arch in group])
 
 
-def data(examined: Examined, listing: bool) -> Iterator[dict[str, Any]]:
+def report_data(examined: ExaminedLaunch, listing: bool) -> Iterator[dict[str, Any]]:
     """Data for programs: a report with predictions per architecture; the hot loop's text if `listing`."""
     for arch, reports in examined.reports.items():
         row = {"what": examined.title, **asdict(reports),

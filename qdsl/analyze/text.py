@@ -20,7 +20,7 @@ busy: until the busiest pipe has done its work.  chain: until programs have wait
 warps: at once on a multiprocessor, and their part of the most that it holds."""
 
 
-def block(title: str, report: Report) -> Iterator[str]:
+def report_lines(title: str, report: Report) -> Iterator[str]:
     """The counts as lines of text."""
     yield f"{title}, {report.arch}: {report.kernel}"
     yield (f"  resources   {report.registers} registers, {report.spills} spills, {report.stack} B stack, {report.shared_bytes} B "
@@ -40,7 +40,7 @@ def _listed(pipes: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {pipes[name]:.2f}" for name in PIPES if pipes.get(name))
 
 
-def row(report: Report, prediction: Prediction) -> list[str]:
+def prediction_row(report: Report, prediction: Prediction) -> list[str]:
     """A prediction as texts for a table with HEADS."""
     parts = (prediction.start, prediction.memory, prediction.cached, prediction.busy, prediction.chain)
     return [GPUS[prediction.gpu].title, report.arch, "-" if prediction.seconds is None else _microseconds(prediction.seconds),

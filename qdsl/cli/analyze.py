@@ -35,7 +35,7 @@ def analyze(spec: Spec, storage: Storage = None, param: Params = None,
     kinds = [one_of(kind, launches.KERNELS) for kind in kernel or ["linear"]]
     x = one_of(x, launches.TYPES)
     try:
-        archs, gpus = survey.targets(arch or [], gpu or [])
+        archs, gpus = survey.resolve_targets(arch or [], gpu or [])
     except AnalyzeError as error:
         fail(f"{error}", 2)
     params = dict(map(read_param, param or []))
@@ -48,13 +48,13 @@ def analyze(spec: Spec, storage: Storage = None, param: Params = None,
     with reported():
         try:
             module, storage = _loaded(spec, storage)
-            packed = launches.weight(module, shape or (4096, 4096), storage, params)
+            packed = launches.meta_weight(module, shape or (4096, 4096), storage, params)
             for surveyed in survey.survey(packed, kinds, rows, x, archs, gpus):
-                kernels += survey.data(surveyed, listing=dump)
+                kernels += survey.report_data(surveyed, listing=dump)
                 if not as_json:
                     for report in (surveyed.reports[name] for name in archs if name in surveyed.reports):
-                        typer.echo("\n".join([*text.block(surveyed.title, report), *(report.listing if dump else ()), ""]))
-                    print_table(text.HEADS, [text.row(surveyed.reports[GPUS[prediction.gpu].arch], prediction)
+                        typer.echo("\n".join([*text.report_lines(surveyed.title, report), *(report.listing if dump else ()), ""]))
+                    print_table(text.HEADS, [text.prediction_row(surveyed.reports[GPUS[prediction.gpu].arch], prediction)
                                              for prediction in surveyed.predictions])
         except survey.REFUSALS as error:
             fail(f"{error}", 1 if isinstance(error, AnalyzeError) else 2)
@@ -88,18 +88,19 @@ def explain(spec: Spec, storage: Storage = None, param: Params = None,
             extents, params = shape or (4096, 4096), dict(map(read_param, param or []))
             explained = []
             if gpus:
-                packed = launches.weight(module, extents, storage, params)
-                explained = [choices.explained(packed, rows, x, one) for one in gpus]
+                packed = launches.meta_weight(module, extents, storage, params)
+                explained = [choices.explain_choice(packed, rows, x, one) for one in gpus]
             if processors.CPU in names:
-                explained.append(processors.explained(processors.weight(module.FORMAT, extents, storage, params), rows, x))
+                packed = processors.random_weight(module.FORMAT, extents, storage, params)
+                explained.append(processors.explain_choice(packed, rows, x))
         except FormatError as error:
             fail(f"{error}", 2)
     if as_json:
         typer.echo(json_text({"products": explained}))
         return
     for choice in explained:
-        typer.echo(choices.title(choice))
-        print_table(choices.HEADS, choices.table(choice))
+        typer.echo(choices.choice_title(choice))
+        print_table(choices.HEADS, choices.candidate_rows(choice))
         others = [f"not {kind}: {why}" for kind, why in choice["refused"].items()]
         counts = [f"counts of {choice['counts']}"] if choice["counts"] else []
         typer.echo("\n".join([f"chosen: {choice['reason']}", *others, *counts, ""]))
@@ -127,10 +128,10 @@ def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds
         try:
             module, storage = _loaded(spec, storage)
             for kind, arch in ((kind, arch) for kind in kinds for arch in archs):
-                trials.append(trial.trial(module, kind, arch, storage=storage, params=params, shape=shape or trial.SHAPE,
-                                          rows=rows, x=x, programs=chosen))
+                trials.append(trial.run_trial(module, kind, arch, storage=storage, params=params, shape=shape or trial.SHAPE,
+                                              rows=rows, x=x, programs=chosen))
                 if not as_json:
-                    typer.echo("\n".join([*trial.block(trials[-1]), ""]))
+                    typer.echo("\n".join([*trial.trial_lines(trials[-1]), ""]))
         except (*REFUSALS, ExecutionError) as error:
             fail(f"{error}", 1)
     if as_json:

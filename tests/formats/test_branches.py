@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import qdsl
-from qdsl.analyze.check.check_branches import branch_fields
+from qdsl.analyze.check.check_branches import random_branch_fields
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.generated import int4pack, nunchaku_int4, q4_0, squeezellm
@@ -36,7 +36,7 @@ def branched(name: str, seed: int = 0, storage: str = "") -> PackedWeight:
     own = module(BRANCHES[name])
     base = own.quantize(sample(*SHAPE))
     plus = own.FORMAT.variant(base.params).plus
-    fields = {role: value for branch in plus for role, value in branch_fields(branch, SHAPE, base.params, seed).items()}
+    fields = {role: value for branch in plus for role, value in random_branch_fields(branch, SHAPE, base.params, seed).items()}
     packed = own.pack({**own.unpack(base), **fields}, **base.params)
     return own.planar(packed) if storage else packed
 

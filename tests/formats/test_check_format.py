@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import qdsl
 from qdsl.analyze.check import check_kernels
-from qdsl.analyze.check.cases import Case, cases
+from qdsl.analyze.check.cases import StorageCase, storage_cases
 from qdsl.analyze.check.formats import Check, GoldenError, check_format, check_golden
 from qdsl.checkpoint.files import safetensors
 from qdsl.cli import app
@@ -95,8 +95,8 @@ def failures(checks: Iterable[Check]) -> dict[str, str]:
     return {f"{check.storage} {check.name}": check.text for check in checks if check.status == "FAILED"}
 
 
-def case_of(folder: Path, storage: str, *edits: tuple[str, str]) -> Case:
-    return next(case for case in cases(*written(folder, *edits)) if case.storage == storage)
+def case_of(folder: Path, storage: str, *edits: tuple[str, str]) -> StorageCase:
+    return next(case for case in storage_cases(*written(folder, *edits)) if case.storage == storage)
 
 
 def write_golden(path: Path, format: Format, storage: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -162,7 +162,7 @@ def test_a_quantizer_that_refuses_ordinary_weights(tmp_path: Path) -> None:
 def test_a_wrong_kernel(tmp_path: Path) -> None:
     (tmp_path / "wrong").mkdir()
     right, wrong = case_of(tmp_path, "tiles"), case_of(tmp_path / "wrong", "tiles", ("k // 2 % 8", "k // 2 % 4"))
-    for check in (check_kernels.dequantize, check_kernels.linear):
+    for check in (check_kernels.check_dequantize, check_kernels.check_linear):
         assert check(right)[0] == ""
         assert re.search(r"\d+ of \d+ weights differ; first \[0, \d+\]: \S+ instead of \S+; q\[0, \d+\] = \d+, s\[0, 0\] = \S+; "
                          r"mine4.yaml:6: decode: \(q - 8\) \* s$", check(wrong)[0])
@@ -170,7 +170,7 @@ def test_a_wrong_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs kernels on the CPU")
 def test_a_wrong_kernel_for_matrix_units(tmp_path: Path) -> None:
-    problem, _ = check_kernels.linear(case_of(tmp_path, "planar", ("sum += (-8.0 - BASE)", "sum += (-7.0 - BASE)")))
+    problem, _ = check_kernels.check_linear(case_of(tmp_path, "planar", ("sum += (-8.0 - BASE)", "sum += (-7.0 - BASE)")))
     assert re.match(r"\[16, 512\], skinny of x float16 \[1, 512\]: \d+ of 16 sums are wrong; first \[0, 0\]: ", problem)
 
 

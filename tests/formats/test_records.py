@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import qdsl
 from qdsl.analyze.check import cases as check_cases
 from qdsl.analyze.check import spec_bits as oracle
-from qdsl.analyze.check.stored_bits import StoredBits, patterns
+from qdsl.analyze.check.stored_bits import StoredBits, bit_patterns
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support.blessing import prove_stored
@@ -35,7 +35,7 @@ ONE_BY_ONE = 2500                                                # bits that are
 
 
 def stored_bits(case: Case, shape: tuple[int, int]) -> StoredBits:
-    return StoredBits(check_cases.Case(case.spec, case.module.FORMAT, case.storage, case.choice), shape)
+    return StoredBits(check_cases.StorageCase(case.spec, case.module.FORMAT, case.storage, case.choice), shape)
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=str)
@@ -54,10 +54,10 @@ def test_every_bit_lands_where_the_spec_says(case: Case) -> None:
             pattern[hot] = 1
             copies = bits.copies[1][bits.copies[0] == hot].tolist()
             assert bits.pack(pattern).nonzero()[0].tolist() == sorted([at, *copies]), hot
-    for pattern in patterns(bits.size):
+    for pattern in bit_patterns(bits.size):
         assert (bits.unpack(pattern) == pattern[bits.source]).all()
-    for pattern in patterns(len(bits.source)):
-        assert (bits.pack(pattern) == bits.stored(pattern)).all()
+    for pattern in bit_patterns(len(bits.source)):
+        assert (bits.pack(pattern) == bits.expected_stored(pattern)).all()
 
 
 @pytest.mark.parametrize("case", BITS, ids=str)
@@ -69,7 +69,7 @@ def test_any_bytes_survive(case: Case, seed: int) -> None:
     """
     bits = stored_bits(case, smallest(case, tiles=2))
     pattern = np.random.default_rng(seed).integers(0, 2, bits.size, dtype=np.uint8)
-    kept = bits.stored(pattern[bits.source])
+    kept = bits.expected_stored(pattern[bits.source])
     again = bits.pack(bits.unpack(pattern))
     assert (again[bits.source] == kept[bits.source]).all()
     for name, tensor in bits.tensors.items():
@@ -105,7 +105,7 @@ def test_numbers_between_bytes_and_their_copies(tmp_path: Path, kind: str) -> No
     """The sign of a float stays in its place, and every copy is written."""
     path = tmp_path / "between_bytes.yaml"
     path.write_text(BETWEEN_BYTES.format(kind=kind, padding=32 if kind == "u6" else 4))
-    bits = StoredBits(check_cases.Case(spec(path), qdsl.load(path).FORMAT, "plain", {}), (4, 16))
+    bits = StoredBits(check_cases.StorageCase(spec(path), qdsl.load(path).FORMAT, "plain", {}), (4, 16))
     assert bits.copies.shape[1] == 2 * 16 * bits.widths["s"] and not bits.unpack_problem() and not bits.pack_problem()
 
 

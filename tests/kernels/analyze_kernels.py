@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import qdsl
 from qdsl.analyze import AnalyzeError, launches, report
-from qdsl.analyze.compile import specialised
+from qdsl.analyze.compile import specialize_arguments
 from qdsl.cli import app
 from qdsl.runtime.libraries.call import Call
 from tests.support import small_kernels
@@ -66,7 +66,7 @@ def as_triton_does(call: Call) -> bool:
     """Whether arguments are specialised as Triton's own launcher does it."""
     bound, specialization, options = bound_by_triton(call)
     _, types, constants, hints = call.kernel._pack_args(BACKEND, options, bound, specialization, options)
-    return specialised(call) == (types, constants, {place: hint for place, hint in hints.items() if hint})
+    return specialize_arguments(call) == (types, constants, {place: hint for place, hint in hints.items() if hint})
 
 
 def cache_key(call: Call) -> str:
@@ -89,8 +89,8 @@ def command(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    q4_0 = launches.weight(qdsl.load("q4_0"), (4096, 4096), None, {})
-    planar = [launches.weight(qdsl.load(name), (4096, 4096), "planar", {}) for name in ("q4_0", "nvfp4")]
+    q4_0 = launches.meta_weight(qdsl.load("q4_0"), (4096, 4096), None, {})
+    planar = [launches.meta_weight(qdsl.load(name), (4096, 4096), "planar", {}) for name in ("q4_0", "nvfp4")]
     families = [*launches.calls(planar[0], "linear", 1, torch.bfloat16), *launches.calls(planar[1], "linear", 8, torch.float16)]
     others = [replace(call, constants={**call.constants, "numbers": families[i - 1].constants["numbers"]})
               for i, call in enumerate(families)]

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qdsl.analyze.compile import specialised
+from qdsl.analyze.compile import specialize_arguments
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.layout import Storage
@@ -52,7 +52,7 @@ def layout_of(case: Case) -> Storage:
 
 def compiled(case: Case, kind: str, target: str, optional: bool, large: bool, dtype: torch.dtype) -> dict[str, Any]:
     call = launched(case, kind, optional, dtype)
-    types, constants, hints = specialised(replace(call, constants={**call.constants, "LARGE": large}))
+    types, constants, hints = specialize_arguments(replace(call, constants={**call.constants, "LARGE": large}))
     source = ASTSource(call.kernel, types, constants, hints)
     binary = triton.compile(source, target=TARGETS[target], options=dict(call.options))
     text = binary.asm["ttgir"]

@@ -21,9 +21,9 @@ from unittest.mock import patch
 import torch
 
 from bench.gpu import regimes
-from qdsl.analyze.compile import build
+from qdsl.analyze.compile import compile_with_triton
 from qdsl.analyze.execute import Finding, Options, execute
-from qdsl.analyze.execute.run_launch import arguments_of, execute_ptx
+from qdsl.analyze.execute.run_launch import execute_ptx, flat_arguments
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch
@@ -282,8 +282,8 @@ def overlapping(name: str, storage: str, rows: int, dtype: torch.dtype) -> dict[
     before = (x, bias, *packed.tensors.values())
     findings = run(calls[1:], "sm_90", outs[1], Options())
     findings += execute(calls[0], "sm_90", outputs=(outs[0],), after=before).findings
-    compiled = build(calls[0], arch_of("sm_90"))
-    early = execute_ptx(compiled.asm["ptx"].replace("griddepcontrol.wait", "// "), arguments_of(calls[0]), calls[0].grid,
+    compiled = compile_with_triton(calls[0], arch_of("sm_90"))
+    early = execute_ptx(compiled.asm["ptx"].replace("griddepcontrol.wait", "// "), flat_arguments(calls[0]), calls[0].grid,
                         compiled.metadata.num_warps, compiled.metadata.shared, after=before).findings
     texts = [*map(str, findings), *([] if {finding.kind for finding in early} == {"dependent"} else ["there is no wait"]),
              *([] if "prefetch.global.L2" in compiled.asm["ptx"] else ["nothing is fetched"])]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from bench.gpu import regimes
-from qdsl.analyze.compile import build
+from qdsl.analyze.compile import compile_with_triton
 from qdsl.analyze.execute import ExecutionError, Options, execute_ptx
-from qdsl.analyze.execute.run_launch import arguments_of
+from qdsl.analyze.execute.run_launch import flat_arguments
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
@@ -52,8 +52,8 @@ class Launch:
         weight = format.dequantize(packed, torch.float32).double()
         self.exact = x.double() @ weight.t() if rows else weight
         self.allowed = 4e-3 * (x.double().abs() @ weight.abs().t()) if rows else weight.abs() * 2.0 ** -8
-        self.compiled = build(self.call, arch_of(arch))
-        self.arguments = arguments_of(self.call)
+        self.compiled = compile_with_triton(self.call, arch_of(arch))
+        self.arguments = flat_arguments(self.call)
 
     def run(self, ptx: str) -> tuple[str, set[int]]:
         """What is wrong with a text, and the lines that threads executed."""

@@ -26,7 +26,7 @@ def counted() -> Iterator[dict[str, Any]]:
     """Of BUDGETS, on a large layer."""
     for gpu_name, name, storage, rows, kind, limit in BUDGETS:
         gpu = GPUS[gpu_name]
-        packed = launches.weight(qdsl.load(name), (4096, 4096), storage, {})
+        packed = launches.meta_weight(qdsl.load(name), (4096, 4096), storage, {})
         x, out = (torch.empty(rows, size, dtype=launches.TYPES[kind], device="meta") for size in reversed(packed.shape))
         with configure.assumed(0, gpu.multiprocessors, gpu):
             candidate = plan.any_product(packed, 1) if rows == 1 else gemm(x, packed, 1)

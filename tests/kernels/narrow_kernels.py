@@ -24,13 +24,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def quantized(name: str, rows: int) -> Call:
     """The product's launch, which comes after the one that quantizes x."""
-    packed = launches.weight(qdsl.load(name), SHAPE, "safetensors", {})
+    packed = launches.meta_weight(qdsl.load(name), SHAPE, "safetensors", {})
     return list(launch.quantized_calls(meta(rows, SHAPE[1]), packed, None, meta(rows, SHAPE[0])))[-1]
 
 
 def few() -> Iterator[tuple[str, Call]]:
     """Of one weight with 8 rows of x, and of 8 experts that it is cut into, with as many rows each."""
-    packed = launches.weight(qdsl.load("q4_0"), SHAPE, "planar", {})
+    packed = launches.meta_weight(qdsl.load("q4_0"), SHAPE, "planar", {})
     x = meta(8, SHAPE[1], dtype=torch.float16)
     out = meta(8, SHAPE[0], dtype=x.dtype)
     yield "one", next(launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)))

@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qdsl.analyze import report, sass
-from qdsl.analyze.compile import compiled, specialised
-from qdsl.analyze.counts import counted
+from qdsl.analyze.compile import compile_launch, specialize_arguments
+from qdsl.analyze.counts import count_instructions
 from qdsl.analyze.gpus import arch_of
-from qdsl.analyze.launches import weight
+from qdsl.analyze.launches import meta_weight
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight import stream_kernels
@@ -32,7 +32,7 @@ SYMBOLS, STEPS = 64 / 2.591, 32
 
 
 def launches(form: str) -> Iterator[tuple[str, Call]]:
-    packed = weight(importlib.import_module(f"qdsl.generated.{form}"), SHAPE, None, {})
+    packed = meta_weight(importlib.import_module(f"qdsl.generated.{form}"), SHAPE, None, {})
     n, k = SHAPE
     for call in launch.dequantize_calls(packed, torch.empty(n, k, dtype=torch.bfloat16, device="meta")):
         yield "decode", call
@@ -48,7 +48,7 @@ def launches(form: str) -> Iterator[tuple[str, Call]]:
 
 def windows(call: Call, arch: str) -> float:
     """Instructions of a thread per symbol: of both loops for each lookup, and of all else once for a window."""
-    binary = compiled(call, arch_of(arch))
+    binary = compile_launch(call, arch_of(arch))
     code = sass.parse(binary.text)
     every = [[code.instructions[place] for place in loop] for loop in sass.loops(code)]
     lookups = call.constants["LEVELS"] + 1                       # loads of a trip
@@ -65,7 +65,7 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
     if arch == "gfx942":
         for form in ("df11", "hlane", "fix4"):
             for what, call in launches(form):
-                types, constants, hints = specialised(call)
+                types, constants, hints = specialize_arguments(call)
                 binary = triton.compile(ASTSource(call.kernel, types, constants, hints), target=GPUTarget("hip", arch, 64),
                                         options=dict(call.options))
                 yield {"form": form, "what": what, "bytes": len(binary.asm["hsaco"])}
@@ -74,7 +74,8 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
         for form in ("df11", "hlane", "fix4"):
             for what, call in launches(form):
                 is_counted = "LEVELS" not in call.constants
-                counts = report(call, arch) if is_counted else counted(compiled(call, arch_of(arch)), arch, 1, 1, call.step, 1)
+                compiled = compile_launch(call, arch_of(arch))
+                counts = report(call, arch) if is_counted else count_instructions(compiled, arch, 1, 1, call.step, 1)
                 count = counts.hot if is_counted else windows(call, arch)
                 yield {"form": form, "what": what, "count": count, "spills": counts.spills, "shared": counts.shared_bytes,
                        "opcodes": counts.opcodes, "tensor": counts.tensor, "loads": counts.loads}

@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from qdsl.analyze import ARCHS, GPUS, AnalyzeError, Report, compile, launches, pipes, predict, report, sass, survey, text
-from qdsl.analyze.chains import Chain, chains
-from qdsl.analyze.compile import Compiled, argument_place, loop_loads, loop_step
-from qdsl.analyze.counts import counted
-from qdsl.analyze.registers import accesses
-from qdsl.analyze.strides import missed
+from qdsl.analyze.chains import ChainCycles, dependence_chains
+from qdsl.analyze.compile import Compiled, argument_offset, hot_loop_step, most_loop_loads
+from qdsl.analyze.counts import count_instructions
+from qdsl.analyze.registers import accessed_registers
+from qdsl.analyze.strides import sector_miss_rates
 from qdsl.cli import app
 from qdsl.runtime.gpu.costs import EXPOSED, LATENCY, LAUNCH, Work
 from qdsl.runtime.gpu.kernels.dequantize import dequantize
@@ -88,7 +88,7 @@ def compiled(printed: str = KERNEL, **changes: Any) -> Compiled:
 
 def example(**changes: Any) -> Report:
     """The kernel above: 264 programs of 16384 weights at half a byte, 1024 in a trip of the source's loop."""
-    counts = counted(compiled(), "sm_90", programs=264, weights=16384, step=1024, traffic=264 * 8192)
+    counts = count_instructions(compiled(), "sm_90", programs=264, weights=16384, step=1024, traffic=264 * 8192)
     return replace(counts, **changes)
 
 
@@ -121,26 +121,26 @@ def test_the_hot_loop_loads_most_and_is_the_inner_one() -> None:
 def test_the_counter_of_a_loop_is_found(printed: str, step: int) -> None:
     code = sass.parse(printed)
     loop = sass.hot_loop(code)
-    assert loop is not None and sass.steps(code, loop) == {step}
+    assert loop is not None and sass.loop_counter_steps(code, loop) == {step}
 
 
 def test_what_is_no_counter_is_none() -> None:
     """A register that is multiplied, moved under a guard or by another register has no step."""
     for change in ("IMAD R2, R2, 0x3, RZ", "@P1 VIADD R2, R2, 0x200", "IADD3 R2, R2, R9, RZ", "IADD3.X R2, R2, 0x200, RZ, P1"):
         code = sass.parse(KERNEL.replace("VIADD R2, R2, 0x200", change))
-        assert sass.steps(code, range(5, 14)) == set(), change
+        assert sass.loop_counter_steps(code, range(5, 14)) == set(), change
 
 
 @pytest.mark.parametrize(("step", "loads", "unroll"), [(128, 3, 4), (512, 3, 1), (None, 1, 3), (768, 3, 1), (768, 1, 3),
                                                        (None, 0, 1)])
 def test_unrolling_is_seen_in_the_counter_or_else_in_the_loads(step: int | None, loads: int, unroll: int) -> None:
-    counts = counted(compiled(step=step, loads=loads), "sm_90", 1, weights=1 << 20, step=1024, traffic=1)
+    counts = count_instructions(compiled(step=step, loads=loads), "sm_90", 1, weights=1 << 20, step=1024, traffic=1)
     assert (counts.unroll, counts.hot_weights, counts.trips) == (unroll, 1024 * unroll, math.ceil(1024 / unroll))
 
 
 def test_a_counter_of_trips_says_how_far_a_loop_is_unrolled() -> None:
     printed = KERNEL.replace("VIADD R2, R2, 0x200", "VIADD R2, R2, 0xfffffffe")
-    assert counted(compiled(printed), "sm_90", 1, weights=1 << 20, step=1024, traffic=1).unroll == 2
+    assert count_instructions(compiled(printed), "sm_90", 1, weights=1 << 20, step=1024, traffic=1).unroll == 2
 
 
 def test_loops_of_the_compilers_texts() -> None:
@@ -153,18 +153,18 @@ def test_loops_of_the_compilers_texts() -> None:
       %z = ttg.async_copy_global_to_local %p, %s : tensor<4x!tt.ptr<i8>>
     }
     %w = tt.load %p : tensor<4x!tt.ptr<i8>>"""
-    assert loop_step(ttgir) == 256
+    assert hot_loop_step(ttgir) == 256
     first = ttgir.replace("      %x =", "      %v = tt.load %p : tensor<4x!tt.ptr<i8>>\n" * 2 + "      %x =")
-    assert loop_step(first) == 64
-    assert loop_step(ttgir.replace("%c256_i32", "%n")) is None
-    assert loop_step("%w = tt.load %p : tensor<4x!tt.ptr<i8>>") is None
+    assert hot_loop_step(first) == 64
+    assert hot_loop_step(ttgir.replace("%c256_i32", "%n")) is None
+    assert hot_loop_step("%w = tt.load %p : tensor<4x!tt.ptr<i8>>") is None
     nest = "\n".join(["      scf.for %k = %c0_i32 to %n step %c8_i32 {", *["        %x = tt.load %p"] * 3, "      }", "    }"])
-    assert loop_step(ttgir.replace("    }", nest, 1)) == 8       # as in hlane, where it has most of them
+    assert hot_loop_step(ttgir.replace("    }", nest, 1)) == 8       # as in hlane, where it has most of them
     ptx = "\n".join(["ld.global.b32 {%r1}, [%rd1];", "$L__BB0_2: // loop", "@%p1 ld.global.v4.b32 {%r1}, [%rd1];",
                      "cp.async.cg.shared.global [%r1], [%rd2], 16;", "ld.shared.b32 %r3, [%r1];", "@%p5 bra \t$L__BB0_2;",
                      "bra.uni $L__BB0_3;", "$L__BB0_3:"])
-    assert loop_loads(ptx) == 2
-    assert loop_loads("ld.global.b32 {%r1}, [%rd1];") == 0
+    assert most_loop_loads(ptx) == 2
+    assert most_loop_loads("ld.global.b32 {%r1}, [%rd1];") == 0
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_instructions_per_weight() -> None:
 
 def test_a_kernel_without_a_loop_is_hot_as_a_whole() -> None:
     for printed, step in ((KERNEL, 0), (KERNEL.replace("@!P0 BRA `(.L_x_0)", "NOP"), 1024)):
-        counts = counted(compiled(printed), "sm_90", 1, weights=2048, step=step, traffic=1)
+        counts = count_instructions(compiled(printed), "sm_90", 1, weights=2048, step=step, traffic=1)
         assert not counts.has_loop and (counts.hot_weights, counts.trips, counts.unroll) == (2048, 1, 1)
         assert counts.hot == counts.whole == 1.0 and counts.hot_pipes == counts.whole_pipes
 
@@ -202,7 +202,7 @@ def test_bytes_tell_how_far_a_loop_is_unrolled(monkeypatch: pytest.MonkeyPatch) 
     def counts(dtype: torch.dtype, step: int) -> Report:
         w = torch.empty(264 * 16384, dtype=dtype, device="meta")
         arguments = (w, w.view(torch.int32), torch.empty(1 << 24, device="meta"))      # a view of w is no second tensor
-        monkeypatch.setattr(compile, "compiled", lambda call, arch: compiled(step=step))
+        monkeypatch.setattr(compile, "compile_launch", lambda call, arch: compiled(step=step))
         return report(Call(kernel, arguments, {}, (264,), {}, 16384, 1024), "sm_90")
 
     assert counts(torch.uint8, 128).traffic == 264 * 16384 + (1 << 26)
@@ -217,7 +217,7 @@ def test_bytes_tell_how_far_a_loop_is_unrolled(monkeypatch: pytest.MonkeyPatch) 
 def test_products_tell_how_far_a_loop_is_unrolled(columns: int, unroll: int) -> None:
     """Four products of 64 x 16 x 16, which four warps share, are 32 columns of a trip's 2048 weights."""
     lines = KERNEL.replace("FFMA R3, R3, R4, R5 ;", "\n/*00a0*/ ".join(["HGMMA.64x16x16.F32 R24, R40, gdesc[UR4], R24 ;"] * 4))
-    counts = counted(compiled(lines), "sm_90", 1, 1 << 20, step=2048, traffic=1, columns=columns)
+    counts = count_instructions(compiled(lines), "sm_90", 1, 1 << 20, step=2048, traffic=1, columns=columns)
     assert counts.unroll == unroll
 
 
@@ -226,12 +226,12 @@ def test_loads_tell_it_where_products_do_not(copies: int, unroll: int) -> None:
     """Blackwell's instructions leave their shape to a descriptor, and a counter of bytes moves by more than a trip has."""
     load = "/*0060*/                   LDG.E.U16 R12, desc[UR6][R8.64+0x10] ;\n"
     lines = KERNEL.replace(load, load + load * (3 * copies - 3)).replace("FFMA R3, R3, R4, R5", "UTCHMMA gdesc[UR4], gdesc[UR6]")
-    assert counted(compiled(lines), "sm_100", 1, 1 << 20, step=1024, traffic=1).unroll == unroll
+    assert count_instructions(compiled(lines), "sm_100", 1, 1 << 20, step=1024, traffic=1).unroll == unroll
 
 
 def test_text_without_instructions_is_refused() -> None:
     with pytest.raises(AnalyzeError, match="no instruction"):
-        counted(compiled("kernel:\n"), "sm_90", 1, weights=1, step=0, traffic=1)
+        count_instructions(compiled("kernel:\n"), "sm_90", 1, weights=1, step=0, traffic=1)
 
 
 @pytest.mark.parametrize(("opcode", "arch", "pipe", "cycles"), [
@@ -250,7 +250,7 @@ def test_text_without_instructions_is_refused() -> None:
 def test_pipes(opcode: str, arch: str, pipe: str, cycles: dict[str, float]) -> None:
     instruction = sass.Instruction(0, "", opcode, (), "")
     assert pipes.pipe_of(instruction) == pipe
-    assert pipes.busy(instruction, arch) == pytest.approx({"issue": 1, **cycles})
+    assert pipes.busy_cycles(instruction, arch) == pytest.approx({"issue": 1, **cycles})
 
 
 # -- dependence chains ------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def instruction(text: str) -> sass.Instruction:
     ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "", ""),
 ])
 def test_registers_of_an_instruction(text: str, written: str, read: str) -> None:
-    assert [sorted(names) for names in accesses(instruction(text))] == [sorted(written.split()), sorted(read.split())]
+    assert [sorted(names) for names in accessed_registers(instruction(text))] == [sorted(written.split()), sorted(read.split())]
 
 
 def looped(*lines: str) -> tuple[sass.Code, range]:
@@ -308,7 +308,7 @@ def looped(*lines: str) -> tuple[sass.Code, range]:
     (("HGMMA.64x128x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x0"), 0, (97, 110)),
 ], ids=["used", "next", "two", "both", "sector", "fixed", "lookup", "copy", "group"])
 def test_the_dependence_chain_of_a_trip(lines: tuple[str, ...], loads: float, cycles: tuple[float, float]) -> None:
-    _, trip = chains(*looped(*lines), "sm_90")
+    _, trip = dependence_chains(*looped(*lines), "sm_90")
     assert trip.loads == pytest.approx(loads, abs=0.05) and cycles[0] <= trip.cycles <= cycles[1]
 
 
@@ -318,15 +318,15 @@ def test_x_comes_from_the_l2_cache() -> None:
     code = sass.parse("/*0000*/ ULDC.64 UR4, c[0x0][0x220] ;\n.L_x_0:\n" + "\n".join(op.line for op in code.instructions)
                       .replace("0x2 ;", "0x5 ;"))
     loop = range(1, 7)
-    trips = [chains(code, loop, "sm_90", x)[1] for x in (0x218, 0x220)]
+    trips = [dependence_chains(code, loop, "sm_90", x)[1] for x in (0x218, 0x220)]
     assert [round(trip.loads, 2) for trip in trips] == [1, 0] and 270 <= trips[1].cycles < 320
 
 
 def test_where_an_argument_lies() -> None:
     types = {"q": "*i32", "B": "constexpr", "n": "i32", "x": "*bf16", "out": "*bf16"}
-    assert argument_place(types, "x", ARCHS["sm_90"]) == 0x210 + 16 and argument_place(types, "x", ARCHS["sm_80"]) == 0x160 + 16
-    assert argument_place({"tensors": ("*i32", "*fp16", "constexpr"), **types}, "x", ARCHS["sm_120"]) == 0x380 + 32
-    assert argument_place(types, "bias", ARCHS["sm_90"]) is None
+    assert argument_offset(types, "x", ARCHS["sm_90"]) == 0x210 + 16 and argument_offset(types, "x", ARCHS["sm_80"]) == 0x160 + 16
+    assert argument_offset({"tensors": ("*i32", "*fp16", "constexpr"), **types}, "x", ARCHS["sm_120"]) == 0x380 + 32
+    assert argument_offset(types, "bias", ARCHS["sm_90"]) is None
 
 
 def test_a_load_from_the_sector_of_another_one_fetches_nothing() -> None:
@@ -334,7 +334,7 @@ def test_a_load_from_the_sector_of_another_one_fetches_nothing() -> None:
                         "LDG.E.U16 R6, desc[UR6][R8.64+0x40]", "IADD3 R8, P1, R8, 0x10, RZ",
                         "IADD3.X R9, R9, RZ, RZ, P1, !PT", "LDG.E.U16 R7, desc[UR6][R8.64]",
                         "LEA R10, P1, R0, R2, 0x3", "LDG.E R11, desc[UR6][R10.64]", "LDG.E R12, desc[UR6][R4.64]")
-    assert missed([code.instructions[place] for place in loop]) == [0.5, 0, 0.5, 1, 1, 0.5, 1, 0.25, 1, 1, 1, 1]
+    assert sector_miss_rates([code.instructions[place] for place in loop]) == [0.5, 0, 0.5, 1, 1, 0.5, 1, 0.25, 1, 1, 1, 1]
 
 
 # -- predicting -------------------------------------------------------------------------------------------------------
@@ -352,24 +352,25 @@ def test_programs_on_a_multiprocessor(arch: str, registers: int, shared: int, wa
 
 def test_a_kernel_whose_programs_wait_for_their_loads() -> None:
     """All 264 programs run at once, four trips each: four latencies of memory, and nothing else to wait for."""
-    estimate = predict(example(hot_chain=Chain(0, 1), outside_chain=Chain(0, 0)), GPUS["h200"])
+    estimate = predict(example(hot_chain=ChainCycles(0, 1), outside_chain=ChainCycles(0, 0)), GPUS["h200"])
     assert (estimate.gpu, estimate.resident, estimate.occupancy) == ("h200", 12, 0.75)
     assert estimate.chain == pytest.approx(4 * LATENCY) and estimate.start == pytest.approx(LAUNCH + LATENCY)
     work = estimate.busy + 3 * LATENCY
     assert estimate.seconds == pytest.approx(LAUNCH + LATENCY + work + EXPOSED * estimate.memory) and estimate.limit == "start"
-    longer = predict(example(trips=40, hot_chain=Chain(0, 1), outside_chain=Chain(198, 0)), GPUS["h200"])
+    longer = predict(example(trips=40, hot_chain=ChainCycles(0, 1), outside_chain=ChainCycles(198, 0)), GPUS["h200"])
     assert longer.limit == "chain" and longer.chain == pytest.approx(40 * LATENCY + 198 / 1.98e9)
 
 
 def test_programs_that_do_not_run_at_once_follow_each_other() -> None:
     """An SM holds 12, but 10 are counted: programs may need 8 registers more."""
-    times = [predict(example(programs=132 * count, hot_chain=Chain(0, 1)), GPUS["h200"]).chain for count in (10, 12, 20, 21)]
+    chain = ChainCycles(0, 1)
+    times = [predict(example(programs=132 * count, hot_chain=chain), GPUS["h200"]).chain for count in (10, 12, 20, 21)]
     assert times[1:] == pytest.approx([2 * times[0], 2 * times[0], 3 * times[0]])
 
 
 def test_a_kernel_that_is_busy_and_one_that_is_fast_enough() -> None:
     """What does not overlap is added: the launch and the first loads; programs come whole, 265 in three turns."""
-    still = {"hot_chain": Chain(0, 0), "outside_chain": Chain(0, 0)}
+    still = {"hot_chain": ChainCycles(0, 0), "outside_chain": ChainCycles(0, 0)}
     many = example(programs=132 * 1000, traffic=132 * 1000 * 8192, **still)
     estimate = predict(many, GPUS["h200"])
     assert estimate.limit == "memory" and estimate.start == LAUNCH and 0.84 < estimate.share < 0.9
@@ -394,7 +395,7 @@ def test_a_program_that_no_multiprocessor_holds_is_not_run() -> None:
     for changes in ({"shared_bytes": 400000}, {"registers": 255, "warps": 16}):
         estimate = predict(example(**changes), GPUS["h200"])
         assert (estimate.share, estimate.limit, estimate.seconds, estimate.resident) == (0, "does not fit", None, 0)
-        assert text.row(example(**changes), estimate)[2:5] == ["-", "0%", "does not fit"]
+        assert text.prediction_row(example(**changes), estimate)[2:5] == ["-", "0%", "does not fit"]
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
@@ -403,7 +404,7 @@ def test_a_program_that_no_multiprocessor_holds_is_not_run() -> None:
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
     n, k = fixed_shape(case, (1024, 5120 if case.path.stem != "ranges" else 4608))   # a multiple of 48 columns
-    packed = launches.weight(case.module, (n, k), case.storage, case.choice)
+    packed = launches.meta_weight(case.module, (n, k), case.storage, case.choice)
     if any(stream.coding == "huffman_windows" for stream in packed.layout.streams.values()):
         assert not launches.calls(packed, "dequantize", 1, torch.bfloat16)[0].weights        # which is said when it is counted
         return
@@ -431,7 +432,7 @@ def test_default_flags_show_every_kernel_once(monkeypatch: pytest.MonkeyPatch) -
 def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
     reports = {arch: example(arch=arch) for arch in ("sm_90", "sm_100")}
     predictions = [predict(reports[GPUS[name].arch], GPUS[name]) for name in ("b200", "h100", "h200")]
-    rows = list(survey.data(survey.Examined("both", reports, predictions), listing=True))
+    rows = list(survey.report_data(survey.ExaminedLaunch("both", reports, predictions), listing=True))
     assert [[estimate["gpu"] for estimate in row["predicted"]] for row in rows] == [["h100", "h200"], ["b200"]]
     assert [(row["what"], row["arch"], len(row["listing"])) for row in rows] == [("both", "sm_90", 9), ("both", "sm_100", 9)]
 
@@ -443,5 +444,5 @@ def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
 ])
 def test_architectures_and_gpus_follow_from_each_other(archs: tuple[str, ...], gpus: tuple[str, ...], shown: list[str],
                                                        chosen: list[str]) -> None:
-    targets = survey.targets(archs, gpus)
+    targets = survey.resolve_targets(archs, gpus)
     assert (targets[0], [gpu.name for gpu in targets[1]]) == (shown, chosen)

@@ -144,5 +144,5 @@ def test_a_spec_of_ones_own_is_examined_by_its_path(tmp_path: Any, monkeypatch: 
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "mine.yaml"
     path.write_text((ROOT / "specs" / "q4_0.yaml").read_text().replace("format: q4_0", "format: mine"))
-    packed = launches.weight(qdsl.load(str(path)), (64, 64), None, {})
+    packed = launches.meta_weight(qdsl.load(str(path)), (64, 64), None, {})
     assert packed.format.name == "mine" and packed.nbytes == 64 * 64 * 4.5 / 8

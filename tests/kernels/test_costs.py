@@ -55,7 +55,7 @@ SPILLING: dict[str, dict[str, tuple[int, int]]] = {
 
 
 def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] = (4096, 4096)) -> PackedWeight:
-    return launches.weight(qdsl.load(name), shape, storage, {})
+    return launches.meta_weight(qdsl.load(name), shape, storage, {})
 
 
 def test_the_terms_of_a_launch() -> None:
@@ -265,7 +265,7 @@ def test_configurations_that_the_table_lacks_follow_from_near_ones(monkeypatch: 
 
 def test_variants_have_counts_of_their_own() -> None:
     """Other warps, partial tiles and other rows of `matvec`.  A configuration without counts is doubted."""
-    packed, gpu = launches.weight(qdsl.load("int_group"), (4096, 4096), "planar", {"bits": 4}), GPUS["h100"]
+    packed, gpu = launches.meta_weight(qdsl.load("int_group"), (4096, 4096), "planar", {"bits": 4}), GPUS["h100"]
     entry, lanes = costs.table()["sm_90"]["int_group.planar bits=4"], {**ROW, "R": 2}
     for kind, config, key in (("skinny", {**lanes, "WK": 8}, "skinny R=2 W=8"), ("gemv", {**lanes, "WK": 1}, "gemv R=2 W=1"),
                               ("skinny", {**lanes, "WK": 1, "BM": 16}, "skinny R=2 16 W=1"),

@@ -152,7 +152,7 @@ def test_explain_lists_copies_among_the_ways_of_a_product(monkeypatch: pytest.Mo
     """As a layer of a model has them, with times."""
     monkeypatch.setenv(kept.SETTING, "auto")
     monkeypatch.setenv("QDSL_CPU_INT8", "1")
-    choice = processors.explained(processors.weight(q4_0.FORMAT, (64, 256), None, {}), 1, "bf16")
+    choice = processors.explain_choice(processors.random_weight(q4_0.FORMAT, (64, 256), None, {}), 1, "bf16")
     assert [(own["kernel"], own["config"]) for own in choice["candidates"]] == [
         ("rows", {"INT8": 1}), ("rows", {}), ("plain", {"ROWS": 1}), ("decode", {}), ("tiles", {})]
     assert all(own["us"] > 0 for own in choice["candidates"])

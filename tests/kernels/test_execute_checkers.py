@@ -311,7 +311,8 @@ def test_instructions_that_warps_issue() -> None:
     loop = ("LOOP: mul.wide.u32 %d10, %r60, 4; add.s64 %d10, %d10, %d0; ld.global.b32 %r3, [%d10]; add.u32 %r1, %r1, 1; "
             "setp.lt.u32 %p2, %r60, 3; @%p2 add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r1, {}; @%p1 bra LOOP;")
     execution = run("mov.u32 %r1, 0;" + loop.format(7), words(64), threads=64, programs=3)
-    assert execution.issued == 192 * execution.program.counted(7) == 192 * (execution.program.counted(1) + 6 * 8)
+    count = execution.program.instructions_per_thread
+    assert execution.issued == 192 * count(7) == 192 * (count(1) + 6 * 8)
     assert execution.instructions == execution.issued - 3 * 7 * (64 - 3) - 3 * 64         # the last branch is not taken
 
 

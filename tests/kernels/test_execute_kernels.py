@@ -87,7 +87,7 @@ def test_the_command_line_executes() -> None:
 def test_counts_that_differ_are_said(issued: float, line: str) -> None:
     result = trial.Trial(kind="linear", title="", arch="sm_90", kernels=("k",), error=0.1, findings=(), ideal=1, memory={},
                          instructions=9.0, issued=issued, counted=10.0, sass=5.0, corrected=issued / 2)
-    assert (line in "\n".join(trial.block(result))) and ("differ" in "\n".join(trial.block(result))) == bool(line)
+    assert (line in "\n".join(trial.trial_lines(result))) and ("differ" in "\n".join(trial.trial_lines(result))) == bool(line)
 
 
 def test_mutants_of_kernels_are_caught() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import regimes
-from qdsl.analyze.check.spec_bits import PLAIN, digit_fields, digits, environment, stored, width_of
+from qdsl.analyze.check.spec_bits import PLAIN, base_3_digits, digit_fields, field_bits, size_environment, stored
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import Kernels, PackedWeight
 from qdsl.runtime.gpu import configure, launch
@@ -156,7 +156,7 @@ def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch)
 
 def every_value(case: Case, name: str, dtype: torch.dtype) -> torch.Tensor:
     """All values of a field's type; of one that has more than 65536, none."""
-    bits = width_of(spec(case.path), name, case.choice)
+    bits = field_bits(spec(case.path), name, case.choice)
     if name in digit_fields(case.spec):
         return torch.arange(3, dtype=dtype)
     if bits > 16:
@@ -243,13 +243,14 @@ def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
     """Flat indices of the elements, by tensor, that hold only fields with a value for every weight."""
     params = packed.params
     storage = next(s for s in case.spec.storages if s.name.value == case.storage)
-    env = environment(case.spec, *packed.shape, params, packed.sizes)
+    env = size_environment(case.spec, *packed.shape, params, packed.sizes)
     full = {name for name in random_fields(case, packed.shape) if field_shape(case, name, packed.shape) == packed.shape}
     full |= {field.name.value for field in case.spec.fields} - {field.name.value for field in spec(case.path).fields}
     holds: dict[tuple[str, int], set[str]] = {}
     placed = [(name, element, field) for name, element, _, (field, _, _), kind in stored(case.spec, storage, env, params)
               if kind == PLAIN]
-    placed += [(name, element, digit[0]) for (name, element, _), digits_at in digits(case.spec, storage, env, params).items()
+    placed += [(name, element, digit[0])
+               for (name, element, _), digits_at in base_3_digits(case.spec, storage, env, params).items()
                for digit in digits_at if digit is not None]
     for name, element, field in placed:
         at = 0

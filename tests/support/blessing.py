@@ -240,7 +240,7 @@ def codes(tensor: Tensor, bits: int) -> Codes:
 
 
 def field_codes(read: Reading, fields: Mapping[str, Tensor]) -> dict[str, Codes]:
-    return {name: codes(field, oracle.width_of(read.spec, name, read.params)) for name, field in fields.items()}
+    return {name: codes(field, oracle.field_bits(read.spec, name, read.params)) for name, field in fields.items()}
 
 
 def prove_stored(read: Reading, packed: PackedWeight) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

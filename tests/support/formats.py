@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.analyze.check import spec_bits as oracle
-from qdsl.analyze.check.compare import difference
+from qdsl.analyze.check.compare import describe_difference
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.compiler.spec.model import Spec
@@ -72,8 +72,8 @@ def spec(path: Path) -> Spec:
 
 def _entries(spec: Spec) -> int:
     """The most entries of a stored table of one block, with the default parameters."""
-    env = oracle.environment(replace(spec, dims=()), 0, 0, {p.name.value: p.values[0] for p in spec.params}, {})
-    return max((prod(oracle.evaluate(e, env) for e in oracle.table(spec, field)) for field in spec.fields), default=0)
+    env = oracle.size_environment(replace(spec, dims=()), 0, 0, {p.name.value: p.values[0] for p in spec.params}, {})
+    return max((prod(oracle.evaluate(e, env) for e in oracle.table_extents(spec, field)) for field in spec.fields), default=0)
 
 
 SPECS = [path for path in (*SHIPPED, *EXTRA) if _entries(spec(path)) <= MOST_ENTRIES]
@@ -239,7 +239,7 @@ def assert_same(got: Tensor, want: Tensor, packed: PackedWeight, what: object = 
     """Raises AssertionError where weights [N, K] differ in a bit: how many, the first, its fields, and the line of the spec."""
     if not same_bits(got, want):
         path = next(path for path in (*SHIPPED, *EXTRA) if path.stem == packed.format.name)
-        problem = difference(got.cpu(), want.cpu(), packed.to("cpu"), spec(path)) or "NaNs differ in their bits"
+        problem = describe_difference(got.cpu(), want.cpu(), packed.to("cpu"), spec(path)) or "NaNs differ in their bits"
         raise AssertionError(f"{packed.format.name}.{packed.storage} {packed.params} {what}: {problem}")
 
 

@@ -41,7 +41,7 @@ def seconds(figure: dict[str, Any], gpu: Gpu) -> float:
     if figure["ours"] is None:
         return costs.matmul_seconds(m, n, k, 2, gpu)
     name, _, storage = figure["ours"].partition(".")
-    packed = launches.weight(qdsl.load(name), (n, k), storage, figure["params"])
+    packed = launches.meta_weight(qdsl.load(name), (n, k), storage, figure["params"])
     lanes = packed.layout.kernels.matrix_unit
     kind = "gemv" if m == 1 and lanes is not None and "gemv" in lanes.families else "skinny"
     with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors):

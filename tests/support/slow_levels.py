@@ -35,7 +35,7 @@ def of_blocks(reading: Reading, weight: npt.NDArray[np.float32], code: str, leve
 def of_all(reading: Reading, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
     """Codes, scales of blocks, and one table of levels that all weights over their scales share."""
     code, scale, levels = (roles[role] for role in ("code", "scale", "levels"))
-    shapes = {f.name.value: oracle.shape_of(reading.spec, f, reading.env) for f in reading.spec.fields}
+    shapes = {f.name.value: oracle.field_shape(reading.spec, f, reading.env) for f in reading.spec.fields}
     fields = {name: np.zeros(shapes[name], np.int64) for name in (code, scale)}
     at = {place: elements[scale] for place, _, elements in reading.places(fields)}
     largest: dict[tuple[int, ...], np.float32] = {}

@@ -39,7 +39,7 @@ class Reading:
 
     @cached_property
     def env(self) -> dict[str, int]:
-        return oracle.environment(self.spec, *self.shape, self.params, self.sizes)
+        return oracle.size_environment(self.spec, *self.shape, self.params, self.sizes)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -76,8 +76,8 @@ class Reading:
     @cached_property
     def stored_tables(self) -> dict[str, tuple[int, ...]]:
         """The shapes of fields that are tables, those that blocks of weights share among them."""
-        return {field.name.value: oracle.shape_of(self.spec, field, self.env) for field in self.spec.fields
-                if oracle.table(self.spec, field)}
+        return {field.name.value: oracle.field_shape(self.spec, field, self.env) for field in self.spec.fields
+                if oracle.table_extents(self.spec, field)}
 
     @cached_property
     def tables(self) -> Tables:
@@ -126,7 +126,7 @@ class Reading:
     @cached_property
     def _digits(self) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
         storage = next(s for s in self.spec.storages if s.name.value == self.storage)
-        return oracle.digits(self.spec, storage, self.env, self.params)
+        return oracle.base_3_digits(self.spec, storage, self.env, self.params)
 
     def pack(self, fields: Mapping[str, Codes], like: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Codes], dict[str, Codes]]:
         """Tensors of these shapes that hold the fields, element by element, and the bits of them that are not padding."""
@@ -305,7 +305,7 @@ class Reading:
         steps = self._products(inner, bool(inner)) if inner else [1.0]
         values = self._products([roles[role] for role in ("choice", "sign", "code") if role in roles], not inner)
         size = len(values) >> (width(kinds[roles["choice"]]) if "choice" in roles else 0)
-        shapes = {f.name.value: oracle.shape_of(self.spec, f, self.env) for f in self.spec.fields}
+        shapes = {f.name.value: oracle.field_shape(self.spec, f, self.env) for f in self.spec.fields}
         fields = {name: np.zeros(shapes[name], np.int64) for name in roles.values()}
         elements = {place: at for place, _, at in self.places(fields)}
         blocks: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[int, int]]]] = {}

@@ -27,7 +27,7 @@ MOST = 12 << 10                                                  # weights per c
 
 
 @dataclass(frozen=True)
-class Case:
+class StorageCase:
     """A storage of a format at one choice of its parameters.  spec: the spec with the storage, which may be derived."""
 
     spec: Spec
@@ -45,7 +45,7 @@ class Case:
         """Whether it stores codes that replace several of the format's fields."""
         return {field.name.value for field in self.spec.fields} != self.format.variant(self.params).fields.keys()
 
-    def holds(self, shape: Shape) -> bool:
+    def supports_shape(self, shape: Shape) -> bool:
         """Whether the storage supports a shape."""
         layout, sizes = self.layout, self.format.sizes(self.params, shape)
         return not layout.why_not(shape, sizes) and all(
@@ -53,7 +53,7 @@ class Case:
 
     def shapes(self, rows: Sequence[int], columns: Sequence[int]) -> Iterator[Shape]:
         """The shapes of a grid that the storage supports, by rows."""
-        return (shape for shape in ((n, k) for n in rows for k in columns) if self.holds(shape))
+        return (shape for shape in ((n, k) for n in rows for k in columns) if self.supports_shape(shape))
 
     @cached_property
     def smallest(self) -> Shape | None:
@@ -61,7 +61,7 @@ class Case:
         return next((shape for k in SIZES for shape in self.shapes(SIZES, (k,))), None)
 
     @cached_property
-    def two_blocks(self) -> Shape:
+    def two_block_shape(self) -> Shape:
         """A shape with two blocks or tiles along both axes, to test strides; the smallest if there is none."""
         assert self.smallest is not None
         sizes = self.format.sizes(self.params, self.smallest)
@@ -69,9 +69,9 @@ class Case:
         rows, columns = self.smallest
         n, k = (size * (max(size, *(axis.by(sizes) for axis in axes if axis.dim == dim), 1) // size + 1)
                 for size, dim in zip(self.smallest, "NK", strict=True))
-        return next((shape for shape in ((n, k), (rows, k), (n, columns)) if self.holds(shape)), self.smallest)
+        return next((shape for shape in ((n, k), (rows, k), (n, columns)) if self.supports_shape(shape)), self.smallest)
 
-    def odd_shapes(self, count: int) -> list[Shape]:
+    def test_shapes(self, count: int) -> list[Shape]:
         """Test shapes: the smallest, two blocks along both axes, an empty one, and `count` more of at most MOST weights."""
         assert self.smallest is not None
         shapes = [shape for shape in self.shapes(ROWS, COLUMNS) if shape[0] * shape[1] <= MOST]
@@ -79,7 +79,8 @@ class Case:
         others = sorted((shape for shape in shapes if 0 not in shape), key=lambda shape: (shape[0] * shape[1], shape))
         whole = [shape for shape in others if shape[1] % 256 == 0 and shape[0] <= 16][-1:]   # as matrix units need them
         steps = [others[(i + 1) * (len(others) - 1) // count] for i in range(count)] if others else []
-        return list(dict.fromkeys([self.smallest, *empty, *steps, *whole, *([] if len(set(steps)) > 1 else [self.two_blocks])]))
+        more = [] if len(set(steps)) > 1 else [self.two_block_shape]
+        return list(dict.fromkeys([self.smallest, *empty, *steps, *whole, *more]))
 
     def fields(self, shape: Shape, seed: int = 0) -> dict[str, Tensor]:
         """Random values of the fields that the storage holds: all codes, and finite floats of moderate size."""
@@ -99,7 +100,7 @@ class Case:
                 fields[name] = random_values(kind, size, generator, base_3=name in digits)
         return fields
 
-    def moved(self, shape: Shape, seed: int = 0) -> dict[str, Tensor]:
+    def random_perm(self, shape: Shape, seed: int = 0) -> dict[str, Tensor]:
         """A random act-order index that the storage can hold; {} if it cannot hold any."""
         variant, sizes = self.format.variant(self.params), self.format.sizes(self.params, shape)
         groups = variant.index_groups
@@ -127,20 +128,20 @@ def random_values(kind: str, size: Sequence[int], generator: torch.Generator, ba
     return torch.randint(low, low + count, size, generator=generator, device="cpu").to(dtype)
 
 
-def choices(format: Format, by: tuple[int | str, ...]) -> list[dict[str, int | str]]:
+def parameter_choices(format: Format, by: tuple[int | str, ...]) -> list[dict[str, int | str]]:
     """Parameters of a variant: all defaults, then every other value of one parameter with the defaults of the others."""
     base = format.complete(dict(zip(format.by, by, strict=True)))
     return [base, *({**base, name: value} for name, values in format.params.items() if name not in format.by
                     for value in values[1:])]
 
 
-def cases(spec: Spec, format: Format) -> Iterator[Case]:
+def storage_cases(spec: Spec, format: Format) -> Iterator[StorageCase]:
     """Every storage of a format, the planar one too, at every choice of its parameters."""
     derived = [program for program in compile_spec(spec) if program.storage == PLANAR]
     for by, variant in format.variants.items():
-        for params in choices(format, by):
+        for params in parameter_choices(format, by):
             for storage in variant.storages:
                 written = [program.spec for program in derived if program.params.items() <= params.items()]
-                yield Case(written[0] if storage == PLANAR else spec, format, storage, params)
+                yield StorageCase(written[0] if storage == PLANAR else spec, format, storage, params)
 
 

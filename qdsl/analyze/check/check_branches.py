@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.analyze.check.cases import Case
-from qdsl.analyze.check.compare import difference, differing
+from qdsl.analyze.check.cases import StorageCase
+from qdsl.analyze.check.compare import describe_difference, differing_mask
 from qdsl.core.branches import BRANCHES
 from qdsl.runtime.weight.layout import Branch
 
@@ -17,21 +17,21 @@ RANK, ROWS = 32, 2                                               # of factors, a
 Shape = tuple[int, int]
 
 
-def branches(case: Case) -> tuple[str, str]:
+def check_storage_branches(case: StorageCase) -> tuple[str, str]:
     """(problem or '', what was checked) of a storage with side branches."""
     shape = _shape(case)
     base = case.format.pack(case.fields(shape), storage=case.storage, **case.params)
     plus = case.format.variant(case.params).plus
-    fields = {role: value for branch in plus for role, value in branch_fields(branch, shape, case.params).items()}
+    fields = {role: value for branch in plus for role, value in random_branch_fields(branch, shape, case.params).items()}
     packed = case.format.pack({**case.format.unpack(base), **fields}, storage=case.storage, **case.params)
     again = case.format.unpack(case.format.wrap(packed.tensors, shape, case.storage, **dict[str, Any](case.params)))
     for role, value in fields.items():
-        if again[role].shape != value.shape or differing(again[role], value).any():
+        if again[role].shape != value.shape or differing_mask(again[role], value).any():
             return f"'{role}' is another after pack, wrap and unpack", ""
     wanted = case.format.dequantize(base, torch.float32)
     for branch in plus:
-        wanted = _added(branch.kind, fields, wanted)
-    problem = difference(case.format.dequantize(packed, torch.float32), wanted, packed, case.spec)
+        wanted = _add_branch(branch.kind, fields, wanted)
+    problem = describe_difference(case.format.dequantize(packed, torch.float32), wanted, packed, case.spec)
     for dim, start, stop in _pieces(packed.step("N"), packed.step("K"), shape):
         part = case.format.dequantize(packed.cut(dim, start, stop), torch.float32)
         rows = wanted[start:stop] if dim == "N" else wanted[:, start:stop]
@@ -39,9 +39,9 @@ def branches(case: Case) -> tuple[str, str]:
     return problem, f"{', '.join(branch.kind for branch in plus)} of {list(shape)}: fields survive, and the sum is exact"
 
 
-def _shape(case: Case) -> Shape:
+def _shape(case: StorageCase) -> Shape:
     """A shape of the storage with whole tiles of factors."""
-    return next((shape for shape in case.shapes((32, 64, 128), (64, 128, 256, 512))), case.two_blocks)
+    return next((shape for shape in case.shapes((32, 64, 128), (64, 128, 256, 512))), case.two_block_shape)
 
 
 def _pieces(rows: int, columns: int, shape: Shape) -> list[tuple[str, int, int]]:
@@ -50,7 +50,7 @@ def _pieces(rows: int, columns: int, shape: Shape) -> list[tuple[str, int, int]]
     return pieces + ([("K", columns, shape[1])] if columns < shape[1] else [])
 
 
-def branch_fields(branch: Branch, shape: Shape, params: Mapping[str, int | str], seed: int = 0) -> dict[str, Tensor]:
+def random_branch_fields(branch: Branch, shape: Shape, params: Mapping[str, int | str], seed: int = 0) -> dict[str, Tensor]:
     """Random fields of a branch of a weight [N, K]."""
     n, k = shape
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +65,7 @@ def branch_fields(branch: Branch, shape: Shape, params: Mapping[str, int | str],
     return {role: indices.get(role, value).to(branch.tensors[role].dtype(params)) for role, value in fields.items()}
 
 
-def _added(kind: str, fields: Mapping[str, Tensor], weight: Tensor) -> Tensor:
+def _add_branch(kind: str, fields: Mapping[str, Tensor], weight: Tensor) -> Tensor:
     """The weight plus a branch, by the formula of core/branches.py, in float32."""
     weight = weight.clone()
     if kind == "low_rank":

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import qdsl
-from qdsl.analyze.check.cases import Case, cases
-from qdsl.analyze.check.compare import difference
-from qdsl.analyze.check.formats import Check, check
+from qdsl.analyze.check.cases import StorageCase, storage_cases
+from qdsl.analyze.check.compare import describe_difference
+from qdsl.analyze.check.formats import Check, run_check
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.schema import load
 from qdsl.core import places
@@ -50,30 +50,30 @@ def check_kernels(spec: str) -> Iterator[Check]:
         yield Check("", {}, "kernels", "FAILED", f"the process that runs kernels ended with exit code {process.returncode}")
 
 
-def interpreted(spec: Spec, format: Format) -> Iterator[Check]:
+def check_interpreted(spec: Spec, format: Format) -> Iterator[Check]:
     """Checks every storage at every choice of parameters; TRITON_INTERPRET is set."""
-    for case in cases(spec, format):
+    for case in storage_cases(spec, format):
         if case.smallest is not None:
-            yield check(case, "dequantize kernel", dequantize)
-            yield check(case, "linear kernel", linear)
+            yield run_check(case, "dequantize kernel", check_dequantize)
+            yield run_check(case, "linear kernel", check_linear)
 
 
-def dequantize(case: Case) -> tuple[str, str]:
+def check_dequantize(case: StorageCase) -> tuple[str, str]:
     """The dequantize kernel gives the bits of the reference: in float32, and rounded once in float16."""
-    shapes = case.odd_shapes(2)
+    shapes = case.test_shapes(2)
     for seed, shape in enumerate(shapes):
         packed = _packed(case, shape, seed)
         for dtype in (torch.float32, torch.float16)[:1 + (seed == 0)]:
             out = torch.full(shape, torch.nan, dtype=dtype, device="cpu")
             launch.dequantize(packed, out)                       # decodes streams, too
-            if problem := difference(out, case.format.dequantize(packed, dtype), packed, case.spec):
+            if problem := describe_difference(out, case.format.dequantize(packed, dtype), packed, case.spec):
                 return f"{list(shape)} to {str(dtype)[6:]}: {problem}", ""
     return "", f"exact at {', '.join(f'{n}x{k}' for n, k in shapes)}"
 
 
-def linear(case: Case) -> tuple[str, str]:
+def check_linear(case: StorageCase) -> tuple[str, str]:
     """The linear kernels read every weight at its place, and sums are as exact as float32 allows."""
-    shapes = [shape for shape in case.odd_shapes(2) if 0 not in shape]
+    shapes = [shape for shape in case.test_shapes(2) if 0 not in shape]
     for seed, shape in enumerate(shapes):
         packed = _packed(case, shape, seed).decode_streams()
         weight = case.format.dequantize(packed, torch.float32)
@@ -81,8 +81,8 @@ def linear(case: Case) -> tuple[str, str]:
         x = torch.zeros(len(columns), shape[1], dtype=torch.float32, device="cpu")
         x[range(len(columns)), columns] = 1
         got = weight.clone()
-        got[:, columns] = _linear(x, packed, None).t() + 0.0
-        if problem := difference(got + 0.0, weight + 0.0, packed, case.spec):   # + 0.0: sums have no negative zero
+        got[:, columns] = _run_linear(x, packed, None).t() + 0.0
+        if problem := describe_difference(got + 0.0, weight + 0.0, packed, case.spec):   # + 0.0: sums have no negative zero
             return f"{list(shape)}, x of one-hot rows: {problem}", ""
         for rows, dtype in ((1, torch.float16), (9, torch.float16), (3, torch.float32)):
             candidates = plan.candidates(packed, rows, dtype, packed.device)
@@ -99,7 +99,7 @@ def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.
     x = torch.randn(rows, packed.shape[1], generator=generator, dtype=torch.float32, device="cpu")
     x = (x / 256).to(dtype)                                      # so that float16 holds the sums
     bias = torch.randn(packed.shape[0], generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-    got = _linear(x, packed, bias, candidate).double()
+    got = _run_linear(x, packed, bias, candidate).double()
     wanted = x.double() @ weight.t() + bias.double()
     spread = x.double().abs() @ weight.abs().t() + bias.double().abs()
     kernels = packed.layout.kernels
@@ -115,11 +115,11 @@ def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.
             f"{wanted[m, n]:.9g}")
 
 
-def _packed(case: Case, shape: tuple[int, int], seed: int) -> PackedWeight:
+def _packed(case: StorageCase, shape: tuple[int, int], seed: int) -> PackedWeight:
     return case.format.pack(case.fields(shape, seed), storage=case.storage, **case.params)
 
 
-def _linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, candidate: Candidate | None = None) -> Tensor:
+def _run_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, candidate: Candidate | None = None) -> Tensor:
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device="cpu")
     for call in launch.linear_calls(x, packed, bias, out, candidate=candidate):
         call.run()
@@ -143,7 +143,7 @@ def main(name: str) -> None:
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # type: ignore[attr-defined]
     codebook.permute, lanes.scaled = codebook.plain_permute, lanes.plain_scaled
     with torch.no_grad():
-        for outcome in interpreted(spec, qdsl.load(name).FORMAT):
+        for outcome in check_interpreted(spec, qdsl.load(name).FORMAT):
             print(json.dumps(asdict(outcome)), flush=True)
 
 

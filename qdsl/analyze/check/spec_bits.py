@@ -46,7 +46,7 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
     "%": lambda a, b: a % b if b else 0, "**": lambda a, b: int(a ** b) if 0 <= b < 64 else 0, "^": operator.xor}
 
 
-def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], sizes: Mapping[str, int]) -> dict[str, int]:
+def size_environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the values of N, K, parameters (sizes with -1 written out) and dims."""
     env = {"N": n, "K": k, **{p: v for p, v in params.items() if isinstance(v, int)}, **sizes}
     for dim in spec.dims:
@@ -60,7 +60,7 @@ def has_operations(spec: Spec, storage: str, params: Mapping[str, int | str]) ->
     return any(all(params.get(key.value) in values for key, values in rule.when) for tensor in tensors for rule in tensor.stored)
 
 
-def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
+def field_bits(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
     """The number of bits of a field."""
     kind = next(f for f in spec.fields if f.name.value == field).typed.type
     word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
@@ -84,12 +84,12 @@ def _width(kind: str) -> int:
 def stored(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     """Every stored bit except padding, by tensor."""
     for tensor in storage.tensors:
-        yield from _placed(spec, storage, tensor, env, params)
+        yield from _stored_bits(spec, storage, tensor, env, params)
 
 
 
-def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
-           ) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
+def base_3_digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
+                  ) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
     """Bytes of base-3 digits, (tensor, its element, first bit), with the (field, element) of each digit.
 
     A digit without a weight is None.
@@ -108,28 +108,28 @@ def digit_fields(spec: Spec) -> set[str]:
             if isinstance(part, g.Item) and part.field is not None}
 
 
-def _placed(spec: Spec, storage: Storage, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
-            ) -> Iterator[Stored]:
+def _stored_bits(spec: Spec, storage: Storage, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
+                 ) -> Iterator[Stored]:
     """The bits of a tensor; for a section at the elements of the tensor that holds it."""
     inside = tensor.inside
     if inside is None:
-        yield from _tensor(spec, tensor, env, params)
+        yield from _bits_by_axes(spec, tensor, env, params)
         return
     rows = 1 if inside.by_rows else 0
     before = [other for other in storage.tensors[:storage.tensors.index(tensor)] if other.inside is inside]
-    first = sum(prod(axes_of(spec, other, env, params)[rows:]) for other in before)
-    own = axes_of(spec, tensor, env, params)
-    for _, element, bit, what, place in _tensor(spec, tensor, env, params):
+    first = sum(prod(axis_extents(spec, other, env, params)[rows:]) for other in before)
+    own = axis_extents(spec, tensor, env, params)
+    for _, element, bit, what, place in _bits_by_axes(spec, tensor, env, params):
         position = 0
         for index, extent in list(zip(element, own, strict=True))[rows:]:
             position = position * extent + index
         yield inside.name.value, (*element[:rows], first + position), bit, what, place
 
 
-def axes_of(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> list[int]:
+def axis_extents(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> list[int]:
     """The extents of a tensor's axes."""
     if tensor.shape is None:
-        run, size = _run_size(spec, tensor, env, params)
+        run, size = _record_columns_bytes(spec, tensor, env, params)
         return [env["N"], env["K"] // run * size]
     loops = {digit.name: 0 for axis in tensor.shape.axes for digit in axis.digits if digit is not None}
     width = sum(width for *_, width, _ in _record(spec, tensor, {**env, **loops}, params))
@@ -137,11 +137,11 @@ def axes_of(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
     return [prod(words if digit is None else evaluate(digit.extent, env) for digit in axis.digits) for axis in tensor.shape.axes]
 
 
-def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
+def _bits_by_axes(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     size = element_bits(tensor, params)
     fields = {f.name.value: f for f in spec.fields}
     if tensor.shape is None:
-        yield from _run(spec, tensor, env, params)
+        yield from _bits_by_records(spec, tensor, env, params)
         return
     digits = [digit for axis in tensor.shape.axes for digit in axis.digits if digit is not None]
     extents = [evaluate(digit.extent, env) for digit in digits]
@@ -153,7 +153,7 @@ def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
         for field, index, low, width, place in _record(spec, tensor, local, params):
             if field:
                 if field not in shapes:
-                    shapes[field] = shape_of(spec, fields[field], env)
+                    shapes[field] = field_shape(spec, fields[field], env)
                 shape = shapes[field]
                 if len(index) == 1 and len(shape) == 2:          # a flat position
                     index = (index[0] // shape[1], index[0] % shape[1]) if index[0] < prod(shape) else (shape[0], 0)
@@ -161,13 +161,13 @@ def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
                     placed += [(at + b, (field, index, low + b), place) for b in range(width if place < 0 else 1)]
             at += width
         words = -(-at // size)
-        elements = [_element(tensor, local, env, words, word) for word in range(words)]
+        elements = [_word_element(tensor, local, env, words, word) for word in range(words)]
         for bit, what, place in placed:
             yield tensor.name.value, elements[bit // size], bit % size, what, place
 
 
 
-def _element(tensor: Tensor, local: Mapping[str, int], env: Mapping[str, int], words: int, word: int) -> tuple[int, ...]:
+def _word_element(tensor: Tensor, local: Mapping[str, int], env: Mapping[str, int], words: int, word: int) -> tuple[int, ...]:
     """The element of the stored tensor that holds a word of a record."""
     assert tensor.shape is not None
     place: list[int] = []
@@ -187,44 +187,44 @@ Part = tuple[str, tuple[int, ...], int, int, int]                # field, elemen
 
 def _record(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Part]:
     for line in tensor.record:
-        yield from _line(spec, line, env, params)
+        yield from _line_parts(spec, line, env, params)
 
 
-def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Part]:
+def _line_parts(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Part]:
     names = [loop.name for loop in line.loops]
     for counters in product(*(range(evaluate(loop.extent, env)) for loop in line.loops)):
         local = {**env, **dict(zip(names, counters, strict=True))}
         for item in line.items:
             if isinstance(item, g.Digits):
-                parts = list(_line(spec, item.line, local, params))
+                parts = list(_line_parts(spec, item.line, local, params))
                 yield from ((name, index, low, 8 * (place == len(parts) - 1), place)
                             for place, (name, index, low, _, _) in enumerate(parts))
                 continue
             if isinstance(item, g.Group):
-                yield from _line(spec, item.line, local, params)
+                yield from _line_parts(spec, item.line, local, params)
                 continue
             if item.field is None:
                 assert item.width is not None
                 yield "", (), 0, evaluate(item.width, local), PLAIN
                 continue
-            whole = width_of(spec, item.field.name, params)
+            whole = field_bits(spec, item.field.name, params)
             width = whole if item.width is None else evaluate(item.width, local)
             low = evaluate(item.lo, local) if item.lo is not None else whole - width if item.part == "hi" else 0
             yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width, AGAIN if item.again else PLAIN
 
 
-def table(spec: Spec, field: Field) -> tuple[g.Expr, ...]:
+def table_extents(spec: Spec, field: Field) -> tuple[g.Expr, ...]:
     """The extents of a stored table, which come last; () for other fields."""
     moving = {"n", "k", *(f.name.value for f in spec.fields if f.typed.type.name == "index")}
     blocks = sum(not moving.isdisjoint(g.names(expr)) for expr in field.typed.index)
     return field.typed.index[blocks:]
 
 
-def shape_of(spec: Spec, field: Field, env: Mapping[str, int]) -> tuple[int, ...]:
+def field_shape(spec: Spec, field: Field, env: Mapping[str, int]) -> tuple[int, ...]:
     """Elements of a field along each of its subscripts."""
     fields = {f.name.value: f for f in spec.fields}
     shape: list[int] = []
-    extents = table(spec, field)
+    extents = table_extents(spec, field)
     for expr in field.typed.index[:len(field.typed.index) - len(extents)]:
         if isinstance(expr, g.Name):
             if expr.name in ("n", "k"):
@@ -242,15 +242,15 @@ def shape_of(spec: Spec, field: Field, env: Mapping[str, int]) -> tuple[int, ...
     return (*shape, *(evaluate(expr, env) for expr in extents))
 
 
-def _run_size(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> tuple[int, int]:
+def _record_columns_bytes(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> tuple[int, int]:
     """Columns and bytes of a record along k."""
     pieces = list(_record(spec, tensor, env, params))
-    shared = _shared(spec, env, pieces)
+    shared = _columns_per_value(spec, env, pieces)
     return max((1 + (index[0] if index else 0)) * shared[name] for name, index, *_ in pieces if name), \
         sum(width for *_, width, _ in pieces) // 8
 
 
-def _shared(spec: Spec, env: Mapping[str, int], pieces: list[Part]) -> dict[str, int]:
+def _columns_per_value(spec: Spec, env: Mapping[str, int], pieces: list[Part]) -> dict[str, int]:
     """How many columns share a value of each field of a record."""
     names = {name for name, *_ in pieces}
     fields = {f.name.value: f for f in spec.fields if f.name.value in names}
@@ -258,11 +258,11 @@ def _shared(spec: Spec, env: Mapping[str, int], pieces: list[Part]) -> dict[str,
             for name, f in fields.items()}
 
 
-def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
+def _bits_by_records(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     """Bytes in records along k, with local subscripts."""
     pieces = list(_record(spec, tensor, env, params))
-    shared = _shared(spec, env, pieces)
-    run, size = _run_size(spec, tensor, env, params)
+    shared = _columns_per_value(spec, env, pieces)
+    run, size = _record_columns_bytes(spec, tensor, env, params)
     for n in range(env["N"]):
         for t in range(env["K"] // run):
             at = 0

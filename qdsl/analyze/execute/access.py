@@ -10,9 +10,9 @@ import numpy as np
 from qdsl.analyze.execute.machine import WARP, At, Batch, Step
 from qdsl.analyze.execute.memory import Allocation, Indices
 from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, decode, encode, is_float
-from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, packed
+from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, split_pairs
 from qdsl.analyze.execute.program import Address, Symbol, type_bits
-from qdsl.analyze.execute.races import Shadow
+from qdsl.analyze.execute.races import ShadowMemory
 
 SECTOR, BANKS = 32, 32                                           # bytes; banks of 4 bytes
 
@@ -23,7 +23,7 @@ def load(context: Context) -> Step:
     kind, modifiers = context.kind, context.modifiers
     bits = type_bits(kind)
     if "param" in modifiers:
-        return _parameter(context, bits)
+        return _load_parameter(context, bits)
     puts = context.targets(0)
     widths = [getattr(part, "bits", bits) for part in getattr(context.operand(0), "parts", (context.operand(0),))]
     address, size = context.address(1), bits // 8 * len(puts)
@@ -45,7 +45,7 @@ def load(context: Context) -> Step:
     return step
 
 
-def _parameter(context: Context, bits: int) -> Step:
+def _load_parameter(context: Context, bits: int) -> Step:
     """A parameter, the same in all threads."""
     operand = context.operand(1)
     if not isinstance(operand, Address) or not isinstance(operand.base, Symbol):
@@ -87,8 +87,8 @@ def store(context: Context) -> Step:
 
 def shared_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bits:
     """Bytes as rows of words.  Raises Fault."""
-    place = batch.shared_place(lanes, address, size, "a load")
-    batch.note_shared(lanes, place, size)
+    place = batch.shared_indices(lanes, address, size, "a load")
+    batch.check_shared_access(lanes, place, size)
     if batch.options.counts:
         count_banks(batch, lanes, address, size, "shared load")
     word = min(size, 8)
@@ -101,16 +101,16 @@ def shared_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bi
 def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> None:
     """Store rows of bytes.  Raises Fault."""
     size = data.shape[1]
-    place = batch.shared_place(lanes, address, size, "a store")
+    place = batch.shared_indices(lanes, address, size, "a store")
     check_in_flight(batch, lanes, place, size, "writes")
-    batch.note_shared(lanes, place, size, data)
+    batch.check_shared_access(lanes, place, size, data)
     if batch.options.counts:
         count_banks(batch, lanes, address, size, "shared store")
     word = min(size, 8)
     batch.shared.view(UNSIGNED[8 * word])[(place // word)[:, None] + np.arange(size // word)] = \
         data.view(UNSIGNED[8 * word]).reshape(len(lanes), -1)
     if batch.options.races and (overwritten := (batch.shared[place[:, None] + np.arange(size)] != data).any(1)).any():
-        batch.find("race", "threads store different values at one place", int(lanes[int(np.flatnonzero(overwritten)[0])]))
+        batch.report("race", "threads store different values at one place", int(lanes[int(np.flatnonzero(overwritten)[0])]))
 
 
 def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, verb: str) -> None:
@@ -118,7 +118,7 @@ def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, ver
     for title, flight in (("copies", batch.copies), ("products", batch.products))[:1 if verb == "reads" else 2]:
         if batch.options.asynchronous and flight.pending and (hit := flight.touches(place, size)).any():
             lane = int(lanes[int(np.flatnonzero(hit)[0])])
-            batch.find("asynchronous", f"{verb} shared memory of {title} in flight that were not waited for", lane)
+            batch.report("asynchronous", f"{verb} shared memory of {title} in flight that were not waited for", lane)
 
 
 # -- global memory -------------------------------------------------------------------------------------------------------
@@ -130,9 +130,9 @@ def global_load(batch: Batch, lanes: Indices, address: Indices, size: int) -> Bi
         count_sectors(batch, lanes, address, size, "load")
     word = min(size, 8)
     out = np.empty((len(lanes), size // word), UNSIGNED[8 * word])
-    for allocation, chosen, offset in batch.memory.locate(address, size, "a load"):
-        _note_global(batch, allocation, lanes if chosen is None else lanes[chosen], offset, size)
-        words, index = allocation.words(allocation.data, offset, size)
+    for allocation, chosen, offset in batch.memory.locate_accesses(address, size, "a load"):
+        _check_global_access(batch, allocation, lanes if chosen is None else lanes[chosen], offset, size)
+        words, index = allocation.as_words(allocation.data, offset, size)
         if chosen is None:
             return words[index]
         out[chosen] = words[index]
@@ -145,34 +145,34 @@ def global_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
     if batch.options.counts:
         count_sectors(batch, lanes, address, size, "store")
     batch.fenced[lanes] = -1
-    for allocation, chosen, offset in batch.memory.locate(address, size, "a store"):
+    for allocation, chosen, offset in batch.memory.locate_accesses(address, size, "a store"):
         some, rows = (lanes, data) if chosen is None else (lanes[chosen], data[chosen])
-        _note_global(batch, allocation, some, offset, size, rows)
-        words, index = allocation.words(allocation.data, offset, size)
+        _check_global_access(batch, allocation, some, offset, size, rows)
+        words, index = allocation.as_words(allocation.data, offset, size)
         words[index] = rows.view(words.dtype)
 
 
-def _note_global(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
-                 data: Bits | None = None) -> None:
+def _check_global_access(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int,
+                         data: Bits | None = None) -> None:
     """Check an access against earlier ones.  data: the bytes to write."""
     write = data is not None
     if batch.memory.is_dependent:
-        note_dependent(batch, allocation, lanes, offset, size, write)
+        check_dependent(batch, allocation, lanes, offset, size, write)
     if write and allocation.stores is not None:
-        words, index = allocation.words(allocation.stores, offset, size)
+        words, index = allocation.as_words(allocation.stores, offset, size)
         np.add.at(words, index.reshape(-1), _ones(words))
     if allocation.written is None:
         if write and batch.memory.outputs:
-            batch.find("stores", f"stores to {allocation.byte(offset[0])}, which is no output", int(lanes[0]))
+            batch.report("stores", f"stores to {allocation.byte_name(offset[0])}, which is no output", int(lanes[0]))
         return
-    words, index = allocation.words(allocation.written, offset, size)
+    words, index = allocation.as_words(allocation.written, offset, size)
     if write:
         words[index] = _ones(words)
     elif batch.options.written and (missing := (words[index] != _ones(words)).any(1)).any():
         which = int(np.flatnonzero(missing)[0])
-        batch.find("unwritten", f"reads {allocation.byte(offset[which])} before anyone wrote it", int(lanes[which]))
+        batch.report("unwritten", f"reads {allocation.byte_name(offset[which])} before anyone wrote it", int(lanes[which]))
     if batch.options.races:
-        _note_race(batch, allocation, lanes, offset, size, data)
+        _check_race(batch, allocation, lanes, offset, size, data)
 
 
 def _ones(words: Bits) -> Any:
@@ -180,27 +180,27 @@ def _ones(words: Bits) -> Any:
     return words.dtype.type(int.from_bytes(bytes([1]) * words.itemsize))
 
 
-def _note_race(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, data: Bits | None) -> None:
+def _check_race(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, data: Bits | None) -> None:
     granule = batch.program.granules["global"]
     shadow = batch.global_shadows.get(allocation.start)
     if shadow is None:
-        shadow = batch.global_shadows[allocation.start] = Shadow(len(allocation.data) // granule + 2)
+        shadow = batch.global_shadows[allocation.start] = ShadowMemory(len(allocation.data) // granule + 2)
     times = max(1, size // granule)
     place = (offset + allocation.start % granule) // granule
     place = (place[:, None] + np.arange(times)).reshape(-1) if times > 1 else place
     who = batch.who(lanes).repeated(times)
     if data is None:
-        race = shadow.read(place, who, batch.clocks.ordered)
+        race = shadow.record_read(place, who, batch.clocks.is_ordered)
     else:
-        race = shadow.write(place, who, batch.clocks.ordered, lambda: (
+        race = shadow.record_write(place, who, batch.clocks.is_ordered, lambda: (
             allocation.data[offset[:, None] + np.arange(size)] != data).reshape(len(place), -1).any(1))
     if race.any():
         which = int(np.flatnonzero(race)[0]) // times
-        batch.find("race", f"{'reads' if data is None else 'writes'} {allocation.byte(offset[which])} "
-                   "with nothing that orders it after another thread's access", int(lanes[which]))
+        batch.report("race", f"{'reads' if data is None else 'writes'} {allocation.byte_name(offset[which])} "
+                     "with nothing that orders it after another thread's access", int(lanes[which]))
 
 
-def note_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, write: bool) -> None:
+def check_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset: Indices, size: int, write: bool) -> None:
     """Note a store before the wait for the previous launch, or a load of data that the previous launch writes."""
     early = ~batch.has_waited(lanes)
     if not write:
@@ -208,13 +208,13 @@ def note_dependent(batch: Batch, allocation: Allocation, lanes: Indices, offset:
     if early.any():
         which = int(np.flatnonzero(early)[0])
         what = "stores to" if write else "loads"
-        batch.find("dependent", f"{what} {allocation.byte(offset[which])} before griddepcontrol.wait", int(lanes[which]))
+        batch.report("dependent", f"{what} {allocation.byte_name(offset[which])} before griddepcontrol.wait", int(lanes[which]))
 
 
 # -- counts ----------------------------------------------------------------------------------------------------------------
 
 
-def _by_warp(batch: Batch, lanes: Indices, values: Indices) -> Indices:
+def _group_by_warp(batch: Batch, lanes: Indices, values: Indices) -> Indices:
     """Values as [warps, 32 * columns]; inactive lanes repeat an active one."""
     warp = batch.warp[lanes]
     first = np.r_[True, warp[1:] != warp[:-1]]
@@ -233,7 +233,7 @@ def _distinct(table: Indices) -> Indices:
 def count_sectors(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
     """Count the 32-byte sectors of global memory that a warp's request touches."""
     counts = batch.log.memory
-    sectors = _distinct(_by_warp(batch, lanes, (address // SECTOR)[:, None]))
+    sectors = _distinct(_group_by_warp(batch, lanes, (address // SECTOR)[:, None]))
     counts[f"{what} requests"] += len(sectors)
     counts[f"{what} sectors"] += int(sectors.sum())
     counts[f"{what} bytes"] += len(lanes) * size
@@ -242,7 +242,7 @@ def count_sectors(batch: Batch, lanes: Indices, address: Indices, size: int, wha
 def count_banks(batch: Batch, lanes: Indices, address: Indices, size: int, what: str) -> None:
     """Count passes over shared memory: the number of different words in a bank, by quarters of a warp for 16-byte accesses."""
     words = (address // 4)[:, None] + np.arange(max(1, size // 4))
-    table = _by_warp(batch, lanes, words).reshape(-1, WARP, words.shape[1])
+    table = _group_by_warp(batch, lanes, words).reshape(-1, WARP, words.shape[1])
     share = WARP * 4 // max(4, size) if size > 4 else WARP
     passes = 0
     for start in range(0, WARP, share):
@@ -282,7 +282,7 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 def atomic(context: Context) -> Step:
     """Executes an atomic thread by thread, and element by element: in order, or in a random order if the batch has one."""
     kind, modifiers, first = context.kind, context.modifiers, 1 if context.instruction.name == "red" else 2
-    size, combine = type_bits(kind) // 8, _combination(context)
+    size, combine = type_bits(kind) // 8, _atomic_function(context)
     address, is_shared = context.address(first - 1), "shared" in modifiers
     vectors = [context.sources(place, 8 * size) for place in range(first, len(context.instruction.operands))]
     puts = context.targets(0) if first == 2 else []
@@ -300,7 +300,7 @@ def atomic(context: Context) -> Step:
             if orders and (release or batch.fenced[lane[0]] >= 0):
                 _release(batch, lane, target, batch.epoch[lane] if release else batch.fenced[lane])
             if len(parts) > 1 and not is_shared:
-                batch.memory.locate(target, size * len(parts), "an atomic")
+                batch.memory.locate_accesses(target, size * len(parts), "an atomic")
             for column, part in enumerate(parts):
                 words, index = _atomic_word(batch, lane, target + column * size, size, is_shared)
                 results[column, number] = words[index][0]
@@ -314,7 +314,7 @@ def atomic(context: Context) -> Step:
     return step
 
 
-def _combination(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
+def _atomic_function(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
     """The function of an atomic: the value to store, from the old one and the operands."""
     kind, bits, part = context.kind, type_bits(context.kind), element(context.kind)
     operation = next((name for name in (*ATOMIC, "cas") if name in context.modifiers), None)
@@ -325,7 +325,7 @@ def _combination(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
         if operation == "cas":
             return np.where(old == values[0], values[1], old)
         if is_float(part):
-            x, y = decode(packed(old, kind), part), decode(packed(values[0], kind), part)
+            x, y = decode(split_pairs(old, kind), part), decode(split_pairs(values[0], kind), part)
             return joined(encode((x.astype(np.float64) + y) if operation == "add" else
                                  {"min": np.fmin, "max": np.fmax}[operation](x, y), part), kind)
         view = SIGNED[bits] if kind[0] == "s" else UNSIGNED[bits]
@@ -337,16 +337,16 @@ def _combination(context: Context) -> Callable[[Bits, list[Bits]], Bits]:
 def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_shared: bool) -> tuple[Any, Indices]:
     """Memory as words, and the index of the word that a thread's atomic changes.  Raises Fault."""
     if is_shared:
-        place = batch.shared_place(lane, address, size, "an atomic")
+        place = batch.shared_indices(lane, address, size, "an atomic")
         batch.shared_written[place[0]:place[0] + size] = True
         return batch.shared.view(UNSIGNED[8 * size]), place // size
-    ((allocation, _, offset),) = batch.memory.locate(address, size, "an atomic")
+    ((allocation, _, offset),) = batch.memory.locate_accesses(address, size, "an atomic")
     if batch.memory.is_dependent:
-        note_dependent(batch, allocation, lane, offset, size, write=True)
+        check_dependent(batch, allocation, lane, offset, size, write=True)
     for marks in (allocation.written, allocation.stores):
         if marks is not None:
             marks[offset[0]:offset[0] + size] = 1
-    words, index = allocation.words(allocation.data, offset, size)
+    words, index = allocation.as_words(allocation.data, offset, size)
     return words, index[:, 0]
 
 
@@ -358,7 +358,7 @@ def prefetch(context: Context) -> Step:
         return lambda batch, at: None
 
     def step(batch: Batch, at: At) -> None:
-        batch.memory.locate(address(batch, at), 1, "a prefetch")
+        batch.memory.locate_accesses(address(batch, at), 1, "a prefetch")
     return step
 
 

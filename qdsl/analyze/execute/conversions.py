@@ -20,7 +20,7 @@ from qdsl.analyze.execute.numbers import (
     is_float,
     sum_to_odd,
 )
-from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, packed
+from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, split_pairs
 from qdsl.analyze.execute.program import type_bits
 from qdsl.analyze.execute.scalar import BITWISE
 
@@ -32,7 +32,7 @@ UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 @opcode("setp", "set")
 def compare(context: Context) -> Step:
     """A predicate, or a number for `set`, from a comparison; both p and q if the target is p|q."""
-    bits, holds, combine = type_bits(context.kind), _comparison(context), BITWISE.get(context.instruction.modifiers[1])
+    bits, holds, combine = type_bits(context.kind), _comparison_function(context), BITWISE.get(context.instruction.modifiers[1])
     first, second = context.source(1, bits), context.source(2, bits)
     if context.instruction.name == "set":
         true, put = np.uint32(0x3F80_0000 if context.types[0] == "f32" else 0xFFFF_FFFF), context.target()
@@ -46,7 +46,7 @@ def compare(context: Context) -> Step:
     return step
 
 
-def _comparison(context: Context) -> Callable[[Bits, Bits], Any]:
+def _comparison_function(context: Context) -> Callable[[Bits, Bits], Any]:
     """Whether a comparison holds for bit patterns; NaN by the rules of the test."""
     test, kind = context.instruction.modifiers[0], context.kind
     if test not in (*COMPARE, *UNSIGNED_NAMES, "num", "nan", *(name + "u" for name in COMPARE)):
@@ -83,7 +83,7 @@ def convert(context: Context) -> Step:
     to, of = context.types
     context.only("rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "satfinite", "relu")
     if to.endswith("x2"):
-        return _to_pair(context, to, of)
+        return _convert_pair(context, to, of)
     bits_of = type_bits(of) if of != "tf32" else 32
     whole = next((TO_WHOLE[part] for part in TO_WHOLE if part in context.modifiers), None)
 
@@ -92,10 +92,10 @@ def convert(context: Context) -> Step:
             x = decode(value, of)
             x = flushed(x, of) if "ftz" in context.modifiers else x
             x = ROUNDINGS[whole](x) if whole else x
-            return _of_float(x, to, context)
+            return _convert_float(x, to, context)
         number = value.view(SIGNED[bits_of]) if of[0] == "s" else value
         if is_float(to):
-            return encode(number.astype(np.float64) if to == "f64" else _integer_to_odd(number), to, context.rounding)
+            return encode(number.astype(np.float64) if to == "f64" else _round_integer_to_odd(number), to, context.rounding)
         width = type_bits(to)
         if "sat" in context.modifiers:
             limits = np.iinfo(SIGNED[width] if to[0] == "s" else UNSIGNED[width])
@@ -114,7 +114,7 @@ def convert(context: Context) -> Step:
     return step
 
 
-def _of_float(x: Floats, to: str, context: Context) -> Bits:
+def _convert_float(x: Floats, to: str, context: Context) -> Bits:
     """A float as another, or as the nearest integer that there is; NaN is 0."""
     if is_float(to):
         if "relu" in context.modifiers:
@@ -131,7 +131,7 @@ def _of_float(x: Floats, to: str, context: Context) -> Bits:
     return np.where(low, dtype.type(limits.min), np.where(high, dtype.type(limits.max), inside))
 
 
-def _integer_to_odd(number: Bits) -> Floats:
+def _round_integer_to_odd(number: Bits) -> Floats:
     """Integers as float64 that are exact, or rounded to odd beyond 53 bits."""
     if number.dtype.itemsize < 8:
         return number.astype(np.float64)
@@ -139,7 +139,7 @@ def _integer_to_odd(number: Bits) -> Floats:
     return sum_to_odd((number - low.astype(number.dtype)).astype(np.float64), low)
 
 
-def _to_pair(context: Context, to: str, of: str) -> Step:
+def _convert_pair(context: Context, to: str, of: str) -> Step:
     """Two floats as a packed pair, the first operand in the upper half; or a packed pair as another."""
     part, saturate = element(to), "satfinite" in context.modifiers or element(to) in ("e4m3", "e5m2")
     put = context.target()
@@ -157,4 +157,4 @@ def _to_pair(context: Context, to: str, of: str) -> Step:
         return two
     bits = 16 if of[0] == "e" else 32
     read = context.source(1, bits)
-    return lambda batch, at: put(batch, at, joined(coded(decode(packed(read(batch, at), of), element(of))), to))
+    return lambda batch, at: put(batch, at, joined(coded(decode(split_pairs(read(batch, at), of), element(of))), to))

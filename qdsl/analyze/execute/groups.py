@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.analyze.execute.access import check_in_flight, global_load, note_dependent, shared_store
+from qdsl.analyze.execute.access import check_dependent, check_in_flight, global_load, shared_store
 from qdsl.analyze.execute.machine import WARP, At, Batch, Step
 from qdsl.analyze.execute.memory import Indices, InFlight
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
 from qdsl.analyze.execute.operands import Context, Source, Target, broadcast, opcode
 from qdsl.analyze.execute.program import Immediate, Operand, Register, Vector
-from qdsl.analyze.execute.warps import WIDTHS, Matrix, a_tile, bits_of, elements, fragment, numbers_of, product
+from qdsl.analyze.execute.warps import WIDTHS, Matrix, a_tile, fragment, mma_product, numbers_of, result_words, word_elements
 
 WARP_GROUP = 128                                                 # threads
 
@@ -28,7 +28,7 @@ WARP_GROUP = 128                                                 # threads
 
 
 @dataclass(slots=True)
-class _Copy:
+class _PendingCopy:
     lanes: Indices
     to: Indices
     of: Indices
@@ -39,7 +39,7 @@ class _Copy:
 
 
 @opcode("cp")
-def copy(context: Context) -> Step:
+def copy_async(context: Context) -> Step:
     """cp.async of 4, 8 or 16 bytes; a shorter source is padded with zeros."""
     modifiers = context.modifiers
     if "async" not in modifiers or modifiers & {"bulk", "mbarrier", "reduce"}:
@@ -55,17 +55,17 @@ def copy(context: Context) -> Step:
 
     def step(batch: Batch, at: At) -> None:
         lanes = batch.lanes(at)
-        place = batch.shared_place(lanes, to(batch, at), size, "a copy")
+        place = batch.shared_indices(lanes, to(batch, at), size, "a copy")
         flight = batch.copies
         if batch.memory.is_dependent:                            # a copy may load at once
-            for allocation, chosen, offset in batch.memory.locate(of(batch, at), size, "a copy"):
+            for allocation, chosen, offset in batch.memory.locate_accesses(of(batch, at), size, "a copy"):
                 some = lanes if chosen is None else lanes[chosen]
-                note_dependent(batch, allocation, some, offset, size, write=False)
+                check_dependent(batch, allocation, some, offset, size, write=False)
         live = np.full(len(lanes), size) if count is None else np.broadcast_to(count(batch, at), lanes.shape).astype(np.int64)
         if batch.options.asynchronous:
             check_in_flight(batch, lanes, place, size, "starts a copy into")
             flight.mark(place[:, None] + np.arange(size), 1)
-        flight.pending.append(_Copy(lanes, to(batch, at), of(batch, at), size, live, flight.groups[lanes], batch.current))
+        flight.pending.append(_PendingCopy(lanes, to(batch, at), of(batch, at), size, live, flight.groups[lanes], batch.current))
     return step
 
 
@@ -73,15 +73,15 @@ def _commit(flight: InFlight, lanes: Indices) -> None:
     flight.groups[lanes] += 1
 
 
-def _finish_copies(batch: Batch, lanes: Indices, late: int, everything: bool) -> None:
+def _finish_copies(batch: Batch, lanes: Indices, most_pending: int, everything: bool) -> None:
     flight = batch.copies
     waiting = np.zeros(batch.count, bool)
     waiting[lanes] = True
     left = []
     for pending in flight.pending:
-        due = waiting[pending.lanes] if everything else flight.due(pending.lanes, pending.group, waiting, late)
+        due = waiting[pending.lanes] if everything else flight.due(pending.lanes, pending.group, waiting, most_pending)
         if due.any():
-            _copy_now(batch, flight, pending, np.flatnonzero(due))
+            _complete_copies(batch, flight, pending, np.flatnonzero(due))
         if not due.all():
             kept = np.flatnonzero(~due)
             parts = {name: getattr(pending, name)[kept] for name in ("lanes", "to", "of", "live", "group")}
@@ -89,7 +89,7 @@ def _finish_copies(batch: Batch, lanes: Indices, late: int, everything: bool) ->
     flight.pending = left
 
 
-def _copy_now(batch: Batch, flight: InFlight, pending: _Copy, chosen: Indices) -> None:
+def _complete_copies(batch: Batch, flight: InFlight, pending: _PendingCopy, chosen: Indices) -> None:
     lanes, size, wait = pending.lanes[chosen], pending.size, batch.current
     batch.current = pending.instruction                          # attribute a fault to the copy
     data = np.zeros((len(lanes), size), np.uint8)
@@ -114,7 +114,7 @@ def _constant(context: Context, operand: Operand) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _ProductShape:
     """D [64, N] (+)= A [64, K] @ B [K, N].  transposed: of A and B, whether K is the slower dimension.  negative: -A @ B."""
 
     n: int
@@ -127,7 +127,7 @@ class _Shape:
 
 
 @dataclass(slots=True)
-class _Product:
+class _PendingProducts:
     lanes: Indices                                               # [warp groups, 128]
     group: Indices                                               # of each warp group
     run: Callable[[Batch, Indices], None]
@@ -151,10 +151,10 @@ def warp_group(context: Context) -> Step:
         return lambda batch, at: _finish_products(batch, batch.whole_warps(at).reshape(-1), late)
     if "mma_async" not in modifiers:
         raise context.unknown()
-    return _multiply(context)
+    return _warp_group_product(context)
 
 
-def _multiply(context: Context) -> Step:
+def _warp_group_product(context: Context) -> Step:
     size = re.search(r"\.m64n(\d+)k(\d+)\.", context.instruction.opcode)
     kinds = [part for part in context.instruction.modifiers if part in WIDTHS or part in ("f32", "s32")]
     if size is None or len(kinds) != 3 or kinds[0] not in ("f32", "s32") or "sp" in context.modifiers:
@@ -162,8 +162,8 @@ def _multiply(context: Context) -> Step:
     constants = [_constant(context, operand) for operand in context.instruction.operands[4:]]
     in_registers = isinstance(context.operand(1), Vector)
     transposed = [*([False] if in_registers else []), *(bool(value) for value in constants[2:]), False, False]
-    shape = _Shape(int(size[1]), int(size[2]), kinds[1], kinds[0] == "s32", "satfinite" in context.modifiers,
-                   (transposed[0], transposed[1]), len(constants) >= 2 and constants[0] * constants[1] < 0)
+    shape = _ProductShape(int(size[1]), int(size[2]), kinds[1], kinds[0] == "s32", "satfinite" in context.modifiers,
+                          (transposed[0], transposed[1]), len(constants) >= 2 and constants[0] * constants[1] < 0)
     accumulators, puts, keep = context.sources(0, 32), context.targets(0), context.source(3, 1)
     fragments_of_a = context.sources(1, 32) if in_registers else []
     described = [context.source(place, 64) for place in ((2,) if in_registers else (1, 2))]
@@ -181,10 +181,10 @@ def _multiply(context: Context) -> Step:
         descriptors = [_descriptor(batch, at, source) for source in described]
         rows = (() if in_registers else (64,)) + (shape.n,)
         transpositions = shape.transposed[1:] if in_registers else shape.transposed
-        places = [_places(batch, groups, words, extent, shape, is_transposed)
+        places = [_matrix_bytes(batch, groups, words, extent, shape, is_transposed)
                   for words, extent, is_transposed in zip(descriptors, rows, transpositions, strict=True)]
         for place in places:
-            batch.note_matrix(groups, place.reshape(len(groups), -1), WIDTHS[shape.kind] // 8)
+            batch.check_matrix_reads(groups, place.reshape(len(groups), -1), WIDTHS[shape.kind] // 8)
         words = fragment(batch, at, fragments_of_a, (len(groups), 4, WARP)) if in_registers else None
         keeps = np.broadcast_to(keep(batch, at), lanes.shape).reshape(-1, WARP_GROUP)[:, 0]
 
@@ -192,14 +192,14 @@ def _multiply(context: Context) -> Step:
             late = batch.options.fragments and in_registers
             left = fragment(batch, groups[chosen].reshape(-1), fragments_of_a, (len(chosen) * 4, WARP)) if late else \
                 None if words is None else words[chosen].reshape(len(chosen) * 4, WARP, -1)
-            _multiply_now(batch, groups[chosen], shape, left, [place[chosen] for place in places],
-                          accumulators, puts, keeps[chosen])
+            _multiply_operands(batch, groups[chosen], shape, left, [place[chosen] for place in places],
+                               accumulators, puts, keeps[chosen])
         marks = [np.concatenate([place[number].reshape(-1) for place in places]) for number in range(len(groups))]
         if batch.options.asynchronous:
             for spread in marks:
                 flight.mark(spread, 1)
             batch.in_flight |= slots
-        flight.pending.append(_Product(groups, flight.groups[groups[:, 0]], run, marks, slots))
+        flight.pending.append(_PendingProducts(groups, flight.groups[groups[:, 0]], run, marks, slots))
     return step
 
 
@@ -209,7 +209,7 @@ def _descriptor(batch: Batch, at: At, source: Any) -> Indices:
     return words.reshape(-1, WARP_GROUP)[:, 0].astype(np.uint64)
 
 
-def _places(batch: Batch, groups: Indices, words: Indices, rows: int, shape: _Shape, transposed: bool) -> Indices:
+def _matrix_bytes(batch: Batch, groups: Indices, words: Indices, rows: int, shape: _ProductShape, transposed: bool) -> Indices:
     """Shared bytes of elements [warp groups, rows, K] by matrix descriptors: the ISA's canonical layouts, swizzled."""
     size = WIDTHS[shape.kind] // 8
     per_line = 16 // size                                        # elements of 16 bytes
@@ -230,11 +230,11 @@ def _places(batch: Batch, groups: Indices, words: Indices, rows: int, shape: _Sh
     mask = np.array([0, 7, 3, 1])[mode]
     address = address ^ (address >> 7 & mask) << 4
     lanes = np.repeat(groups[:, 0], address[0].size)
-    return batch.shared_place(lanes, address.reshape(-1), size, "a matrix operand").reshape(address.shape)
+    return batch.shared_indices(lanes, address.reshape(-1), size, "a matrix operand").reshape(address.shape)
 
 
-def _multiply_now(batch: Batch, groups: Indices, shape: _Shape, words: Bits | None, places: list[Indices],
-                  accumulators: list[Source], puts: list[Target], keep: Any) -> None:
+def _multiply_operands(batch: Batch, groups: Indices, shape: _ProductShape, words: Bits | None, places: list[Indices],
+                       accumulators: list[Source], puts: list[Target], keep: Any) -> None:
     """Multiply the current operands, and write the accumulators."""
     at = groups.reshape(-1)
     count = len(groups)
@@ -249,8 +249,8 @@ def _multiply_now(batch: Batch, groups: Indices, shape: _Shape, words: Bits | No
     total = np.zeros((count, 64, shape.n))
     row, column = _accumulator_places(len(puts))
     total[:, row, column] = before.transpose(1, 0, 2, 3)
-    result = bits_of(product(left, b, np.where(keep[:, None, None], total, 0), shape.kind, batch.options), shape.integer,
-                     shape.saturate)
+    result = result_words(mma_product(left, b, np.where(keep[:, None, None], total, 0), shape.kind, batch.options), shape.integer,
+                          shape.saturate)
     values: Bits = result[:, row, column].transpose(1, 0, 2, 3)
     for value, put in zip(values, puts, strict=True):
         put(batch, at, np.ascontiguousarray(value).reshape(-1))
@@ -265,17 +265,17 @@ def _accumulator_places(registers: int) -> tuple[Indices, Indices]:
 def _matrix(batch: Batch, places: Indices, kind: str) -> Matrix:
     """Elements of shared memory at places."""
     size = WIDTHS[kind] // 8
-    return elements(batch.shared.view(UNSIGNED[8 * size])[places // size], kind, batch.options).reshape(places.shape)
+    return word_elements(batch.shared.view(UNSIGNED[8 * size])[places // size], kind, batch.options).reshape(places.shape)
 
 
-def _finish_products(batch: Batch, lanes: Indices, late: int) -> None:
+def _finish_products(batch: Batch, lanes: Indices, most_pending: int) -> None:
     """Complete the products that a wait ends, in order.  A wait also orders memory between the lanes of a warp."""
     flight = batch.products
     waiting = np.zeros(batch.count, bool)
     waiting[lanes] = True
     left = []
     for pending in flight.pending:
-        due = flight.due(pending.lanes[:, 0], pending.group, waiting, late)
+        due = flight.due(pending.lanes[:, 0], pending.group, waiting, most_pending)
         if due.any():
             chosen = np.flatnonzero(due)
             pending.run(batch, chosen)
@@ -284,8 +284,8 @@ def _finish_products(batch: Batch, lanes: Indices, late: int) -> None:
                     flight.mark(pending.marks[number], -1)
         if not due.all():
             kept = np.flatnonzero(~due)
-            left.append(_Product(pending.lanes[kept], pending.group[kept], _some_of(pending.run, kept),
-                                 [pending.marks[number] for number in kept], pending.registers))
+            left.append(_PendingProducts(pending.lanes[kept], pending.group[kept], _some_of(pending.run, kept),
+                                         [pending.marks[number] for number in kept], pending.registers))
     flight.pending = left
     batch.in_flight = set().union(*(pending.registers for pending in left))
     batch.warp_epoch[lanes] += 1
@@ -299,7 +299,7 @@ def _some_of(run: Callable[[Batch, Indices], None], kept: Indices) -> Callable[[
 
 
 @opcode("createpolicy", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
-def hint(context: Context) -> Step:
+def ignore_hint(context: Context) -> Step:
     """Instructions without effect on results, such as cache policies."""
     if context.instruction.name != "createpolicy":
         return lambda batch, at: None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qdsl.analyze.execute.memory import Fault, GlobalMemory, Indices, InFlight
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
 from qdsl.analyze.execute.program import ExecutionError, Instruction, Program
-from qdsl.analyze.execute.races import Clocks, Shadow, Threads, ordered_in_program
+from qdsl.analyze.execute.races import Clocks, ShadowMemory, Threads, is_ordered_in_program
 
 WARP = 32
 At = Indices | None                                              # executing threads; None is all
@@ -83,7 +83,7 @@ class Batch:
 
     def __init__(self, program: Program, steps: Sequence[Step], memory: GlobalMemory, values: dict[str, bytes],
                  grid: tuple[int, int, int], programs: Sequence[int], warps: int, shared: int, options: Options, clocks: Clocks,
-                 log: Log, state: dict[int, Shadow]) -> None:
+                 log: Log, state: dict[int, ShadowMemory]) -> None:
         self.program, self.steps, self.memory, self.values = program, steps, memory, values
         self.grid, self.options, self.clocks, self.log, self.global_shadows = grid, options, clocks, log, state
         self.per_program = WARP * warps
@@ -99,7 +99,7 @@ class Batch:
         self.shared = np.random.default_rng(1).integers(0, 256, len(programs) * self.shared_bytes, np.uint8)
         self.shared_written = np.zeros(len(self.shared), bool)
         self.granule = program.granules["shared"]
-        self.shared_shadow = Shadow(len(self.shared) // self.granule) if options.races else None
+        self.shared_shadow = ShadowMemory(len(self.shared) // self.granule) if options.races else None
         self.epoch = np.zeros(self.count, np.int64)              # barriers of each thread's program
         self.warp_epoch = np.zeros(self.count, np.int64)
         self.fences = np.zeros(self.count, np.int64)             # proxy fences of each thread
@@ -126,7 +126,7 @@ class Batch:
         """The indices of executing threads; all for None."""
         return np.arange(self.count) if at is None else at
 
-    def special(self, name: str) -> NDArray[np.uint32]:
+    def special_register(self, name: str) -> NDArray[np.uint32]:
         """A special register, a value per thread.  Raises ExecutionError."""
         if name not in self._special:
             x, y, _ = self.grid
@@ -155,7 +155,7 @@ class Batch:
         """These threads as race detection compares them: program, thread, and barriers passed."""
         return Threads(self.number[lanes], self.thread[lanes], self.epoch[lanes], self.warp_epoch[lanes])
 
-    def find(self, kind: str, message: str, lane: int) -> None:
+    def report(self, kind: str, message: str, lane: int) -> None:
         """Note a finding of a thread of the batch at the current instruction."""
         x, y, _ = self.grid
         number = int(self.number[lane])
@@ -178,7 +178,7 @@ class Batch:
 
     # -- shared memory -----------------------------------------------------------------------------------------------------
 
-    def shared_place(self, lanes: Indices, address: Indices, size: int, what: str) -> Indices:
+    def shared_indices(self, lanes: Indices, address: Indices, size: int, what: str) -> Indices:
         """Places in the shared memory of all programs.  Raises Fault."""
         misaligned = address % size != 0
         outside = (address < 0) | (address + size > self.shared_bytes)
@@ -190,7 +190,7 @@ class Batch:
             raise Fault(f"{what} of {size} bytes at {int(address[place])} of {self.shared_bytes} shared bytes", place)
         return self.row[lanes] * self.shared_bytes + address
 
-    def note_shared(self, lanes: Indices, place: Indices, size: int, data: Bits | None = None) -> None:
+    def check_shared_access(self, lanes: Indices, place: Indices, size: int, data: Bits | None = None) -> None:
         """Check an access of shared memory against earlier ones.  data: the bytes [lanes, size] to write."""
         write = data is not None
         if self.options.written:
@@ -200,15 +200,15 @@ class Batch:
             elif not (is_written := self.shared_written[spread]).all():
                 lane = int(np.flatnonzero(~is_written)[0]) // size
                 byte = int(place[lane] % self.shared_bytes)
-                self.find("unwritten", f"reads shared byte {byte} before anyone wrote it", int(lanes[lane]))
+                self.report("unwritten", f"reads shared byte {byte} before anyone wrote it", int(lanes[lane]))
         if self.shared_shadow is not None:
             times = max(1, size // self.granule)
             granules = place // self.granule
             if times > 1:
                 granules = (granules[:, None] + np.arange(times)).reshape(-1)
             who = self.who(lanes).repeated(times)
-            race = self.shared_shadow.read(granules, who, ordered_in_program) if data is None else \
-                self.shared_shadow.write(granules, who, ordered_in_program, lambda: (
+            race = self.shared_shadow.record_read(granules, who, is_ordered_in_program) if data is None else \
+                self.shared_shadow.record_write(granules, who, is_ordered_in_program, lambda: (
                     self.shared[place[:, None] + np.arange(size)] != data).reshape(len(granules), -1).any(1))
             if write and self.has_products:
                 self.proxy_writer[granules] = np.repeat(lanes, times)
@@ -216,23 +216,23 @@ class Batch:
             if race.any():
                 which = int(np.flatnonzero(race)[0])
                 byte = int(granules[which] * self.granule % self.shared_bytes)
-                self.find("race", f"{'writes' if write else 'reads'} shared byte {byte} with no barrier after another "
-                          "thread's access", int(lanes[which // times]))
+                self.report("race", f"{'writes' if write else 'reads'} shared byte {byte} with no barrier after another "
+                            "thread's access", int(lanes[which // times]))
 
     # -- products of warp groups, which read by another proxy and whose registers need a fence -----------------------------------
 
-    def note_matrix(self, groups: Indices, places: Indices, size: int) -> None:
+    def check_matrix_reads(self, groups: Indices, places: Indices, size: int) -> None:
         """Check the reads of warp groups [groups, 128] at places [groups, elements] of shared memory."""
         for lanes, place in zip(groups, places, strict=True):
             granules = np.unique((place[:, None] + np.arange(0, size, min(size, self.granule))) // self.granule)
             first = granules * self.granule
             for lane in lanes[[0, WARP]]:                        # two warps represent all
-                self.note_shared(np.full(len(first), lane), first, self.granule)
+                self.check_shared_access(np.full(len(first), lane), first, self.granule)
             writer = self.proxy_writer[granules]
             missing = (writer >= 0) & (self.fences[writer] <= self.proxy_fence[granules])
             if self.options.races and missing.any():
-                self.find("race", "a matrix product reads shared memory that was written without fence.proxy.async after it",
-                          int(writer[int(np.flatnonzero(missing)[0])]))
+                self.report("race", "a matrix product reads shared memory that was written without fence.proxy.async after it",
+                            int(writer[int(np.flatnonzero(missing)[0])]))
 
     def order_registers(self, lanes: Indices) -> None:
         """Notes that warps ordered their registers before a matrix product (wgmma.fence)."""
@@ -243,8 +243,8 @@ class Batch:
         warps = np.unique(self.warp[lanes])
         for slot in slots & self.changed.keys():
             if (self.changed[slot][warps] > self.ordered[warps]).any():
-                self.find("asynchronous", "a matrix product uses a register that was written without wgmma.fence after it",
-                          int(lanes[0]))
+                self.report("asynchronous", "a matrix product uses a register that was written without wgmma.fence after it",
+                            int(lanes[0]))
                 return
 
     # -- running -----------------------------------------------------------------------------------------------------------
@@ -259,11 +259,11 @@ class Batch:
             raise ExecutionError(f"{self.current}: {fault}; thread {int(self.thread[lane])} of program "
                                  f"{int(self.number[lane])}") from fault
 
-    def execute(self, place: int, at: At) -> None:
+    def execute_instruction(self, place: int, at: At) -> None:
         """Executes one instruction for some threads.  Raises Fault with the thread."""
         instruction = self.current = self.program.instructions[place]
         if self.in_flight and instruction.name != "wgmma" and self.in_flight & self.program.touched[place]:
-            self.find("asynchronous", "touches a register of a matrix product that was not waited for", int(self.lanes(at)[0]))
+            self.report("asynchronous", "touches a register of a matrix product that was not waited for", int(self.lanes(at)[0]))
         try:
             self.steps[place](self, at)
         except Fault as fault:
@@ -299,20 +299,20 @@ class _Scheduler:
             if place >= len(instructions):
                 raise ExecutionError("threads run past the last instruction of the entry")
             instruction = instructions[place]
-            active = self.active(instruction, at)
+            active = self.active_threads(instruction, at)
             executed[place] += batch.count if active is None else len(active)
             batch.log.issued += WARP * batch.warps_of(at)
             if instruction.name == "bra":
-                self.branch(instruction, place, at, active)
+                self.execute_branch(instruction, place, at, active)
             elif instruction.name in ("ret", "exit"):
-                self.leave(place, at, active)
+                self.exit_threads(place, at, active)
             elif instruction.name in ("bar", "barrier") and "warp" not in instruction.modifiers:
                 batch.current = instruction
-                self.barrier(instruction, place, at, active)
+                self.wait_at_barrier(instruction, place, at, active)
             else:
                 if active is None or len(active):
-                    batch.execute(place, active)
-                self.advance(place, at)
+                    batch.execute_instruction(place, active)
+                self.advance_threads(place, at)
         raise ExecutionError(f"{batch.current}: more than {batch.options.steps} instructions; does a loop never end?")
 
     def next_threads(self) -> tuple[int, At]:
@@ -328,7 +328,7 @@ class _Scheduler:
         here = ready & (self.counter == place)
         return place, None if here.all() else np.flatnonzero(here)
 
-    def active(self, instruction: Instruction, at: At) -> At:
+    def active_threads(self, instruction: Instruction, at: At) -> At:
         """The threads whose predicate holds."""
         if instruction.predicate is None:
             return at
@@ -337,7 +337,7 @@ class _Scheduler:
         holds = ~holds if instruction.negated else holds
         return at if holds.all() else np.flatnonzero(holds) if at is None else at[holds]
 
-    def advance(self, place: int, at: At) -> None:
+    def advance_threads(self, place: int, at: At) -> None:
         if self.uniform is not None:
             self.uniform = place + 1
         else:
@@ -354,7 +354,7 @@ class _Scheduler:
             self.counter[:] = place
             self.uniform = None
 
-    def branch(self, instruction: Instruction, place: int, at: At, active: At) -> None:
+    def execute_branch(self, instruction: Instruction, place: int, at: At, active: At) -> None:
         target = self.batch.program.labels[instruction.operands[-1].name]  # type: ignore[union-attr]
         if self.uniform is not None and (active is None or not len(active)):
             self.uniform = target if active is None else place + 1
@@ -364,13 +364,13 @@ class _Scheduler:
         self.counter[slice(None) if active is None else active] = target
         self.meet()
 
-    def leave(self, place: int, at: At, active: At) -> None:
+    def exit_threads(self, place: int, at: At, active: At) -> None:
         self.part(place)
         self.counter[slice(None) if at is None else at] = place + 1
         self.alive[slice(None) if active is None else active] = False
-        self.release()
+        self.release_programs()
 
-    def barrier(self, instruction: Instruction, place: int, at: At, active: At) -> None:
+    def wait_at_barrier(self, instruction: Instruction, place: int, at: At, active: At) -> None:
         """bar.sync: every live thread of a program waits for the others."""
         batch = self.batch
         if instruction.modifiers[:1] not in (("sync",), ("cta",)) or len(instruction.operands) != 1:
@@ -383,9 +383,9 @@ class _Scheduler:
         self.part(place)
         self.counter[slice(None) if at is None else at] = place + 1
         self.waits[slice(None) if active is None else active] = place
-        self.release()
+        self.release_programs()
 
-    def release(self) -> None:
+    def release_programs(self) -> None:
         """Release programs whose live threads all wait."""
         batch = self.batch
         waiting = (self.waits >= 0).reshape(-1, batch.per_program)
@@ -394,7 +394,7 @@ class _Scheduler:
             mine = complete[batch.row]
             ended = mine & ~self.alive
             if ended.any():
-                batch.find("barrier", "waits for threads that have ended", int(np.flatnonzero(mine & self.alive)[0]))
+                batch.report("barrier", "waits for threads that have ended", int(np.flatnonzero(mine & self.alive)[0]))
             batch.epoch[mine] += 1
             self.waits[mine] = -1
         self.meet()

@@ -50,14 +50,14 @@ class Allocation:
     stores: NDArray[np.uint8] | None = None
     before: list[tuple[int, int]] = field(default_factory=list)
 
-    def words(self, array: NDArray[np.uint8], offset: Indices, size: int) -> tuple[NDArray[Any], Indices]:
+    def as_words(self, array: NDArray[np.uint8], offset: Indices, size: int) -> tuple[NDArray[Any], Indices]:
         """A byte-wise array as words of at most 8 bytes, and the words of accesses [threads, words]."""
         word = min(size, 8)
         skipped = -self.start % word                             # the storage may begin unaligned; addresses of words do not
         whole = array[skipped:skipped + (len(array) - skipped) // word * word].view(UNSIGNED[8 * word])
         return whole, (offset // word)[:, None] + np.arange(size // word)
 
-    def byte(self, offset: Any) -> str:
+    def byte_name(self, offset: Any) -> str:
         """The name of a byte in messages."""
         inside = ((name, first) for name, (first, end) in zip(self.names, self.spans, strict=True) if first <= offset < end)
         name, first = next(inside, (self.names[0], 0))
@@ -107,24 +107,24 @@ class GlobalMemory:
                 by_storage[key] = Allocation(start, data, [], [])
                 self.allocations.append(by_storage[key])
                 start = -(-(start + len(data) + GUARD) // STEP) * STEP
-            by_storage[key].spans.append(_span(tensor))
+            by_storage[key].spans.append(_byte_span(tensor))
             by_storage[key].names.append(name)
         self.by_storage = by_storage
         self.starts = np.array([allocation.start for allocation in self.allocations], np.int64)
         self.outputs, self.is_dependent = outputs, after is not None
         for tensor in (*outputs, *workspaces):
-            allocation, (first, end) = self.allocation(tensor), _span(tensor)
+            allocation, (first, end) = self.allocation_of(tensor), _byte_span(tensor)
             if allocation.written is None:
                 allocation.written = np.ones(len(allocation.data), np.uint8)
             allocation.written[first:end] = 0
         for tensor in outputs:
-            allocation = self.allocation(tensor)
+            allocation = self.allocation_of(tensor)
             allocation.stores = np.zeros(len(allocation.data), np.uint8)
         for tensor in after or ():
             if tensor.untyped_storage().data_ptr() in by_storage:
-                self.allocation(tensor).before.append(_span(tensor))
+                self.allocation_of(tensor).before.append(_byte_span(tensor))
 
-    def allocation(self, tensor: Tensor) -> Allocation:
+    def allocation_of(self, tensor: Tensor) -> Allocation:
         """The allocation of a tensor.  Raises ExecutionError if no argument shares its storage."""
         key = tensor.untyped_storage().data_ptr()
         if key not in self.by_storage:
@@ -133,9 +133,9 @@ class GlobalMemory:
 
     def address(self, tensor: Tensor) -> int:
         """The address of a tensor's first element."""
-        return self.allocation(tensor).start + int(tensor.storage_offset()) * tensor.element_size()
+        return self.allocation_of(tensor).start + int(tensor.storage_offset()) * tensor.element_size()
 
-    def locate(self, address: Indices, size: int, what: str) -> list[tuple[Allocation, Indices | None, Indices]]:
+    def locate_accesses(self, address: Indices, size: int, what: str) -> list[tuple[Allocation, Indices | None, Indices]]:
         """The allocations that are accessed, by which threads (None: all), at which bytes.  Raises Fault."""
         misaligned = address % size != 0
         if misaligned.any():
@@ -169,11 +169,11 @@ class GlobalMemory:
             raise Fault(f"{what} of {size} bytes at byte {int(offset[place]) - start} of '{name}', which has {stop - start}",
                         place if chosen is None else int(chosen[place]))
 
-    def unwritten(self) -> list[tuple[str, int, str]]:
+    def badly_stored_outputs(self) -> list[tuple[str, int, str]]:
         """Outputs with bytes that were not stored exactly once: name, first such byte, error."""
         problems = []
         for tensor in self.outputs:
-            allocation, (first, end) = self.allocation(tensor), _span(tensor)
+            allocation, (first, end) = self.allocation_of(tensor), _byte_span(tensor)
             assert allocation.stores is not None
             if (allocation.stores[first:end] == 1).all():
                 continue
@@ -189,7 +189,7 @@ class GlobalMemory:
         return problems
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _byte_span(tensor: Tensor) -> tuple[int, int]:
     """First byte and end of the bytes of a tensor's storage that it may access."""
     if not tensor.numel():
         return 0, 0

@@ -71,10 +71,10 @@ def encode(x: Floats, kind: str, rounding: str = "rn", saturate: bool = False) -
             wanted = {"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind]
             narrow = x if x.dtype == wanted else x.astype(wanted)
             return _canonical(narrow.view(UNSIGNED[8 * narrow.itemsize]), np.isnan(narrow), kind)
-        return _encode(x.astype(np.float64), kind, rounding, saturate)
+        return _encode_float64(x.astype(np.float64), kind, rounding, saturate)
 
 
-def _encode(x: NDArray[np.float64], kind: str, rounding: str, saturate: bool) -> Bits:
+def _encode_float64(x: NDArray[np.float64], kind: str, rounding: str, saturate: bool) -> Bits:
     to = FLOATS[kind]
     lowest, infinity = 1 - to.bias, (1 << to.exponent) - 1 << to.mantissa
     _, exponent = np.frexp(x)
@@ -116,10 +116,10 @@ def sum_to_odd(a: Floats, b: Floats) -> NDArray[np.float64]:
     total = a + b
     part = total - a
     error = (a - (total - part)) + (b - part)                    # exact, by Knuth
-    return _to_odd(total, error)
+    return _round_to_odd(total, error)
 
 
-def fused(a: Floats, b: Floats, c: Floats, kind: str) -> Floats:
+def fused_multiply_add(a: Floats, b: Floats, c: Floats, kind: str) -> Floats:
     """a * b + c as one number: rounded to odd in float64; for f64 rounded to the nearest."""
     with np.errstate(all="ignore"):
         if kind != "f64":
@@ -137,7 +137,7 @@ def quotient(a: Floats, b: Floats) -> NDArray[np.float64]:
         low, b_low = value - high, b - b_high
         error = ((high * b_high - product) + high * b_low + low * b_high) + low * b_low
         left = (a - product) - error
-        return _to_odd(value, left * np.sign(b))
+        return _round_to_odd(value, left * np.sign(b))
 
 
 def square_root(x: Floats) -> NDArray[np.float64]:
@@ -149,7 +149,7 @@ def square_root(x: Floats) -> NDArray[np.float64]:
         low = value - high
         product = value * value
         error = ((high * high - product) + 2 * high * low) + low * low
-        return _to_odd(value, (wide - product) - error)
+        return _round_to_odd(value, (wide - product) - error)
 
 
 def _halves(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -158,7 +158,7 @@ def _halves(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return scaled - (scaled - x)
 
 
-def _to_odd(value: NDArray[np.float64], error: NDArray[np.float64]) -> NDArray[np.float64]:
+def _round_to_odd(value: NDArray[np.float64], error: NDArray[np.float64]) -> NDArray[np.float64]:
     """The nearest number and what it misses, as one that is rounded to odd."""
     bits = np.ascontiguousarray(value).view(np.int64).copy()
     inexact = np.isfinite(value) & (error != 0) & ~np.isnan(error)

@@ -87,7 +87,7 @@ class Context:
             constant = np.array([bool(number)] if bits == 1 else [number], bool if bits == 1 else UNSIGNED[bits])
             return lambda batch, at: constant
         if isinstance(operand, ptx.Symbol):
-            return self._symbol(operand.name, bits)
+            return self._symbol_source(operand.name, bits)
         if isinstance(operand, ptx.Register):
             slot = operand.slot
             if operand.bits == bits:
@@ -103,10 +103,10 @@ class Context:
             raise self.unknown(f"{value} stands where a type of {bits} bits should")
         return int.from_bytes(struct.pack("<f" if bits == 32 else "<d", value), "little")
 
-    def _symbol(self, name: str, bits: int) -> Source:
+    def _symbol_source(self, name: str, bits: int) -> Source:
         if name.startswith("%"):
             dtype = UNSIGNED[bits]
-            return lambda batch, at: (batch.special(name) if at is None else batch.special(name)[at]).astype(dtype)
+            return lambda batch, at: batch.special_register(name)[slice(None) if at is None else at].astype(dtype)
         if name in self.program.shared:
             return self.source(ptx.Immediate(self.program.shared[name]), bits)
         if name in ("WARP_SZ",):
@@ -163,10 +163,10 @@ class Context:
 
 def steps_of(program: ptx.Program) -> list[Step]:
     """A step per instruction.  Raises ExecutionError for an unknown instruction."""
-    return [_step(instruction, program) for instruction in program.instructions]
+    return [_make_step(instruction, program) for instruction in program.instructions]
 
 
-def _step(instruction: ptx.Instruction, program: ptx.Program) -> Step:
+def _make_step(instruction: ptx.Instruction, program: ptx.Program) -> Step:
     if instruction.name in ("bra", "ret", "exit", "bar", "barrier") and "warp" not in instruction.modifiers:
         return _scheduled
     context = Context(instruction, program)
@@ -179,7 +179,7 @@ def _scheduled(batch: Batch, at: At) -> None:
     """Does nothing: the scheduler executes these instructions."""
 
 
-def packed(value: Bits, kind: str) -> Bits:
+def split_pairs(value: Bits, kind: str) -> Bits:
     """The parts of packed pairs as [threads, 2]; other values unchanged."""
     if not kind.endswith("x2"):
         return value
@@ -187,7 +187,7 @@ def packed(value: Bits, kind: str) -> Bits:
 
 
 def joined(parts: Bits, kind: str) -> Bits:
-    """The reverse of `packed`."""
+    """The reverse of `split_pairs`."""
     return np.ascontiguousarray(parts).view(UNSIGNED[2 * 8 * parts.dtype.itemsize])[:, 0] if kind.endswith("x2") else parts
 
 

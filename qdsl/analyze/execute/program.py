@@ -102,14 +102,14 @@ class Program:
     @cached_property
     def touched(self) -> list[frozenset[int]]:
         """Slots of the registers in each instruction."""
-        return [_slots(instruction.operands) for instruction in self.instructions]
+        return [_register_slots(instruction.operands) for instruction in self.instructions]
 
     @cached_property
     def written(self) -> list[frozenset[int]]:
         """Slots of the registers in the first operand of each instruction."""
-        return [_slots(instruction.operands[:1]) for instruction in self.instructions]
+        return [_register_slots(instruction.operands[:1]) for instruction in self.instructions]
 
-    def counted(self, trips: int) -> int:
+    def instructions_per_thread(self, trips: int) -> int:
         """Instructions per thread if the loop with the most global loads iterates `trips` times, and all others once."""
         is_load = [part.name in ("ld", "cp") and "global" in part.modifiers for part in self.instructions]
         starts = {place: self.labels[part.operands[-1].name] for place, part in enumerate(self.instructions)  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ _FLOAT = {"0f": 32, "0F": 32, "0d": 64, "0D": 64}
 
 def parse(text: str) -> Program:
     """The first entry of a PTX module.  Raises ExecutionError where the text cannot be read or ends early."""
-    return _Parser(text).program()
+    return _Parser(text).parse_program()
 
 
 def type_bits(name: str) -> int:
@@ -164,7 +164,7 @@ class _Parser:
         self.files: dict[str, str] = {}
         self.source = ""
 
-    def program(self) -> Program:
+    def parse_program(self) -> Program:
         for name, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?=\s*$)', self.text, re.M):
             self.files[name] = path.rpartition("/")[2]
         for name, path in re.findall(r'^\s*\.file\s+(\d+)\s+"[^"]*"\s+"([^"]*)"', self.text, re.M):
@@ -174,13 +174,13 @@ class _Parser:
         if not head:
             raise ExecutionError("the PTX has no entry, or ends within its head")
         for variable in re.findall(r"\.shared\b[^;]*(?=;)", self.text[:head.start()]):
-            self.variable(" ".join(variable.split()), 1)
+            self.parse_variable(" ".join(variable.split()), 1)
         for parameter in filter(None, (part.strip() for part in head[2].split(","))):
             match = _PARAMETER.match(" ".join(parameter.split()))
             if not match:
                 raise ExecutionError(f"cannot read the parameter '{parameter}'")
             self.parameters[match["name"]] = type_bits(match["type"]) // 8 * int(match["count"] or 1)
-        self.body(head.end())
+        self.parse_body(head.end())
         for instruction in self.instructions:
             if instruction.name == "bra" and not self.target(instruction):
                 raise ExecutionError(f"{instruction}: no label '{instruction.operands[-1]}'")
@@ -191,10 +191,10 @@ class _Parser:
         label = instruction.operands[-1] if instruction.operands else None
         return isinstance(label, Symbol) and label.name in self.labels
 
-    def body(self, place: int) -> None:
+    def parse_body(self, place: int) -> None:
         """Everything between the braces of the entry."""
         line = 1 + self.text.count("\n", 0, place)
-        for part, number in self.parts(place, line):
+        for part, number in self.split_statements(place, line):
             if part == "{":
                 self.scopes.append({})
             elif part == "}":
@@ -204,10 +204,10 @@ class _Parser:
             elif part.endswith(":"):
                 self.labels[part[:-1]] = len(self.instructions)
             else:
-                self.statement(part, number)
+                self.parse_statement(part, number)
         raise ExecutionError(f"the PTX ends within its entry, after line {1 + self.text.count(chr(10))}")
 
-    def parts(self, place: int, line: int) -> Iterator[tuple[str, int]]:
+    def split_statements(self, place: int, line: int) -> Iterator[tuple[str, int]]:
         """Braces, labels with their colon, directives of debugging, and statements without semicolon; each with its line."""
         text = self.text
         while True:
@@ -238,7 +238,7 @@ class _Parser:
                 line += text.count("\n", place, end)
                 place = end + 1
 
-    def statement(self, text: str, line: int) -> None:
+    def parse_statement(self, text: str, line: int) -> None:
         if match := _REGISTERS.match(text):
             bits = type_bits(match[1])
             for name in match[2].split(","):
@@ -248,12 +248,12 @@ class _Parser:
                 else:
                     self.register(name.strip(), bits)
         elif text[0] == ".":
-            self.variable(text, line)
+            self.parse_variable(text, line)
         elif match := _STATEMENT.fullmatch(text):
-            predicate = self.operand(match["predicate"], line) if match["predicate"] else None
+            predicate = self.parse_operand(match["predicate"], line) if match["predicate"] else None
             if predicate is not None and not isinstance(predicate, Register):
                 raise ExecutionError(f"line {line}: '{match['predicate']}' is no register")
-            operands = tuple(self.operand(operand, line) for operand in _split(match["operands"]))
+            operands = tuple(self.parse_operand(operand, line) for operand in _split_operands(match["operands"]))
             negated = match["negated"] == "!"
             self.instructions.append(Instruction(match["opcode"], operands, predicate, negated, line, self.source))
         else:
@@ -263,7 +263,7 @@ class _Parser:
         self.scopes[-1][name] = Register(len(self.registers), bits)
         self.registers.append(bits)
 
-    def variable(self, text: str, line: int) -> None:
+    def parse_variable(self, text: str, line: int) -> None:
         match = _VARIABLE.match(text)
         if not match:
             raise ExecutionError(f"line {line}: cannot read '{text[:60]}'")
@@ -272,17 +272,17 @@ class _Parser:
         self.shared[match["name"]] = place
         self.shared_bytes = place + type_bits(match["type"]) // 8 * int(match["count"] or 0 if match["count"] is not None else 1)
 
-    def operand(self, text: str, line: int) -> Operand:
+    def parse_operand(self, text: str, line: int) -> Operand:
         if text[0] == "{":
-            return Vector(tuple(self.operand(part, line) for part in _split(text[1:-1])))
+            return Vector(tuple(self.parse_operand(part, line) for part in _split_operands(text[1:-1])))
         if text[0] == "[":
             match = re.fullmatch(r"\[\s*([^\s+\-\]]+)\s*([+-]?)\s*(-?\w*)\s*\]", text)
-            inner = self.operand(match[1], line) if match else None
+            inner = self.parse_operand(match[1], line) if match else None
             if match is None or not isinstance(inner, Register | Symbol | Immediate):
                 raise ExecutionError(f"line {line}: cannot read the address '{text}'")
             return Address(inner, (-1 if match[2] == "-" else 1) * int(match[3] or "0", 0))
         if text[0] == "!":
-            inner = self.operand(text[1:], line)
+            inner = self.parse_operand(text[1:], line)
             if not isinstance(inner, Register):
                 raise ExecutionError(f"line {line}: '{text}' is no register")
             return Negated(inner)
@@ -290,11 +290,11 @@ class _Parser:
             if text in scope:
                 return scope[text]
         if "|" in text:                                          # a result, and whether a lane took part
-            return Vector(tuple(self.operand(part, line) for part in text.split("|")))
-        return Immediate(_number(text, line)) if text[0].isdigit() or text[0] == "-" else Symbol(text)
+            return Vector(tuple(self.parse_operand(part, line) for part in text.split("|")))
+        return Immediate(_parse_number(text, line)) if text[0].isdigit() or text[0] == "-" else Symbol(text)
 
 
-def _number(text: str, line: int) -> int | float:
+def _parse_number(text: str, line: int) -> int | float:
     try:
         if text[:2] in _FLOAT:                                   # bits in hexadecimal
             return int(text[2:], 16)
@@ -303,7 +303,7 @@ def _number(text: str, line: int) -> int | float:
         raise ExecutionError(f"line {line}: cannot read the number '{text}'") from None
 
 
-def _split(text: str) -> list[str]:
+def _split_operands(text: str) -> list[str]:
     """Operands at commas that are in no brackets."""
     parts, depth, start = [], 0, 0
     for place, letter in enumerate(text + ","):
@@ -314,7 +314,7 @@ def _split(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _slots(operands: Sequence[Operand]) -> frozenset[int]:
+def _register_slots(operands: Sequence[Operand]) -> frozenset[int]:
     """Slots of the registers in operands, also within vectors, addresses and negations."""
     slots: set[int] = set()
     for operand in operands:
@@ -322,7 +322,7 @@ def _slots(operands: Sequence[Operand]) -> frozenset[int]:
         if isinstance(inner, Register):
             slots.add(inner.slot)
         elif isinstance(inner, Vector):
-            slots |= _slots(inner.parts)
+            slots |= _register_slots(inner.parts)
     return frozenset(slots)
 
 

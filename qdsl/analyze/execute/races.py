@@ -31,17 +31,17 @@ class Threads:
             self.program, self.thread, self.epoch, self.warp_epoch)))
 
 
-class Shadow:
+class ShadowMemory:
     """Last writer, and last readers, of each granule.
 
     Two readers since the last write are kept: the last one, and one of another warp, or else of another lane.
     """
 
     def __init__(self, granules: int) -> None:
-        self.writer = _Accesses(granules)
-        self.readers = (_Accesses(granules), _Accesses(granules))
+        self.writer = _LastAccesses(granules)
+        self.readers = (_LastAccesses(granules), _LastAccesses(granules))
 
-    def read(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
+    def record_read(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
         """Record a read; returns whether an earlier write is unordered."""
         race = self.writer.unordered(place, who, ordered)
         last, other = self.readers
@@ -54,7 +54,7 @@ class Shadow:
         last.mark(place, who)
         return race
 
-    def write(self, place: Indices, who: Threads, ordered: Ordered, changes: Callable[[], Flags]) -> Flags:
+    def record_write(self, place: Indices, who: Threads, ordered: Ordered, changes: Callable[[], Flags]) -> Flags:
         """Record a write; returns whether it changes the granule while an earlier access is unordered.
 
         A write that changes nothing is no race: compilers let threads with equal values store them.
@@ -68,25 +68,25 @@ class Shadow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _LastAccess:
     program: NDArray[np.int32]
     thread: NDArray[np.int32]
     epoch: NDArray[np.int32]
     warp_epoch: NDArray[np.int32]
 
 
-Ordered = Callable[[_Entry, Threads], Flags]
+Ordered = Callable[[_LastAccess, Threads], Flags]
 
 
-class _Accesses:
+class _LastAccesses:
     """One access per granule; thread is -1 where there was none."""
 
     def __init__(self, granules: int) -> None:
         self.thread = np.full(granules, -1, np.int32)
         self.program, self.epoch, self.warp_epoch = (np.zeros(granules, np.int32) for _ in range(3))
 
-    def at(self, place: Indices) -> _Entry:
-        return _Entry(self.program[place], self.thread[place], self.epoch[place], self.warp_epoch[place])
+    def at(self, place: Indices) -> _LastAccess:
+        return _LastAccess(self.program[place], self.thread[place], self.epoch[place], self.warp_epoch[place])
 
     def unordered(self, place: Indices, who: Threads, ordered: Ordered) -> Flags:
         """Whether the access of each granule is not ordered before the threads' current one."""
@@ -96,12 +96,12 @@ class _Accesses:
         self.program[place], self.thread[place] = who.program, who.thread
         self.epoch[place], self.warp_epoch[place] = who.epoch, who.warp_epoch
 
-    def copy(self, place: Indices, of: _Accesses) -> None:
+    def copy(self, place: Indices, of: _LastAccesses) -> None:
         for name in ("program", "thread", "epoch", "warp_epoch"):
             getattr(self, name)[place] = getattr(of, name)[place]
 
 
-def ordered_in_program(before: _Entry, who: Threads) -> Flags:
+def is_ordered_in_program(before: _LastAccess, who: Threads) -> Flags:
     """Whether an access of the same program came before, by a barrier, a barrier of the warp, or in the same thread."""
     same_warp = before.thread // 32 == who.thread // 32
     return ((before.thread < 0) | (before.epoch < who.epoch) | (before.thread == who.thread)
@@ -131,9 +131,9 @@ class Clocks:
             if q != program and mine.get(q, (-1, 0, 0, 0))[0] < e:
                 mine[q] = (e, t, epoch, thread)
 
-    def ordered(self, before: _Entry, who: Threads) -> Flags:
+    def is_ordered(self, before: _LastAccess, who: Threads) -> Flags:
         """Whether an access is ordered before the current one, from any program."""
-        fine = (before.thread < 0) | (before.program == who.program) & ordered_in_program(before, who)
+        fine = (before.thread < 0) | (before.program == who.program) & is_ordered_in_program(before, who)
         for place in np.flatnonzero(~fine & (before.program != who.program)):
             acquired = self.seen.get(int(who.program[place]), {}).get(int(before.program[place]))
             if acquired:

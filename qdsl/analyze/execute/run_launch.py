@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from qdsl.analyze.compile import build, specialised, variables
+from qdsl.analyze.compile import compile_with_triton, runtime_values, specialize_arguments
 from qdsl.analyze.execute import access, conversions, groups, scalar, warps
 from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
 from qdsl.analyze.execute.memory import GlobalMemory
 from qdsl.analyze.execute.operands import steps_of
 from qdsl.analyze.execute.program import ExecutionError, Program, parse
-from qdsl.analyze.execute.races import Clocks, Shadow
+from qdsl.analyze.execute.races import Clocks, ShadowMemory
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.libraries.call import Call
 
@@ -62,18 +62,19 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
     after: tensors that the previous launch writes, if this one may begin before it ends (launch_pdl).  programs: numbers of the
     grid's programs to run, x first; by default all.  Raises ExecutionError for a fault or an unsupported instruction.
     """
-    compiled = build(call, arch_of(arch))
+    compiled = compile_with_triton(call, arch_of(arch))
     after = () if after is None and call.options.get("launch_pdl") else after
-    return execute_ptx(compiled.asm["ptx"], arguments_of(call), call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
+    metadata = compiled.metadata
+    return execute_ptx(compiled.asm["ptx"], flat_arguments(call), call.grid, metadata.num_warps, metadata.shared,
                        outputs=outputs, workspaces=(*workspaces, *call.scratch[:1]), after=after, programs=programs,
                        options=options)
 
 
-def arguments_of(call: Call) -> list[tuple[str, Any]]:
+def flat_arguments(call: Call) -> list[tuple[str, Any]]:
     """Names and values of the arguments of the compiled kernel, with tuples flattened."""
-    types, _, _ = specialised(call)
+    types, _, _ = specialize_arguments(call)
     named = zip((parameter.name for parameter in call.kernel.params), call.arguments, strict=False)
-    return [(name, value) for name, argument in named for value in variables(types[name], argument)]
+    return [(name, value) for name, argument in named for value in runtime_values(types[name], argument)]
 
 
 def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]], grid: Sequence[int], warps: int, shared: int, *,
@@ -87,20 +88,20 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
     program = _parsed(ptx)
     steps = steps_of(program)
     memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces, after)
-    values = _parameters(program, memory, [value for _, value in arguments])
+    values = _parameter_bytes(program, memory, [value for _, value in arguments])
     x, y, z = (*grid, 1, 1)[:3]
     numbers = list(range(x * y * z)) if programs is None else list(programs)
     if options.order == "reverse":
         numbers.reverse()
     elif isinstance(options.order, int):
         np.random.default_rng(options.order).shuffle(numbers)
-    log, clocks, state = Log(), Clocks(), dict[int, Shadow]()
+    log, clocks, state = Log(), Clocks(), dict[int, ShadowMemory]()
     size = max(1, THREADS // (WARP * warps))
     for start in range(0, len(numbers), size):
         some = numbers[start:start + size]
         Batch(program, steps, memory, values, (x, y, z), some, warps, shared, options, clocks, log, state).run()
     if programs is None:
-        for name, place, text in memory.unwritten():
+        for name, place, text in memory.badly_stored_outputs():
             log.add(Finding("stores", f"element {place} of '{name}' was {text}", name, ""))
     opcodes, lines = Counter[str](), Counter[int]()
     for place, count in log.executed.items():
@@ -114,7 +115,7 @@ def _parsed(ptx: str) -> Program:
     return parse(ptx)
 
 
-def _parameters(program: Program, memory: GlobalMemory, values: Sequence[Tensor | int | float]) -> dict[str, bytes]:
+def _parameter_bytes(program: Program, memory: GlobalMemory, values: Sequence[Tensor | int | float]) -> dict[str, bytes]:
     """Bytes of each parameter; scratch pointers that Triton adds at the end are null."""
     if len(values) > len(program.parameters):
         raise ExecutionError(f"{program.name} takes {len(program.parameters)} parameters, not {len(values)}")

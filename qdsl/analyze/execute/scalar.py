@@ -11,7 +11,7 @@ import numpy as np
 from qdsl.analyze.execute import numbers
 from qdsl.analyze.execute.machine import At, Batch, Step
 from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, Floats, decode, encode, flushed, is_float
-from qdsl.analyze.execute.operands import Context, Source, broadcast, element, joined, opcode, packed
+from qdsl.analyze.execute.operands import Context, Source, broadcast, element, joined, opcode, split_pairs
 from qdsl.analyze.execute.program import Vector, type_bits
 
 # -- moves and bits ------------------------------------------------------------------------------------------------------
@@ -27,9 +27,9 @@ def mov(context: Context) -> Step:
         width = bits // len(parts)
 
         def unpack(batch: Batch, at: At) -> None:
-            whole = value(batch, at)
+            flush_and_round = value(batch, at)
             for place, put in enumerate(parts):
-                put(batch, at, (whole >> UNSIGNED[bits].type(width * place)).astype(UNSIGNED[width]))
+                put(batch, at, (flush_and_round >> UNSIGNED[bits].type(width * place)).astype(UNSIGNED[width]))
         return unpack
     if isinstance(of, Vector):
         sources, put = context.sources(1, bits // len(of.parts)), context.target()
@@ -38,10 +38,10 @@ def mov(context: Context) -> Step:
             values = broadcast(batch, at, [source(batch, at) for source in sources])
             put(batch, at, np.stack(values, 1).view(UNSIGNED[bits])[:, 0])
         return pack
-    return _map(context, [context.source(1, bits)], lambda value: value)
+    return _elementwise_step(context, [context.source(1, bits)], lambda value: value)
 
 
-def _map(context: Context, sources: list[Source], function: Callable[..., Bits], place: int = 0) -> Step:
+def _elementwise_step(context: Context, sources: list[Source], function: Callable[..., Bits], place: int = 0) -> Step:
     """A step that writes a function of some operands; each of the instruction's is read, or the instruction is unknown."""
     if len(sources) + 1 < len(context.instruction.operands):
         raise context.unknown("it has operands that are not read")
@@ -58,7 +58,7 @@ def _map(context: Context, sources: list[Source], function: Callable[..., Bits],
 @opcode("cvta")
 def cvta(context: Context) -> Step:
     """Addresses of a space as generic ones; both are the same here."""
-    return _map(context, [context.source(1, 64)], lambda value: value)
+    return _elementwise_step(context, [context.source(1, 64)], lambda value: value)
 
 
 BITWISE: dict[str, Callable[[Any, Any], Any]] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
@@ -68,13 +68,13 @@ BITWISE: dict[str, Callable[[Any, Any], Any]] = {"and": np.bitwise_and, "or": np
 def bitwise(context: Context) -> Step:
     """And, or, exclusive or of bits."""
     bits = type_bits(context.kind)
-    return _map(context, [context.source(1, bits), context.source(2, bits)], BITWISE[context.instruction.name])
+    return _elementwise_step(context, [context.source(1, bits), context.source(2, bits)], BITWISE[context.instruction.name])
 
 
 @opcode("not")
 def invert(context: Context) -> Step:
     """All bits inverted."""
-    return _map(context, [context.source(1, type_bits(context.kind))], np.invert)
+    return _elementwise_step(context, [context.source(1, type_bits(context.kind))], np.invert)
 
 
 @opcode("shl", "shr")
@@ -88,7 +88,7 @@ def shift(context: Context) -> Step:
         if signed:
             return (value.view(SIGNED[bits]) >> by.view(SIGNED[bits])).view(UNSIGNED[bits])
         return np.where(far, value.dtype.type(0), value << by if left else value >> by)
-    return _map(context, [context.source(1, bits), context.source(2, 32)], shift_bits)
+    return _elementwise_step(context, [context.source(1, bits), context.source(2, 32)], shift_bits)
 
 
 @opcode("shf")
@@ -100,7 +100,7 @@ def funnel_shift(context: Context) -> Step:
         both = high.astype(np.uint64) << np.uint64(32) | low
         by = (np.minimum(by, 32) if clamp else by & 31).astype(np.uint64)
         return ((both << by) >> np.uint64(32) if left else both >> by).astype(np.uint32)
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], cut_word)
+    return _elementwise_step(context, [context.source(place, 32) for place in (1, 2, 3)], cut_word)
 
 
 def _ones(count: Bits, bits: int) -> Bits:
@@ -110,7 +110,7 @@ def _ones(count: Bits, bits: int) -> Bits:
 
 
 @opcode("bfe")
-def extract(context: Context) -> Step:
+def extract_bits(context: Context) -> Step:
     """A field of bits, with its sign where the type has one."""
     bits, signed = type_bits(context.kind), context.kind[0] == "s"
 
@@ -126,11 +126,11 @@ def extract(context: Context) -> Step:
         kept = np.where(length >= bits - start, bits - start, length)
         mask = _ones(np.clip(kept, 0, bits), bits)
         return np.where(negative, field | ~mask, field & mask)
-    return _map(context, [context.source(1, bits), context.source(2, 32), context.source(3, 32)], cut_bits)
+    return _elementwise_step(context, [context.source(1, bits), context.source(2, 32), context.source(3, 32)], cut_bits)
 
 
 @opcode("bfi")
-def insert(context: Context) -> Step:
+def insert_bits(context: Context) -> Step:
     """A field of bits put into a word."""
     bits = type_bits(context.kind)
 
@@ -140,11 +140,11 @@ def insert(context: Context) -> Step:
         by = np.minimum(start, bits - 1).astype(value.dtype)
         mask = np.where(start < bits, mask << by, 0).astype(value.dtype)
         return (into & ~mask) | ((value << by) & mask)
-    return _map(context, [context.source(place, bits if place < 3 else 32) for place in (1, 2, 3, 4)], replace_bits)
+    return _elementwise_step(context, [context.source(place, bits if place < 3 else 32) for place in (1, 2, 3, 4)], replace_bits)
 
 
 @opcode("lop3")
-def logic(context: Context) -> Step:
+def ternary_logic(context: Context) -> Step:
     """Any function of three bits, by its table of 8 entries."""
     def combine_bits(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
         out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
@@ -152,7 +152,7 @@ def logic(context: Context) -> Step:
             if int(table[0]) >> row & 1:
                 out |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
         return out
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3, 4)], combine_bits)
+    return _elementwise_step(context, [context.source(place, 32) for place in (1, 2, 3, 4)], combine_bits)
 
 
 @opcode("popc", "clz", "brev", "bfind")
@@ -170,7 +170,7 @@ def count_bits(context: Context) -> Step:
         return (top if context.instruction.name == "bfind" else bits - 1 - top).astype(np.int32).view(np.uint32)
     if context.instruction.name == "bfind" and (context.kind[0] == "s" or "shiftamt" in context.modifiers):
         raise context.unknown()
-    return _map(context, [context.source(1, bits)], bit_counts)
+    return _elementwise_step(context, [context.source(1, bits)], bit_counts)
 
 
 @opcode("prmt")
@@ -188,20 +188,20 @@ def permute_bytes(context: Context) -> Step:
             byte = np.where(nibble & 8, np.where(byte & 128, np.uint32(255), np.uint32(0)), byte)
             out = out | byte << np.uint32(8 * place)
         return out
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], choose_bytes)
+    return _elementwise_step(context, [context.source(place, 32) for place in (1, 2, 3)], choose_bytes)
 
 
 @opcode("selp")
 def select(context: Context) -> Step:
     """One of two values by a predicate."""
     bits = type_bits(context.kind)
-    return _map(context, [context.source(3, 1), context.source(1, bits), context.source(2, bits)], np.where)
+    return _elementwise_step(context, [context.source(3, 1), context.source(1, bits), context.source(2, bits)], np.where)
 
 
 # -- integers and floats ---------------------------------------------------------------------------------------------------
 
 
-def _floats(context: Context, count: int, function: Callable[..., Floats]) -> Step:
+def _float_step(context: Context, count: int, function: Callable[..., Floats]) -> Step:
     """A float function of operands: flushed to zero, rounded, clamped as the modifiers say.
 
     The function returns numbers that are exact, rounded to odd in float64, or rounded as the type has it.  Of two types in a
@@ -211,8 +211,8 @@ def _floats(context: Context, count: int, function: Callable[..., Floats]) -> St
     part, kinds = element(kind), [context.kind] * (count - 1) + [context.types[0]]
     flush, clamp = "ftz" in context.modifiers, "sat" in context.modifiers
 
-    def whole(*values: Bits) -> Bits:
-        inputs = [decode(packed(value, of), element(of)) for value, of in zip(values, kinds, strict=True)]
+    def flush_and_round(*values: Bits) -> Bits:
+        inputs = [decode(split_pairs(value, of), element(of)) for value, of in zip(values, kinds, strict=True)]
         if flush:
             inputs = [flushed(value, element(of)) for value, of in zip(inputs, kinds, strict=True)]
         result = function(*inputs)
@@ -222,19 +222,20 @@ def _floats(context: Context, count: int, function: Callable[..., Floats]) -> St
         if flush:
             coded = encode(flushed(decode(coded, part), part), part)
         return joined(coded, kind)
-    return _map(context, [context.source(place, type_bits(of)) for place, of in enumerate(kinds, 1)], whole)
+    sources = [context.source(place, type_bits(of)) for place, of in enumerate(kinds, 1)]
+    return _elementwise_step(context, sources, flush_and_round)
 
 
-def _integers(context: Context, count: int, function: Callable[..., Any]) -> Step:
+def _integer_step(context: Context, count: int, function: Callable[..., Any]) -> Step:
     """An integer function of operands that wraps; signed where the type is."""
     kind = context.kind
     bits, part = type_bits(kind), element(kind)
     signed = SIGNED[type_bits(part)] if part[0] == "s" else None
 
-    def whole(*values: Bits) -> Bits:
-        inputs = [packed(value, kind) if signed is None else packed(value, kind).view(signed) for value in values]
+    def flush_and_round(*values: Bits) -> Bits:
+        inputs = [split_pairs(value, kind) if signed is None else split_pairs(value, kind).view(signed) for value in values]
         return joined(function(*inputs).view(UNSIGNED[type_bits(part)]), kind)
-    return _map(context, [context.source(place, bits) for place in range(1, count + 1)], whole)
+    return _elementwise_step(context, [context.source(place, bits) for place in range(1, count + 1)], flush_and_round)
 
 
 def _minimum(a: Floats, b: Floats) -> Floats:
@@ -258,27 +259,27 @@ SIMPLE: dict[str, tuple[Callable[..., Any], Callable[..., Floats]]] = {
 
 
 @opcode("add", "sub", "mul", "min", "max")
-def simple(context: Context) -> Step:
+def basic_arithmetic(context: Context) -> Step:
     """Sums, differences, products, minima and maxima of integers and floats."""
     name, kind = context.instruction.name, context.kind
     if not is_float(element(kind)):
         if name == "mul" and {"wide", "hi"} & context.modifiers:
-            return _wide(context, added=False)
+            return _wide_product_step(context, added=False)
         if "sat" in context.modifiers:
             return _saturating(context)
-        return _carrying(context, carry_in=False) if "cc" in context.modifiers else _integers(context, 2, SIMPLE[name][0])
+        return _carry_step(context, carry_in=False) if "cc" in context.modifiers else _integer_step(context, 2, SIMPLE[name][0])
     if name in ("min", "max"):
-        return _least_or_most(context)
+        return _min_or_max_step(context)
     if context.rounding != "rn" and name in EXACT:
         if kind == "f64":
             raise context.unknown("f64 is rounded to the nearest alone")
         if context.rounding == "rm" and name != "mul":
-            return _floats(context, 2, lambda a, b: _rounded_down(EXACT[name](a, b), a, b if name == "add" else -b))
-        return _floats(context, 2, EXACT[name])
-    return _floats(context, 2, SIMPLE[name][1])
+            return _float_step(context, 2, lambda a, b: _rounded_down(EXACT[name](a, b), a, b if name == "add" else -b))
+        return _float_step(context, 2, EXACT[name])
+    return _float_step(context, 2, SIMPLE[name][1])
 
 
-def _least_or_most(context: Context) -> Step:
+def _min_or_max_step(context: Context) -> Step:
     """The minimum or maximum of two floats, or of three."""
     propagate, number = SIMPLE[context.instruction.name]
 
@@ -286,22 +287,23 @@ def _least_or_most(context: Context) -> Step:
         if "NaN" in context.modifiers:
             return np.where(np.isnan(a) | np.isnan(b), propagate(a, b), number(a, b))
         return number(a, b)
-    return _floats(context, len(context.instruction.operands) - 1, lambda *values: reduce(of_two, values))
+    return _float_step(context, len(context.instruction.operands) - 1, lambda *values: reduce(of_two, values))
 
 
 def _saturating(context: Context) -> Step:
     limits = np.iinfo(np.int32)
     operation = np.add if context.instruction.name == "add" else np.subtract
-    return _integers(context, 2, lambda a, b: np.clip(operation(a, b, dtype=np.int64), limits.min, limits.max).astype(np.int32))
+    return _integer_step(context, 2,
+                         lambda a, b: np.clip(operation(a, b, dtype=np.int64), limits.min, limits.max).astype(np.int32))
 
 
 @opcode("addc", "subc")
 def with_carry(context: Context) -> Step:
     """Sums and differences that take a carry."""
-    return _carrying(context, carry_in=True)
+    return _carry_step(context, carry_in=True)
 
 
-def _carrying(context: Context, carry_in: bool) -> Step:
+def _carry_step(context: Context, carry_in: bool) -> Step:
     """Sums and differences of 32 bits with a carry from or to the next."""
     if type_bits(context.kind) != 32:
         raise context.unknown()
@@ -319,15 +321,15 @@ def _carrying(context: Context, carry_in: bool) -> Step:
     return step
 
 
-def _wide(context: Context, added: bool) -> Step:
+def _wide_product_step(context: Context, added: bool) -> Step:
     """The whole product of two integers (wide) or its upper half (hi), with a third added."""
     kind = context.kind
     bits, signed, high = type_bits(kind), kind[0] == "s", "hi" in context.modifiers
     if bits == 64:
         if not high:
             raise context.unknown()
-        return _map(context, [context.source(place, 64) for place in ((1, 2, 3) if added else (1, 2))],
-                    lambda a, b, c=None: _high64(a, b, signed) + (0 if c is None else c))
+        return _elementwise_step(context, [context.source(place, 64) for place in ((1, 2, 3) if added else (1, 2))],
+                                 lambda a, b, c=None: _high_product_64(a, b, signed) + (0 if c is None else c))
     wide = (SIGNED if signed else UNSIGNED)[2 * bits]
     narrow = SIGNED[bits] if signed else UNSIGNED[bits]
 
@@ -336,10 +338,10 @@ def _wide(context: Context, added: bool) -> Step:
         result = (product >> product.dtype.type(bits)).astype(UNSIGNED[bits]) if high else product
         return result + added_to[0] if added_to else result
     last = [context.source(3, bits if high else 2 * bits)] if added else []
-    return _map(context, [context.source(1, bits), context.source(2, bits), *last], multiply_add_values)
+    return _elementwise_step(context, [context.source(1, bits), context.source(2, bits), *last], multiply_add_values)
 
 
-def _high64(a: Bits, b: Bits, signed: bool) -> Bits:
+def _high_product_64(a: Bits, b: Bits, signed: bool) -> Bits:
     """The upper half of products of 64 bits."""
     low, half = np.uint64(0xFFFF_FFFF), np.uint64(32)
     a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
@@ -357,10 +359,10 @@ def multiply_add(context: Context) -> Step:
     if is_float(context.kind):
         return fma(context)
     if {"wide", "hi"} & context.modifiers:
-        return _wide(context, added=True)
+        return _wide_product_step(context, added=True)
     if context.modifiers & {"sat", "cc"}:
         raise context.unknown()
-    return _integers(context, 3, lambda a, b, c: a * b + c)
+    return _integer_step(context, 3, lambda a, b, c: a * b + c)
 
 
 @opcode("fma")
@@ -373,10 +375,10 @@ def fma(context: Context) -> Step:
         raise context.unknown("f64 is rounded to the nearest alone")
 
     def fused_values(a: Floats, b: Floats, c: Floats) -> Floats:
-        value = numbers.fused(a, b, c, part)
+        value = numbers.fused_multiply_add(a, b, c, part)
         value = _rounded_down(value, a.astype(np.float64) * b, c) if context.rounding == "rm" else value
         return np.where(value < 0, 0, value) if relu else value
-    return _floats(context, 3, fused_values)
+    return _float_step(context, 3, fused_values)
 
 
 @opcode("div", "rem")
@@ -385,29 +387,29 @@ def divide(context: Context) -> Step:
     kind, remainder = context.kind, context.instruction.name == "rem"
     if is_float(kind):
         if kind == "f64":
-            return _floats(context, 2, np.divide)
-        return _floats(context, 2, numbers.quotient)             # .approx and .full may miss by 2 ulp
+            return _float_step(context, 2, np.divide)
+        return _float_step(context, 2, numbers.quotient)             # .approx and .full may miss by 2 ulp
 
     def divide_integers(a: Bits, b: Bits) -> Bits:
         one = np.where(b == 0, b.dtype.type(1), b)
         left = np.fmod(a, one)
         value = left if remainder else (a - left) // one
         return np.where(b == 0, a if remainder else a.dtype.type(-1 if kind[0] == "s" else np.iinfo(a.dtype).max), value)
-    return _integers(context, 2, divide_integers)
+    return _integer_step(context, 2, divide_integers)
 
 
 @opcode("abs", "neg")
-def sign(context: Context) -> Step:
+def abs_or_neg(context: Context) -> Step:
     """Magnitudes and negatives."""
     kind, negate = context.kind, context.instruction.name == "neg"
     part = element(kind)
     if not is_float(part):
-        return _integers(context, 1, np.negative if negate else np.abs)
+        return _integer_step(context, 1, np.negative if negate else np.abs)
     bits = type_bits(kind)
     width = type_bits(part)
     mask = sum(1 << width * place + width - 1 for place in range(bits // width))
     top = UNSIGNED[bits].type(mask)
-    return _map(context, [context.source(1, bits)], lambda value: value ^ top if negate else value & ~top)
+    return _elementwise_step(context, [context.source(1, bits)], lambda value: value ^ top if negate else value & ~top)
 
 
 @opcode("dp4a", "dp2a")
@@ -421,7 +423,7 @@ def dot_of_bytes(context: Context) -> Step:
         left, right = (np.ascontiguousarray(value)[:, None].view(kind).astype(np.int64)
                        for value, kind in zip((a, b), kinds, strict=True))
         return ((left * right).sum(1) + c).astype(np.uint64).astype(np.uint32)
-    return _map(context, [context.source(place, 32) for place in (1, 2, 3)], dot_values)
+    return _elementwise_step(context, [context.source(place, 32) for place in (1, 2, 3)], dot_values)
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -430,17 +432,17 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @opcode("ex2", "lg2", "rcp", "rsqrt", "sin", "cos", "tanh", "sqrt")
-def function_of_one(context: Context) -> Step:
+def unary_math(context: Context) -> Step:
     """Rounded to the nearest; what hardware approximates (.approx) may miss that by some ulp."""
     if context.instruction.name == "sqrt":
-        return _floats(context, 1, np.sqrt if context.kind == "f64" else numbers.square_root)
+        return _float_step(context, 1, np.sqrt if context.kind == "f64" else numbers.square_root)
     if context.instruction.name == "rcp" and "approx" not in context.modifiers and context.kind != "f64":
-        return _floats(context, 1, lambda x: numbers.quotient(np.ones_like(x), x))
+        return _float_step(context, 1, lambda x: numbers.quotient(np.ones_like(x), x))
     function = FUNCTIONS[context.instruction.name]
-    return _floats(context, 1, lambda x: function(x.astype(np.float64)))
+    return _float_step(context, 1, lambda x: function(x.astype(np.float64)))
 
 
 @opcode("copysign")
 def copy_sign(context: Context) -> Step:
     """Magnitudes with the sign of another number."""
-    return _floats(context, 2, lambda signs, values: np.copysign(values, signs))
+    return _float_step(context, 2, lambda signs, values: np.copysign(values, signs))

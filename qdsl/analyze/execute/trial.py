@@ -56,16 +56,16 @@ class Trial:
         return not self.findings and (self.error is None or self.kind != "dequantize" or self.error == 0)
 
 
-def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = None, params: Mapping[str, int | str] | None = None,
-          shape: tuple[int, int] = SHAPE, rows: int = 1, x: str = "bf16", programs: Sequence[int] | None = None,
-          options: Options | None = None) -> Trial:
+def run_trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = None,
+              params: Mapping[str, int | str] | None = None, shape: tuple[int, int] = SHAPE, rows: int = 1, x: str = "bf16",
+              programs: Sequence[int] | None = None, options: Options | None = None) -> Trial:
     """Run the launches of `linear` or `dequantize` of a random weight for an architecture.
 
     programs: numbers of programs of each grid to run.  The weight is then zeros of any size, because untouched memory takes no
     space.  Raises AnalyzeError, FormatError, ExecutionError.
     """
     options = options or Options(counts=True)
-    packed = _weight(module, storage, dict(params or {}), shape, zeros=programs is not None)
+    packed = _random_weight(module, storage, dict(params or {}), shape, zeros=programs is not None)
     n, k = packed.shape
     out = torch.empty(launches.out_shape(packed, kind, rows), dtype=launches.TYPES[x], device="cpu")
     if programs is None:
@@ -79,23 +79,23 @@ def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = Non
     memory: Counter[str] = sum((Counter(execution.memory) for execution in executions), Counter())
     moved = sum(tensor.nbytes for tensor in (*packed.tensors.values(), out, *(() if kind == "dequantize" else (activation,))))
     issued = sum(execution.issued for execution in executions) / (n * k)
-    counted, sass = _counted(calls, executions, arch, n * k) if programs is None else (None, None)
+    counted, sass = _static_instructions_per_weight(calls, executions, arch, n * k) if programs is None else (None, None)
     return Trial(kind=kind, title=launches.title(packed, kind, rows, x), arch=arch,
                  kernels=tuple(execution.name for execution in executions),
-                 error=_error(packed, kind, activation, out) if programs is None else None,
+                 error=_relative_error(packed, kind, activation, out) if programs is None else None,
                  findings=tuple(finding for execution in executions for finding in execution.findings),
                  ideal=moved, memory=dict(memory), instructions=sum(execution.instructions for execution in executions) / (n * k),
                  issued=issued, counted=counted, sass=sass, corrected=sass * issued / counted if sass and counted else None)
 
 
-def _counted(calls: Sequence[Call], executions: Sequence[Execution], arch: str, weights: int,
-             ) -> tuple[float, float] | tuple[None, None]:
+def _static_instructions_per_weight(calls: Sequence[Call], executions: Sequence[Execution], arch: str, weights: int,
+                                    ) -> tuple[float, float] | tuple[None, None]:
     """Instructions per weight of PTX and SASS by the static count; none if it is not possible."""
     try:
         reports = [report(call, arch) for call in calls]
     except AnalyzeError:                                         # trips that depend on weights
         return None, None
-    ptx = sum(execution.program.counted(report.trips * report.unroll) * WARP * report.warps * report.programs
+    ptx = sum(execution.program.instructions_per_thread(report.trips * report.unroll) * WARP * report.warps * report.programs
               for execution, report in zip(executions, reports, strict=True))
     return ptx / weights, sum(report.whole * report.weights * report.programs for report in reports) / weights
 
@@ -104,8 +104,8 @@ def _random(shape: tuple[int, int], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
-def _weight(module: ModuleType, storage: str | None, params: dict[str, int | str], shape: tuple[int, int],
-            zeros: bool) -> PackedWeight:
+def _random_weight(module: ModuleType, storage: str | None, params: dict[str, int | str], shape: tuple[int, int],
+                   zeros: bool) -> PackedWeight:
     if zeros:
         packed: PackedWeight = module.FORMAT.empty(shape, storage, "cpu", (), **module.FORMAT.complete(params))
         return packed
@@ -118,7 +118,7 @@ def _weight(module: ModuleType, storage: str | None, params: dict[str, int | str
     return converted
 
 
-def _error(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> float:
+def _relative_error(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> float:
     if kind == "dequantize":
         weight = packed.format.dequantize(packed, out.dtype)
         same = (out == weight) | (out.isnan() & weight.isnan())
@@ -128,7 +128,7 @@ def _error(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> float:
     return ((out.double() - exact).abs() / spread).max().item()
 
 
-def block(trial: Trial) -> Iterator[str]:
+def trial_lines(trial: Trial) -> Iterator[str]:
     """The result as lines of text."""
     counts = Counter(trial.memory)
     yield f"{trial.title}, {trial.arch}: {', '.join(trial.kernels)}"
@@ -140,7 +140,7 @@ def block(trial: Trial) -> Iterator[str]:
     if trial.error is not None:
         moved = counts["load bytes"] + counts["store bytes"]
         yield f"  instructions  {trial.instructions:.2f} of PTX per weight, executed by threads"
-        yield from _static(trial)
+        yield from _static_count_lines(trial)
         yield f"  memory        {moved} bytes loaded and stored, {moved / trial.ideal:.2f} of weight, x and out"
     for what in ("load", "store"):
         if requests := counts[f"{what} requests"]:
@@ -150,7 +150,7 @@ def block(trial: Trial) -> Iterator[str]:
             yield f"  {what + 's':<13} {counts[f'{what} passes'] / ideal:.2f} of the passes without bank conflicts"
 
 
-def _static(trial: Trial) -> Iterator[str]:
+def _static_count_lines(trial: Trial) -> Iterator[str]:
     """The static count next to the issued instructions."""
     if trial.counted is None:
         yield f"  issued        {trial.issued:.2f} of PTX per weight; no static count, since trips depend on the weights"

@@ -127,7 +127,7 @@ def reduce(context: Context) -> Step:
 WIDTHS = {"bf16": 16, "f16": 16, "s8": 8, "u8": 8, "e4m3": 8, "e5m2": 8, "tf32": 32}
 
 
-def elements(words: Bits, kind: str, options: Options) -> Matrix:
+def word_elements(words: Bits, kind: str, options: Options) -> Matrix:
     """Elements of 32-bit words [..., words] as [..., words * elements per word], exact in float64."""
     parts = np.ascontiguousarray(words).view(UNSIGNED[WIDTHS[kind]])
     if kind in ("s8", "u8"):
@@ -138,7 +138,7 @@ def elements(words: Bits, kind: str, options: Options) -> Matrix:
     return flushed(values, kind) if options.flush and kind in ("f16", "bf16") else values
 
 
-def product(a: Matrix, b: Matrix, c: Matrix, kind: str, options: Options) -> Matrix:
+def mma_product(a: Matrix, b: Matrix, c: Matrix, kind: str, options: Options) -> Matrix:
     """a [..., M, K] @ b [..., K, N] + c, as a matrix unit may add.
 
     exact: as if with unlimited bits.  truncated: products and c are cut below the last place of the largest of them, which
@@ -157,7 +157,7 @@ def product(a: Matrix, b: Matrix, c: Matrix, kind: str, options: Options) -> Mat
     return total
 
 
-def bits_of(result: Matrix, integer: bool, saturate: bool) -> Bits:
+def result_words(result: Matrix, integer: bool, saturate: bool) -> Bits:
     """Sums as 32-bit words; integers wrap, or are clamped."""
     if integer:
         result = np.clip(result, -(2.0 ** 31), 2.0 ** 31 - 1) if saturate else result
@@ -171,7 +171,7 @@ def numbers_of(words: Bits, integer: bool) -> Matrix:
 
 
 @opcode("mma")
-def multiply(context: Context) -> Step:
+def mma_sync(context: Context) -> Step:
     """D [16, 8] = A [16, K] @ B [K, 8] + C; rows and columns of lanes as the ISA draws them."""
     shape = re.search(r"\.m16n8k(\d+)\.row\.col\.", context.instruction.opcode)
     kinds = [part for part in context.instruction.modifiers if part in WIDTHS or part in ("f32", "s32")]
@@ -190,7 +190,7 @@ def multiply(context: Context) -> Step:
         total = np.empty((warps, 16, 8))
         for place in range(4):
             total[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2] = numbers_of(added[..., place], integer)
-        result = bits_of(product(left, right, total, kind_a, batch.options), integer, "satfinite" in context.modifiers)
+        result = result_words(mma_product(left, right, total, kind_a, batch.options), integer, "satfinite" in context.modifiers)
         for place, put in enumerate(puts):
             put(batch, at, np.ascontiguousarray(result[:, GROUP + 8 * (place // 2), 2 * MEMBER + place % 2]).reshape(-1))
     return step
@@ -205,7 +205,7 @@ def fragment(batch: Batch, at: At, sources: list[Source], shape: tuple[int, ...]
 def a_tile(words: Bits, kind: str, k: int, options: Options) -> Matrix:
     """A [16, K] of fragments [warps, 32, registers]: rows g and g + 8, then the next half of K."""
     per = 32 // WIDTHS[kind]
-    values = elements(words, kind, options).reshape(*words.shape, per)
+    values = word_elements(words, kind, options).reshape(*words.shape, per)
     tile = np.empty((len(words), 16, k))
     half = k // (words.shape[2] // 2)
     for place in range(words.shape[2]):
@@ -217,7 +217,7 @@ def a_tile(words: Bits, kind: str, k: int, options: Options) -> Matrix:
 def b_tile(words: Bits, kind: str, k: int, options: Options) -> Matrix:
     """B [K, 8] of fragments [warps, 32, registers]."""
     per = 32 // WIDTHS[kind]
-    values = elements(words, kind, options).reshape(*words.shape, per)
+    values = word_elements(words, kind, options).reshape(*words.shape, per)
     tile = np.empty((len(words), k, 8))
     half = k // words.shape[2]
     for place in range(words.shape[2]):
@@ -226,7 +226,7 @@ def b_tile(words: Bits, kind: str, k: int, options: Options) -> Matrix:
     return tile
 
 
-def _matrices(context: Context) -> int:
+def _matrix_count(context: Context) -> int:
     """How many 8 x 8 matrices of 16 bits.  Raises ExecutionError."""
     if not {"m8n8", "b16"} <= context.modifiers:
         raise context.unknown()
@@ -236,7 +236,7 @@ def _matrices(context: Context) -> int:
 @opcode("ldmatrix")
 def load_matrices(context: Context) -> Step:
     """Lane i of the n-th eight holds the address of row i of matrix n."""
-    count, transposed = _matrices(context), "trans" in context.modifiers
+    count, transposed = _matrix_count(context), "trans" in context.modifiers
     puts, address = context.targets(0), context.address(1)
 
     def step(batch: Batch, at: At) -> None:
@@ -254,7 +254,7 @@ def load_matrices(context: Context) -> Step:
 @opcode("stmatrix")
 def store_matrices(context: Context) -> Step:
     """Stores 8 x 8 matrices of 16 bits, whose rows lanes hold."""
-    count, transposed = _matrices(context), "trans" in context.modifiers
+    count, transposed = _matrix_count(context), "trans" in context.modifiers
     sources, address = context.sources(1, 32), context.address(0)
 
     def step(batch: Batch, at: At) -> None:
