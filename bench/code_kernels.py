@@ -1,6 +1,6 @@
 """Kernels that decode exponents by codes that do not ship, only for their instruction counts (bench/codes.py)."""
 
-from qdsl.codecs.huffman_lanes.kernels import begun, turn
+from qdsl.codecs.huffman_lanes.kernels import refill_bits, start_lane
 from qdsl.runtime.gpu.kernels import pairs
 from qdsl.runtime.libraries.triton import tl, triton
 
@@ -48,7 +48,7 @@ def decode(words, starts, table, uncoded, out, total, N, K8, groups, runs, next_
     n = tl.program_id(0) * BN + lane // R
     ROWS: tl.constexpr = 32 // R
     address, last = table.to(tl.uint64), (words + (total - 1).to(tl.int64) * 32).to(tl.uint64)
-    at, bits, left = begun(words, starts, total, n // ROWS, groups, lane % 32)
+    at, bits, left = start_lane(words, starts, total, n // ROWS, groups, lane % 32)
     state = (bits >> 20).to(tl.uint32) & 255
     uncoded += n.to(tl.int64) * K8 + lane % R
     four = tl.arange(0, BN * R * 4)
@@ -57,9 +57,9 @@ def decode(words, starts, table, uncoded, out, total, N, K8, groups, runs, next_
     for _ in range(0, runs):
         more = tl.load(uncoded)
         inside = at.to(tl.uint64) < last
-        at, bits, left = turn(at, inside, bits, left)
+        at, bits, left = refill_bits(at, inside, bits, left)
         p0, p1, left, state = next_four(address, bits, left, state, LONGEST)
-        at, bits, left = turn(at, inside, bits, left)
+        at, bits, left = refill_bits(at, inside, bits, left)
         p2, p3, left, state = next_four(address, bits, left, state, LONGEST)
         p = to_weights((p0, p1, p2, p3), more.to(tl.uint32), (more >> 32).to(tl.uint32))
         tl.store(place, pairs.words(p[0], p[1], p[2], p[3]), row < N)

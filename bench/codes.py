@@ -35,11 +35,11 @@ THREE = f"3 bits from a base, and patches of {PATCH} bits"
 def rows(patterns: Matrix) -> Iterator[tuple[str, float]]:
     """What a code does, and the bits per weight that it takes, signs and mantissas counted in."""
     symbols, sign_mantissa = exponents.split_rows(patterns)
-    counts = exponents.count(symbols)
+    counts = exponents.count_symbols(symbols)
     pairs = np.bincount(symbols.reshape(-1)[1:].astype(np.int64) * 256 + symbols.reshape(-1)[:-1], minlength=1 << 16)
     yield "entropy of exponents", 8 + _entropy(counts)
     yield "entropy of exponents, given the one before", 8 + _entropy(pairs) - _entropy(counts)
-    yield "entropy of exponents, and of signs with mantissas", _entropy(exponents.count(sign_mantissa)) + _entropy(counts)
+    yield "entropy of exponents, and of signs with mantissas", _entropy(exponents.count_symbols(sign_mantissa)) + _entropy(counts)
     for longest in (32, 12, LONGEST, 6):
         lengths = _lengths(counts, longest)
         if lengths is not None:

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.codecs import native
-from qdsl.codecs.huffman import Code, Words
+from qdsl.codecs.huffman import PrefixCode, Words
 
 BLOCK = 1 << 16                                                  # symbols to write together; their arrays stay in cache
 WINDOW = 64                                                      # bits
 
 
 @dataclass(frozen=True)
-class Stream:
+class BitStream:
     """data: u8, first bit highest, the last byte padded with zeros.  bits: the number of bits of codes.
 
     starts: i64 [windows + 1], gaps: u8 [windows + 1]: for each multiple of 64 up to `bits`, the first code that begins at or
@@ -31,7 +31,7 @@ class Stream:
     gaps: NDArray[np.uint8]
 
 
-def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> Stream:
+def write_stream(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: PrefixCode) -> BitStream:
     """The stream of u8 symbols, of which symbol i occurs counts[i] times.  Codes have at most 32 bits."""
     bits = int(counts @ code.lengths)
     starts = np.full(bits // WINDOW + 2, len(symbols), np.int64)
@@ -42,34 +42,34 @@ def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> 
         codes = np.array([code.words.get(symbol, (0, 0)) for symbol in range(256)], np.uint64)
         table = codes[:, 1] << 8 | codes[:, 0]
         compiled.windows_encode(symbols, len(symbols), bits, table, data, starts, gaps)
-        return Stream(data[:-(-bits // 8)], bits, starts, gaps)
+        return BitStream(data[:-(-bits // 8)], bits, starts, gaps)
     words = np.zeros(bits // 64 + 2, np.uint64)
-    pairs = Pairs(code)
+    pairs = PairCodes(code)
     start = 0
     for first in range(0, len(symbols), BLOCK):
         part = symbols[first:first + BLOCK]
-        levels, values = _joined(*pairs.of(part))
+        levels, values = _join_codes(*pairs.joined_codes(part))
         ends = np.cumsum(levels[-1], dtype=np.int64)
         begins = ends - levels[-1]
-        place(words[start >> 6:], begins + (start & 63), levels[-1], values)
+        place_bits(words[start >> 6:], begins + (start & 63), levels[-1], values)
         windows = slice(-(-start // WINDOW), -(-(start + int(ends[-1])) // WINDOW))
         bounds = np.arange(windows.start, windows.stop) * WINDOW - start
         index, gaps[windows] = _first_from(bounds, levels, begins, ends, code.lengths[part])
         np.add(index, first, out=starts[windows])
         start += int(ends[-1])
-    return Stream(words.byteswap().view(np.uint8)[:-(-bits // 8)], bits, starts, gaps)
+    return BitStream(words.byteswap().view(np.uint8)[:-(-bits // 8)], bits, starts, gaps)
 
 
-class Pairs:
+class PairCodes:
     """Joined codes of two adjacent symbols, by their 16 bits: lengths, and bits at the upper end of 64."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: PrefixCode) -> None:
         self.code = code
         second, first = np.divmod(np.arange(1 << 16), 256)       # the first of two bytes is the lower one
         self.lengths = code.lengths[first] + code.lengths[second]
         self.values = code.values[first] | code.values[second] >> code.lengths[first].astype(np.uint64)
 
-    def of(self, symbols: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Words]:
+    def joined_codes(self, symbols: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Words]:
         """The joined codes of pairs of symbols; an odd last symbol is alone."""
         both = symbols[:len(symbols) & ~1].view("<u2")
         lengths, values = self.lengths[both], self.values[both]
@@ -79,7 +79,7 @@ class Pairs:
         return lengths, values
 
 
-def _joined(lengths: NDArray[np.uint8], values: Words) -> tuple[list[NDArray[np.uint8]], Words]:
+def _join_codes(lengths: NDArray[np.uint8], values: Words) -> tuple[list[NDArray[np.uint8]], Words]:
     """Joins adjacent codes while all fit 64 bits: the lengths of every level, pairs first, and the last level's codes."""
     levels = [lengths]
     while len(lengths) > 1:
@@ -96,7 +96,7 @@ def _joined(lengths: NDArray[np.uint8], values: Words) -> tuple[list[NDArray[np.
     return levels, values
 
 
-def place(words: Words, begins: NDArray[np.int64], lengths: NDArray[np.uint8], values: Words) -> None:
+def place_bits(words: Words, begins: NDArray[np.int64], lengths: NDArray[np.uint8], values: Words) -> None:
     """Set the bits of values at offsets `begins`, which rise and do not overlap."""
     shift = (begins & 63).astype(np.uint8)
     word = begins >> 6

@@ -12,7 +12,7 @@ from qdsl.codecs import native
 BLOCK = 1 << 16
 
 
-def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def split_exponents(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Exponents u8, and signs with mantissas u8 (the sign above seven bits), of concatenated u16 arrays."""
     total = sum(map(len, parts))
     exponents = np.empty(total, np.uint8)
@@ -20,12 +20,12 @@ def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArr
     first = 0
     for patterns in parts:
         place = slice(first, first + len(patterns))
-        split_into(patterns, exponents[place], sign_mantissa[place])
+        split_exponents_into(patterns, exponents[place], sign_mantissa[place])
         first += len(patterns)
     return exponents, sign_mantissa
 
 
-def split_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8]) -> None:
+def split_exponents_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8]) -> None:
     """Write the exponents, and signs with mantissas, of u16 [n]."""
     compiled = native.functions()
     if compiled is not None:
@@ -38,7 +38,7 @@ def split_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_
         np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=sign_mantissa[part], casting="unsafe")
 
 
-def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
+def count_symbols(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
     """The number of occurrences of each of 256 symbols."""
     flat = np.ascontiguousarray(symbols).reshape(-1)
     counts = np.zeros(256, np.int64)
@@ -57,8 +57,8 @@ def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
     return counts
 
 
-def join(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    """Write the bit patterns to out, u16 [n]: the inverse of `split`."""
+def join_exponents(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+    """Write the bit patterns to out, u16 [n]: the inverse of `split_exponents`."""
     compiled = native.functions()
     if compiled is not None:
         sign_mantissa = np.ascontiguousarray(sign_mantissa)
@@ -77,9 +77,9 @@ def split_rows(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray
     n, k = patterns.shape
     compiled = native.functions()
     if compiled is None:
-        symbols, sign_mantissa = split([patterns.reshape(-1)])
+        symbols, sign_mantissa = split_exponents([patterns.reshape(-1)])
         wide = sign_mantissa.reshape(n, k) if k % 8 == 0 else np.pad(sign_mantissa.reshape(n, k), [(0, 0), (0, -k % 8)])
-        _in_quads(wide, wide)
+        _swap_middle_bytes(wide, wide)
         return symbols.reshape(n, k), wide
     patterns = np.ascontiguousarray(patterns)
     symbols, wide = np.empty((n, k), np.uint8), np.empty((n, k + -k % 8), np.uint8)
@@ -96,11 +96,11 @@ def join_rows(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out:
         compiled.join(symbols, sign_mantissa, out, n, k)
         return
     straight = np.empty_like(sign_mantissa)
-    _in_quads(sign_mantissa, straight)
-    join(symbols.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
+    _swap_middle_bytes(sign_mantissa, straight)
+    join_exponents(symbols.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
 
 
-def _in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+def _swap_middle_bytes(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     """Swap the second and third of each four bytes of [N, 8 * q], which is its own inverse; `out` may be `rows`."""
     words, target = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
     for start in range(0, len(words), BLOCK):

@@ -20,7 +20,7 @@ LONGEST = 32                                                     # bits of a DF1
 
 
 @dataclass(frozen=True)
-class Code:
+class PrefixCode:
     """words: symbol -> (bits, value), with a code's first bit highest in its value, in the order of the tree's leaves."""
     words: Mapping[int, tuple[int, int]]
 
@@ -48,23 +48,23 @@ class Code:
         return max(bits for bits, _ in self.words.values())
 
 
-def df11_code(counts: NDArray[np.int64]) -> Code:
+def df11_code(counts: NDArray[np.int64]) -> PrefixCode:
     """The code that dfloat11 0.5 gives exponents which occur counts[0..255] times: Huffman's, at most 32 bits long.
 
     While a code is longer, the 2, 3, ... rarest counts are set to 1; numpy's order decides among equal counts.
     """
     present = np.flatnonzero(counts)
     used = {int(symbol): int(counts[symbol]) for symbol in present}
-    code = _huffman(used)
+    code = _huffman_code(used)
     rare = 2
     while code.longest > LONGEST:
         rarest = np.argpartition(counts[present], rare)[:rare]
-        code = _huffman({**used, **{int(present[place]): 1 for place in rarest}})
+        code = _huffman_code({**used, **{int(present[place]): 1 for place in rarest}})
         rare += 1
     return code
 
 
-def _huffman(counts: Mapping[int, int]) -> Code:
+def _huffman_code(counts: Mapping[int, int]) -> PrefixCode:
     """Huffman's code of the symbols and of END, which counts once.
 
     Subtrees join by their count, of equal ones by the leftmost symbol, END before all; the first of two gets the bit 0.
@@ -77,10 +77,10 @@ def _huffman(counts: Mapping[int, int]) -> Code:
         leaves = [(symbol, bits + 1, value) for symbol, bits, value in zero]
         leaves += [(symbol, bits + 1, value + (1 << bits)) for symbol, bits, value in one]
         heapq.heappush(heap, (first + second, leftmost, leaves))
-    return Code({symbol: (bits, value) for symbol, bits, value in heap[0][2]})
+    return PrefixCode({symbol: (bits, value) for symbol, bits, value in heap[0][2]})
 
 
-def canonical_code(counts: NDArray[np.int64], longest: int) -> Code:
+def canonical_code(counts: NDArray[np.int64], longest: int) -> PrefixCode:
     """The shortest canonical code of at most `longest` bits for symbols that occur counts[0..255] times; ties by symbol.
 
     A single symbol takes one bit.  Raises ValueError if there are more symbols than codes of that length.
@@ -88,17 +88,17 @@ def canonical_code(counts: NDArray[np.int64], longest: int) -> Code:
     symbols = [int(symbol) for symbol in np.flatnonzero(counts)]
     if len(symbols) > 1 << longest:
         raise ValueError(f"{len(symbols)} symbols have no code of {longest} bits")
-    return canonical(dict(zip(symbols, _package_merge([int(counts[symbol]) for symbol in symbols], longest), strict=True)))
+    return code_of_lengths(dict(zip(symbols, _package_merge([int(counts[symbol]) for symbol in symbols], longest), strict=True)))
 
 
-def canonical(lengths: Mapping[int, int]) -> Code:
+def code_of_lengths(lengths: Mapping[int, int]) -> PrefixCode:
     """The canonical code with these lengths: its words rise with length, then with the symbol."""
     words, value, before = {}, 0, 0
     for bits, symbol in sorted((bits, symbol) for symbol, bits in lengths.items()):
         value <<= bits - before
         words[symbol] = (bits, value)
         value, before = value + 1, bits
-    return Code(words)
+    return PrefixCode(words)
 
 
 def _package_merge(counts: list[int], longest: int) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.codecs import native
-from qdsl.codecs.huffman import END, Code, Words
+from qdsl.codecs.huffman import END, PrefixCode, Words
 from qdsl.core.codecs import StreamError
 from qdsl.host.c_functions import CFunctions
 
@@ -25,9 +25,9 @@ _MOST = 8                                                        # symbols of a 
 class Lookup:
     """The contents of 16 bits of a stream: symbols as bytes of a u64, their number and bits.  No symbol: longer code or END."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: PrefixCode) -> None:
         self.lengths = code.lengths.astype(np.int64)
-        self.order, self.first = _in_order(code)
+        self.order, self.first = _symbols_in_order(code)
         symbol = self.find(np.arange(1 << _BITS, dtype=np.uint64) << LONG - _BITS)
         bits = np.where(symbol == END, 255, self.lengths[symbol])
         self.symbols = np.zeros(1 << _BITS, np.uint64)
@@ -45,14 +45,14 @@ class Lookup:
         return self.order[np.searchsorted(self.first, window, side="right") - 1]
 
 
-def _in_order(code: Code) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+def _symbols_in_order(code: PrefixCode) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Symbols ordered by their codes, which partition all windows of 32 bits, and the first window of each."""
     first = {symbol: value << LONG - bits for symbol, (bits, value) in code.words.items()}
     order = sorted(first, key=lambda symbol: first[symbol])
     return np.array(order), np.array([first[symbol] for symbol in order], np.uint64)
 
 
-def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], code: Code, room: int,
+def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], code: PrefixCode, room: int,
            ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
     """Yields the symbols of the lanes, in order, and the number per lane, for some lanes at a time.
 
@@ -71,7 +71,7 @@ def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], code: Code, room:
     for first in range(0, len(starts), LANES):
         part = slice(first, first + LANES)
         origin = int(starts[first]) & ~31
-        symbols, counts, closed = _together(_words(data, origin >> 5, (int(ends[part][-1]) >> 5) + 2), starts[part] - origin,
+        symbols, counts, closed = _decode_lanes(_words(data, origin >> 5, (int(ends[part][-1]) >> 5) + 2), starts[part] - origin,
                                     ends[part] - origin, lookup)
         _check_closed(closed + origin, ends[part], data)
         yield symbols, counts
@@ -85,9 +85,9 @@ def _check_closed(closed: NDArray[np.int64], ends: NDArray[np.int64], data: NDAr
 
 
 def _decode_natively(compiled: CFunctions, data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64],
-                     code: Code, room: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+                     code: PrefixCode, room: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """Symbols of all lanes, up to the room, the number per lane, and the bits at which their last codes end; in C."""
-    order, first = _in_order(code)
+    order, first = _symbols_in_order(code)
     symbols, counts, closed = np.empty(room, np.uint8), np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
     table = (first.astype(np.uint32), order.astype(np.int16))
     data, longest = np.ascontiguousarray(data), max(0, int((ends - starts).max()))
@@ -97,7 +97,7 @@ def _decode_natively(compiled: CFunctions, data: NDArray[np.uint8], starts: NDAr
     return symbols[:counts.sum()], counts, closed
 
 
-def counted(words: Words, at: NDArray[np.int64], count: int, lookup: Lookup) -> NDArray[np.uint8]:
+def decode_count(words: Words, at: NDArray[np.int64], count: int, lookup: Lookup) -> NDArray[np.uint8]:
     """The first `count` symbols [lanes, count] of lanes that begin at bits `at`; codes have at most 16 bits.
 
     words: 64 bits from every multiple of 32 on.  If codes pass the end, the last word repeats.
@@ -113,7 +113,7 @@ def counted(words: Words, at: NDArray[np.int64], count: int, lookup: Lookup) -> 
         if not left.all():
             going = left > 0
             at, left, lanes = at[going], left[going], lanes[going]
-    return _compact(steps, total)[0].reshape(total, count)
+    return _join_steps(steps, total)[0].reshape(total, count)
 
 
 def _words(data: NDArray[np.uint8], start: int, stop: int) -> Words:
@@ -125,8 +125,8 @@ def _words(data: NDArray[np.uint8], start: int, stop: int) -> Words:
     return words[:-1] << 32 | words[1:]
 
 
-def _together(words: Words, at: NDArray[np.int64], ends: NDArray[np.int64], lookup: Lookup,
-              ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+def _decode_lanes(words: Words, at: NDArray[np.int64], ends: NDArray[np.int64], lookup: Lookup,
+                  ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """Symbols of lanes that begin at bits `at` of the words, the number per lane, and the bits at which their last codes end."""
     lanes, closed, steps = np.arange(len(at)), np.zeros(len(at), np.int64), []
     while len(at):
@@ -140,18 +140,18 @@ def _together(words: Words, at: NDArray[np.int64], ends: NDArray[np.int64], look
             after[long] += np.where(decoded == END, 64 * len(words), lookup.lengths[decoded])
         over = np.flatnonzero(after >= ends)
         if over.size:
-            count[over], closed[lanes[over]] = _before(symbols[over], count[over], at[over], ends[over], lookup)
+            count[over], closed[lanes[over]] = _count_before_ends(symbols[over], count[over], at[over], ends[over], lookup)
         steps.append((lanes, symbols, count))
         if over.size:
             going = after < ends
             at, ends, lanes = after[going], ends[going], lanes[going]
         else:
             at = after
-    return *_compact(steps, len(closed)), closed
+    return *_join_steps(steps, len(closed)), closed
 
 
-def _before(symbols: Words, count: NDArray[np.uint8], at: NDArray[np.int64], ends: NDArray[np.int64], lookup: Lookup,
-            ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _count_before_ends(symbols: Words, count: NDArray[np.uint8], at: NDArray[np.int64], ends: NDArray[np.int64], lookup: Lookup,
+                       ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """How many symbols of a lookup begin before the ends of their lanes, and where the last of those ends."""
     bits = lookup.lengths[symbols.view(np.uint8).reshape(-1, _MOST)]
     bits[np.arange(_MOST) >= count[:, None]] = 0
@@ -160,8 +160,8 @@ def _before(symbols: Words, count: NDArray[np.uint8], at: NDArray[np.int64], end
     return kept, np.where(kept, np.take_along_axis(stops, np.maximum(kept, 1)[:, None] - 1, 1)[:, 0], at)
 
 
-def _compact(steps: list[tuple[NDArray[np.int64], Words, NDArray[np.uint8]]], lanes: int,
-             ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _join_steps(steps: list[tuple[NDArray[np.int64], Words, NDArray[np.uint8]]], lanes: int,
+                ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The symbols of all lanes in order, and the number per lane."""
     symbols = np.zeros((lanes, len(steps)), np.uint64)
     counts = np.zeros((lanes, len(steps)), np.uint8)

@@ -1,7 +1,7 @@
 """DF11's lookup tables, which decode a code eight bits at a time.
 
 Row 0 is for the first byte of a code; an entry is a symbol, or 256 - i for 'continue in row i with the next byte'.  The last row
-holds the length of every symbol's code.  A file has no other table, so `code_of` validates these rows and derives the code.
+holds the length of every symbol's code.  A file has no other table: `code_of_tables` validates these rows and derives the code.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.codecs.huffman import END, LONGEST, Code
+from qdsl.codecs.huffman import END, LONGEST, PrefixCode
 from qdsl.core.codecs import StreamError
 
 FIRST_POINTER = 240                                              # entries from here on point to rows 16 to 1
 ROWS = 256 - FIRST_POINTER + 2                                   # the first row, rows of pointers, the row of lengths
 
 
-def tables_of(code: Code) -> NDArray[np.uint8]:
+def df11_tables(code: PrefixCode) -> NDArray[np.uint8]:
     """[rows, 256], the bytes that dfloat11 0.5 writes.
 
     It fills entries without a code, those of END, with the previous entry, across rows.  Without a previous entry dfloat11 fails;
@@ -35,7 +35,7 @@ def tables_of(code: Code) -> NDArray[np.uint8]:
     tables = np.zeros((len(prefixes) + 1, 256), np.uint8)
     entry = next(iter(leaves))
     for row, prefix in enumerate(prefixes):
-        placed = _entries(leaves, prefixes, prefix)
+        placed = _row_entries(leaves, prefixes, prefix)
         for place in range(256):
             entry = placed.get(place, entry)
             tables[row, place] = entry
@@ -48,7 +48,7 @@ def _prefix(bits: int, value: int, whole: int) -> tuple[int, int]:
     return whole, value >> bits - 8 * whole
 
 
-def _entries(leaves: dict[int, tuple[int, int]], prefixes: list[tuple[int, int]], prefix: tuple[int, int]) -> dict[int, int]:
+def _row_entries(leaves: dict[int, tuple[int, int]], prefixes: list[tuple[int, int]], prefix: tuple[int, int]) -> dict[int, int]:
     """The first entries of codes with this prefix, and pointers to longer codes."""
     whole = prefix[0]
     placed = {}
@@ -64,7 +64,7 @@ def _entries(leaves: dict[int, tuple[int, int]], prefixes: list[tuple[int, int]]
     return placed
 
 
-def code_of(tables: NDArray[np.uint8]) -> Code:
+def code_of_tables(tables: NDArray[np.uint8]) -> PrefixCode:
     """The code in the tables of a file, with END in its place.
 
     Raises StreamError unless they are a complete code: every row reached once, every symbol's length equal to its place's, and
@@ -80,7 +80,7 @@ def code_of(tables: NDArray[np.uint8]) -> Code:
         if row not in prefixes:
             raise StreamError(f"luts: no entry before row {row} leads there")
         whole, prefix = prefixes[row]
-        place = _end_at_zero(tables) if row == 0 else 0
+        place = _end_entry_count(tables) if row == 0 else 0
         unused += [(1, value) for value in range(place)]
         while place < 256:
             entry, value = int(entries[place]), prefix << 8 | place
@@ -102,11 +102,11 @@ def code_of(tables: NDArray[np.uint8]) -> Code:
     missing = [symbol for symbol in np.flatnonzero(lengths) if symbol not in words]
     if missing:
         raise StreamError(f"luts: exponent {missing[0]} has a length and no code")
-    return Code({**words, END: _end(unused)})
+    return PrefixCode({**words, END: _end_code(unused)})
 
 
-def _end_at_zero(tables: NDArray[np.uint8]) -> int:
-    """How many entries END has if its code is all zeros: they repeat the next entry, of the same length (see `tables_of`)."""
+def _end_entry_count(tables: NDArray[np.uint8]) -> int:
+    """How many entries END has if its code is all zeros: they repeat the next entry, of the same length (see `df11_tables`)."""
     bits = int(tables[-1, tables[0, 0]])
     if not 0 < bits <= 8:
         return 0
@@ -115,7 +115,7 @@ def _end_at_zero(tables: NDArray[np.uint8]) -> int:
     return size if left == 0.5 ** bits and (tables[0, :2 * size] == tables[0, 0]).all() else 0
 
 
-def _end(unused: list[tuple[int, int]]) -> tuple[int, int]:
+def _end_code(unused: list[tuple[int, int]]) -> tuple[int, int]:
     """The code of END: the place that no symbol uses."""
     values = [value for _, value in unused]
     count = len(values)

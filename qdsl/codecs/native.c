@@ -428,7 +428,7 @@ int windows_decode(const uint8_t *data /* size */, int64_t size, const int64_t *
 }
 
 /* huffman_windows: the codes of symbols one after the other, first bit highest, and in which symbol's code each window of 64 bits
-   begins: starts and gaps as bits.Stream has them, filled before with `count` and zeros.
+   begins: starts and gaps as bits.BitStream has them, filled before with `count` and zeros.
 
    codes [256]: the value of a code above its bits, which are the lower 8; of at most 32 bits.  bits: of all codes.
    data: zeros. */

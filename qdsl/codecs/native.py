@@ -19,11 +19,11 @@ OPTIONS = ("-O3",)                                               # after library
 
 def functions() -> CFunctions | None:
     """The functions of native.c; None without a compiler, or if QDSL_CPU_COMPILE forbids it."""
-    return None if library.setting() == "never" else _compiled()
+    return None if library.setting() == "never" else _compile_native()
 
 
 @cache
-def _compiled() -> CFunctions | None:
+def _compile_native() -> CFunctions | None:
     source = SOURCE.read_text(encoding="ascii")                  # fails for an incomplete package: numpy must not hide that
     for options in ((*OPTIONS, *_machine_options()), OPTIONS):   # an old compiler may not know the processor
         try:

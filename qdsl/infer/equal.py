@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdsl.infer.labels import Values
-from qdsl.infer.tiles import Layout, Stored, Tile
+from qdsl.infer.tiles import Layout, StoredBytes, Tile
 
 BLOCK = 16                                                       # columns in which equal values have equal codes
 PAIRS = 40                                                       # pairs of equal weights needed to find the bits of their codes
@@ -19,11 +19,11 @@ Bits = npt.NDArray[np.float32]
 Places = npt.NDArray[np.int64]
 
 
-def codes_of_equals(stored: Stored, values: Values, columns: int) -> Layout | None:
+def match_equal_values(stored: StoredBytes, values: Values, columns: int) -> Layout | None:
     """The layout of codes in records of `columns` columns, found by comparing equal weights; None if there is none."""
     shape = (values.shape[0], values.shape[1])
     tile = Tile(1, columns)
-    view = tile.stored(stored, shape) if columns % BLOCK == 0 == shape[1] % columns else None
+    view = tile.tiled_bytes(stored, shape) if columns % BLOCK == 0 == shape[1] % columns else None
     if view is None:
         return None
     some = slice(None, None, max(1, values.size // columns // RECORDS_COMPARED))
@@ -33,7 +33,7 @@ def codes_of_equals(stored: Stored, values: Values, columns: int) -> Layout | No
     source = np.full(bits.shape[1], -1)
     width = 0
     for start in range(0, columns, BLOCK):
-        places = _places(bits[:, varying], weights[:, start:start + BLOCK])
+        places = _block_code_places(bits[:, varying], weights[:, start:start + BLOCK])
         if places is None or (width and places.shape[1] != width):
             return None
         width = places.shape[1]
@@ -44,7 +44,7 @@ def codes_of_equals(stored: Stored, values: Values, columns: int) -> Layout | No
     return Layout(tile, width, source)
 
 
-def _places(bits: Bits, weights: Values) -> Places | None:
+def _block_code_places(bits: Bits, weights: Values) -> Places | None:
     """The positions of a block's code bits [weights, bits of a code], ordered as the first weight's; None if undetermined."""
     first: Places | None = None
     places = []

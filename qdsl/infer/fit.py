@@ -49,7 +49,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Meaning:
+class CodeMeaning:
     """The meaning of codes: values = scale * levels[code] + offset.
 
     kind: the number type of codes.  levels: the number of each code.  is_table: the levels are no number type's own.  scale,
@@ -66,29 +66,29 @@ class Meaning:
     choice: Numbers | None = None
 
 
-def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
+def fit_codes(codes: Codes, values: Values, bits: int) -> CodeMeaning | None:
     """The meaning of codes [N, K] with the fewest numbers; None if the values are no such function of the codes."""
     n, k = values.shape
-    for blocks in candidates((n, k)):
+    for blocks in candidate_blocks((n, k)):
         in_blocks = blocks.view(codes), blocks.view(values)
         if not is_function(*_sample(*in_blocks, FEW)):
             continue
         for affine in (False, True):
-            for kind, levels in kinds(bits):
-                numbers = _all_lines(levels, *in_blocks, affine)
+            for kind, levels in number_types(bits):
+                numbers = _fit_all_lines(levels, *in_blocks, affine)
                 if numbers is not None:
-                    return _by_rows(kind, levels, blocks, (n, k), *numbers)
+                    return _merge_equal_rows(kind, levels, blocks, (n, k), *numbers)
         if bits <= MOST_TABLE_BITS:
             entries = table(*_sample(*in_blocks, SAMPLE), bits)
-            numbers = None if entries is None else _all_lines(entries, *in_blocks, False)
+            numbers = None if entries is None else _fit_all_lines(entries, *in_blocks, False)
             if entries is not None and numbers is not None:
                 if np.nanmax(numbers[0]) <= 0:
                     entries, numbers = -entries, (-numbers[0], None)
-                return replace(_by_rows(f"u{bits}", entries, blocks, (n, k), *numbers), is_table=True)
-        if 1 < bits <= MOST_CHOICE_BITS and not blocks.apart and (chosen := _two_tables(*in_blocks, bits)) is not None:
+                return replace(_merge_equal_rows(f"u{bits}", entries, blocks, (n, k), *numbers), is_table=True)
+        if 1 < bits <= MOST_CHOICE_BITS and not blocks.apart and (chosen := _fit_two_tables(*in_blocks, bits)) is not None:
             pair, scale, choice = chosen
             count = blocks.count((n, k))
-            return Meaning(f"u{bits}", pair.reshape(-1), blocks, scale.reshape(count), None, True, choice.reshape(count))
+            return CodeMeaning(f"u{bits}", pair.reshape(-1), blocks, scale.reshape(count), None, True, choice.reshape(count))
     return None
 
 
@@ -106,16 +106,16 @@ def is_function(codes: Codes, values: Numbers) -> bool:
     return not (apart & (np.diff(codes) == 0)).any()
 
 
-def _all_lines(levels: Numbers, codes: Codes, values: Values, affine: bool) -> tuple[Numbers, Numbers | None] | None:
-    """Applies `lines` to all blocks, a part at a time; None as soon as a block fits no line."""
+def _fit_all_lines(levels: Numbers, codes: Codes, values: Values, affine: bool) -> tuple[Numbers, Numbers | None] | None:
+    """Applies `fit_lines` to all blocks, a part at a time; None as soon as a block fits no line."""
     few_codes, few_values = _sample(codes, values, FEW)
-    if lines(levels[few_codes], few_values, affine) is None:
+    if fit_lines(levels[few_codes], few_values, affine) is None:
         return None
     step = max(1, SAMPLE // codes.shape[1])
     scales, offsets = [], []
     for start in range(0, len(codes), step):
         part = slice(start, start + step)
-        numbers = lines(levels[codes[part]], values[part].astype(np.float64), affine)
+        numbers = fit_lines(levels[codes[part]], values[part].astype(np.float64), affine)
         if numbers is None:
             return None
         scales.append(numbers[0])
@@ -124,14 +124,14 @@ def _all_lines(levels: Numbers, codes: Codes, values: Values, affine: bool) -> t
     return np.concatenate(scales), np.concatenate(offsets) if offsets else None
 
 
-def candidates(shape: tuple[int, int]) -> list[Blocks]:
+def candidate_blocks(shape: tuple[int, int]) -> list[Blocks]:
     """The sizes of blocks that may share a number, largest first."""
     n, k = shape
     return [*(Blocks(1, size) for size in group_sizes(k)),
             *(Blocks(1, size, apart=True) for size in GROUPS if n % size == 0 and size < n)]
 
 
-def kinds(bits: int) -> Iterator[tuple[str, Numbers]]:
+def number_types(bits: int) -> Iterator[tuple[str, Numbers]]:
     """Yields the number types of this width, and the levels of their codes."""
     names = [f"i{bits}"] if bits > 1 else []
     for name in [*names, f"u{bits}", *(name for name, form in FLOATS.items() if form.bits == bits and form.signed)]:
@@ -140,7 +140,7 @@ def kinds(bits: int) -> Iterator[tuple[str, Numbers]]:
         yield name, np.array([form.decode(code) for code in range(1 << bits)], np.float64)
 
 
-def lines(levels: Numbers, values: Numbers, affine: bool) -> tuple[Numbers, Numbers | None] | None:
+def fit_lines(levels: Numbers, values: Numbers, affine: bool) -> tuple[Numbers, Numbers | None] | None:
     """The scales and offsets of blocks by least squares, from levels and values [blocks, weights]; None if a block fits no line.
 
     A scale is NaN if all levels of its block are zero or, for affine blocks, equal.
@@ -162,10 +162,10 @@ def lines(levels: Numbers, values: Numbers, affine: bool) -> tuple[Numbers, Numb
 
 def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
     """The levels of codes up to a factor: a code's value over that of the code that occurs in most blocks."""
-    return _levels(_ratios(codes, values, bits)[0])
+    return _agreed_levels(_ratios_to_reference(codes, values, bits)[0])
 
 
-def _ratios(codes: Codes, values: Numbers, bits: int) -> tuple[Numbers, int]:
+def _ratios_to_reference(codes: Codes, values: Numbers, bits: int) -> tuple[Numbers, int]:
     """Each code's value over the value of the reference code, per block, NaN if absent; and that code, the one in most blocks."""
     of_code = np.full((len(codes), 1 << bits), np.nan)
     for code in range(1 << bits):
@@ -178,7 +178,7 @@ def _ratios(codes: Codes, values: Numbers, bits: int) -> tuple[Numbers, int]:
     return ratios, common
 
 
-def _levels(ratios: Numbers) -> Numbers | None:
+def _agreed_levels(ratios: Numbers) -> Numbers | None:
     """The levels that the blocks' ratios agree on."""
     seen = ~np.isnan(ratios).all(0)
     levels = np.zeros(ratios.shape[1])
@@ -186,29 +186,29 @@ def _levels(ratios: Numbers) -> Numbers | None:
         return None
     levels[seen] = np.nanmedian(ratios[:, seen], 0)
     levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1   # make levels rise when the signs of scales leave it open
-    return whole_numbers(levels)
+    return smallest_integers(levels)
 
 
-def _two_tables(codes: Codes, values: Values, bits: int) -> tuple[Numbers, Numbers, Numbers] | None:
+def _fit_two_tables(codes: Codes, values: Values, bits: int) -> tuple[Numbers, Numbers, Numbers] | None:
     """Two tables of integers [2, codes], and per block its scale and the index of its table, NaN if both fit.
 
     Blocks with the same two codes show two different ratios of values, which tells the tables apart.
     """
-    ratios, common = _ratios(*_sample(codes, values, SAMPLE), bits)
+    ratios, common = _ratios_to_reference(*_sample(codes, values, SAMPLE), bits)
     has_ratio = ~np.isnan(ratios)
     has_ratio[:, common] = False
     anchor = int(has_ratio.sum(0).argmax())
     ratio = ratios[:, anchor]
     with np.errstate(invalid="ignore"):
         is_high = ratio > (np.nanmin(ratio) + np.nanmax(ratio)) / 2 if has_ratio.any() else has_ratio[:, 0]
-    tables = [_levels(ratios[has_ratio[:, anchor] & (is_high == high)]) for high in (False, True)]
+    tables = [_agreed_levels(ratios[has_ratio[:, anchor] & (is_high == high)]) for high in (False, True)]
     pair = np.array([levels for levels in tables if levels is not None and (levels == np.rint(levels)).all()])
     if len(pair) < 2 or (pair[0] == pair[1]).all():
         return None
     scale, choice = np.empty(len(codes)), np.empty(len(codes))
     for start in range(0, len(codes), step := max(1, SAMPLE // codes.shape[1])):
         part = slice(start, start + step)
-        fitted = [_scales(levels[codes[part]], values[part].astype(np.float64)) for levels in pair]
+        fitted = [_fit_scales(levels[codes[part]], values[part].astype(np.float64)) for levels in pair]
         fits = ~np.isnan(fitted)
         if not fits.any(0).all():
             return None
@@ -217,7 +217,7 @@ def _two_tables(codes: Codes, values: Values, bits: int) -> tuple[Numbers, Numbe
     return pair, scale, choice
 
 
-def _scales(levels: Numbers, values: Numbers) -> Numbers:
+def _fit_scales(levels: Numbers, values: Numbers) -> Numbers:
     """The scales of blocks by least squares, from levels and values [blocks, weights]; NaN if no line through 0 fits."""
     with np.errstate(invalid="ignore", divide="ignore"):
         scale = np.nan_to_num((levels * values).sum(1) / (levels ** 2).sum(1))
@@ -225,7 +225,7 @@ def _scales(levels: Numbers, values: Numbers) -> Numbers:
     return np.where(apart.any(1), np.nan, scale)
 
 
-def whole_numbers(levels: Numbers) -> Numbers:
+def smallest_integers(levels: Numbers) -> Numbers:
     """The smallest integers proportional to the levels; if there are none, the levels scaled to a largest magnitude of 1."""
     for factor in range(1, MOST_LEVEL):
         multiples = np.rint(levels * factor)
@@ -234,8 +234,8 @@ def whole_numbers(levels: Numbers) -> Numbers:
     return np.asarray(levels / np.abs(levels).max())
 
 
-def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int], scale: Numbers,
-             offset: Numbers | None) -> Meaning:
+def _merge_equal_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int], scale: Numbers,
+                      offset: Numbers | None) -> CodeMeaning:
     """The meaning after merging rows that have the same numbers."""
     n = shape[0]
     count = blocks.count(shape)
@@ -243,14 +243,14 @@ def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int],
     offset = None if offset is None else offset.reshape(count)
     rows = [size for size in (n, 256, 128, 64, 32, 16, 8, 4, 2) if size <= n] if not blocks.apart else []
     for size in rows:
-        scales = _together(scale, size, np.abs(scale))
-        offsets = None if offset is None else _together(offset, size, np.abs(offset) + np.abs(np.nan_to_num(scale)))
+        scales = _merge_rows(scale, size, np.abs(scale))
+        offsets = None if offset is None else _merge_rows(offset, size, np.abs(offset) + np.abs(np.nan_to_num(scale)))
         if scales is not None and (offset is None) == (offsets is None):
-            return Meaning(kind, levels, replace(blocks, rows=size), scales, offsets)
-    return Meaning(kind, levels, blocks, scale, offset)
+            return CodeMeaning(kind, levels, replace(blocks, rows=size), scales, offsets)
+    return CodeMeaning(kind, levels, blocks, scale, offset)
 
 
-def _together(numbers: Numbers, size: int, sizes: Numbers) -> Numbers | None:
+def _merge_rows(numbers: Numbers, size: int, sizes: Numbers) -> Numbers | None:
     """One number for each `size` rows; None if they differ by more than rounding.  sizes: the magnitudes that were rounded."""
     n, k = numbers.shape
     padded = np.full((2, -(-n // size) * size, k), np.nan)

@@ -14,10 +14,10 @@ import qdsl
 from qdsl.compiler.spec.source import SpecError
 from qdsl.infer.fit import Blocks
 from qdsl.infer.numbers import Field
-from qdsl.infer.run import InferError, Inferred, element
+from qdsl.infer.run import InferError, Inferred, stored_element
 from qdsl.infer.solve import Solution
 from qdsl.infer.text import spec_text
-from qdsl.infer.tiles import Codes, Labels, match
+from qdsl.infer.tiles import Codes, Labels, match_layout
 from qdsl.runtime.weight.errors import FormatError
 
 DRAWS = 8                                                        # random weights that are used to match bits
@@ -36,13 +36,13 @@ def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bit
     draws = []
     for _ in range(DRAWS):
         codes = random.integers(0, 1 << bits, shape).astype(np.int16)
-        draws.append((element("packed", _packed(pack, codes)), Labels(codes, bits)))
+        draws.append((stored_element("packed", _call_pack(pack, codes)), Labels(codes, bits)))
     first, labels = draws[0]
-    layout = match([(one.stored, labels) for one, labels in draws])
+    layout = match_layout([(one.stored, labels) for one, labels in draws])
     if layout is None:
         raise InferError(f"the function's {len(first.stored.data)} bytes are not the bits of {bits}-bit codes, in tiles that "
                          "repeat")
-    flipped = int((layout.read(first.stored, shape) ^ labels.codes)[0, 0])
+    flipped = int((layout.read_codes(first.stored, shape) ^ labels.codes)[0, 0])
     stored = {0: "", 1 << bits - 1: f"      stored: {{q: q - {1 << bits - 1}}}\n"}
     if flipped not in stored:
         raise InferError(f"the function flips the bits {flipped:#b} of codes, which no spec says")
@@ -52,7 +52,7 @@ def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bit
     return Inferred(text, exact, count, ("packed",), (problem,) if problem else ())
 
 
-def _packed(pack: Callable[[Tensor], Tensor], codes: Codes) -> Tensor:
+def _call_pack(pack: Callable[[Tensor], Tensor], codes: Codes) -> Tensor:
     try:
         packed = pack(torch.from_numpy(codes.astype(np.int32)))
     except Exception as error:                                   # any exception: the function is the caller's
@@ -62,7 +62,7 @@ def _packed(pack: Callable[[Tensor], Tensor], codes: Codes) -> Tensor:
     return packed.detach().cpu()
 
 
-def probes(shape: tuple[int, int], bits: int) -> Iterator[Codes]:
+def probe_codes(shape: tuple[int, int], bits: int) -> Iterator[Codes]:
     """Yields codes [N, K] with one bit set where one bit of the position is set, for all pairs of bits; then random ones."""
     position = np.arange(shape[0] * shape[1]).reshape(shape)
     for bit in range(bits):
@@ -80,10 +80,10 @@ def _verify(text: str, pack: Callable[[Tensor], Tensor], shape: tuple[int, int],
         path.write_text(text)
         try:
             module = qdsl.load(path)
-            for codes in probes(shape, bits):
-                wanted = element("packed", _packed(pack, codes)).stored.data
+            for codes in probe_codes(shape, bits):
+                wanted = stored_element("packed", _call_pack(pack, codes)).stored.data
                 packed = module.pack({"q": torch.from_numpy(codes.astype(np.uint8))})
-                got = element("packed", packed.tensors["packed"]).stored.data
+                got = stored_element("packed", packed.tensors["packed"]).stored.data
                 count += len(wanted)
                 exact += int((wanted == got).sum()) if len(wanted) == len(got) else 0
         except SpecError as error:

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from qdsl.infer.elements import Element
-from qdsl.infer.fit import Blocks, Meaning, whole_numbers
+from qdsl.infer.fit import Blocks, CodeMeaning, smallest_integers
 from qdsl.infer.labels import TOLERANCE, Values
 from qdsl.infer.numbers import Field
 from qdsl.infer.records import Record
-from qdsl.infer.solve import Solution, scales
-from qdsl.infer.tiles import Layout, Stored, Tile
+from qdsl.infer.solve import Solution, find_scales
+from qdsl.infer.tiles import Layout, StoredBytes, Tile
 
 BLOCKS = (64, 32, 16, 8)                                         # columns that share a scale
 RECORDS = (256, 128, 64, 32)                                     # columns of a record
@@ -30,7 +30,7 @@ Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Magnitudes:
+class MagnitudeLevels:
     """The level index of each weight's magnitude [N, K], -1 if undetermined; `columns` weights of a row share a scale."""
 
     levels: tuple[float, ...]
@@ -38,7 +38,7 @@ class Magnitudes:
     index: npt.NDArray[np.int16]
 
 
-def grid_rows(packed: str, elements: Mapping[str, Element], values: Values) -> Solution | None:
+def solve_grid_rows(packed: str, elements: Mapping[str, Element], values: Values) -> Solution | None:
     """The fields and the formula for codes into a grid, or None."""
     stored = elements[packed].stored
     for size in (size for size in BLOCKS if values.shape[1] % size == 0):
@@ -46,15 +46,15 @@ def grid_rows(packed: str, elements: Mapping[str, Element], values: Values) -> S
         if magnitudes is None:
             continue
         for columns in (columns for columns in RECORDS if values.shape[1] % columns == 0 and columns >= size):
-            view = Tile(1, columns).stored(stored, (values.shape[0], values.shape[1]))
+            view = Tile(1, columns).tiled_bytes(stored, (values.shape[0], values.shape[1]))
             for width in WIDTHS if view is not None else ():
-                solution = _solution(packed, elements, values, magnitudes, columns, width)
+                solution = _grid_solution(packed, elements, values, magnitudes, columns, width)
                 if solution is not None:
                     return solution
     return None
 
 
-def find_levels(magnitudes: Values, size: int) -> Magnitudes | None:
+def find_levels(magnitudes: Values, size: int) -> MagnitudeLevels | None:
     """The levels of magnitudes up to a scale per `size` columns; None if the blocks have no levels in common."""
     groups = magnitudes.reshape(-1, size)
     some = np.sort(groups[::max(1, len(groups) // SAMPLES)], 1)
@@ -69,7 +69,7 @@ def find_levels(magnitudes: Values, size: int) -> Magnitudes | None:
     levels = np.median(ratios, 0)
     if np.abs(ratios - levels).max() > TOLERANCE:
         return None
-    levels = whole_numbers(levels)
+    levels = smallest_integers(levels)
     largest = groups.max(1, keepdims=True)
     index, ways = np.full(groups.shape, -1, np.int16), np.zeros(len(groups), np.int8)
     for top in range(most):
@@ -81,22 +81,22 @@ def find_levels(magnitudes: Values, size: int) -> Magnitudes | None:
     if not ways.all():
         return None
     index[ways > 1] = -1                                         # ambiguous blocks, such as 1 1 2 and 2 2 4
-    return Magnitudes(tuple(float(level) for level in levels), size, index.reshape(magnitudes.shape))
+    return MagnitudeLevels(tuple(float(level) for level in levels), size, index.reshape(magnitudes.shape))
 
 
-def _solution(packed: str, elements: Mapping[str, Element], values: Values, magnitudes: Magnitudes, columns: int,
-              width: int) -> Solution | None:
+def _grid_solution(packed: str, elements: Mapping[str, Element], values: Values, magnitudes: MagnitudeLevels, columns: int,
+                   width: int) -> Solution | None:
     stored, shape = elements[packed].stored, (values.shape[0], values.shape[1])
     count = len(magnitudes.levels)
     parts = magnitudes.index.reshape(shape[0], -1, width)
     vectors = np.where((parts >= 0).all(2), parts.astype(np.int64) @ count ** np.arange(width), -1)
-    bits = _bits(stored, shape, columns)
-    codes = _codes(bits, vectors.reshape(len(bits), -1))
+    bits = _record_bits(stored, shape, columns)
+    codes = _match_vector_codes(bits, vectors.reshape(len(bits), -1))
     if codes is None:
         return None
-    numbers = codes.read(stored, (vectors.shape[0], vectors.shape[1]))
-    grid = _grid(numbers, vectors, codes.bits)
-    signs = _signs(bits, values.reshape(len(bits), columns) < 0)
+    numbers = codes.read_codes(stored, (vectors.shape[0], vectors.shape[1]))
+    grid = _vector_of_code(numbers, vectors, codes.bits)
+    signs = _match_signs(bits, values.reshape(len(bits), columns) < 0)
     if grid is None or signs is None:
         return None
     levels = np.array(magnitudes.levels)[grid[numbers][..., None] // count ** np.arange(width) % count].reshape(shape)
@@ -104,11 +104,11 @@ def _solution(packed: str, elements: Mapping[str, Element], values: Values, magn
     blocks = Blocks(1, magnitudes.columns)
     scale = (np.abs(values) / levels).reshape(shape[0], -1, magnitudes.columns)
     largest = levels.reshape(scale.shape).argmax(2)[..., None]
-    meaning = Meaning("u8", levels, blocks, np.take_along_axis(scale, largest, 2)[..., 0].astype(np.float64), None)
+    meaning = CodeMeaning("u8", levels, blocks, np.take_along_axis(scale, largest, 2)[..., 0].astype(np.float64), None)
     used = np.where((codes.source >= 0) | (sign.source >= 0), 0, -1)
     record = Record(packed, None, stored, Layout(Tile(1, columns), 1, used), shape)
     others = {name: element for name, element in elements.items() if name != packed}
-    fields, factor = next(scales(meaning, shape, others, [record]), ((), ""))
+    fields, factor = next(find_scales(meaning, shape, others, [record]), ((), ""))
     if not factor:
         return None
     code = Field("q", f"u{codes.bits}", Blocks(1, width), packed, codes)
@@ -117,14 +117,14 @@ def _solution(packed: str, elements: Mapping[str, Element], values: Values, magn
         "grid": f"i<{len(grid)} j<{width}: level[codes[i] // {count}**j % {count}]", **tables})
 
 
-def _bits(stored: Stored, shape: tuple[int, int], columns: int) -> npt.NDArray[np.uint8]:
+def _record_bits(stored: StoredBytes, shape: tuple[int, int], columns: int) -> npt.NDArray[np.uint8]:
     """All records as bits [records, bits]."""
-    view = Tile(1, columns).stored(stored, shape)
+    view = Tile(1, columns).tiled_bytes(stored, shape)
     assert view is not None
     return np.unpackbits(view.reshape(-1, view.shape[2]), axis=1, bitorder="little")
 
 
-def _codes(bits: npt.NDArray[np.uint8], vectors: Places) -> Layout | None:
+def _match_vector_codes(bits: npt.NDArray[np.uint8], vectors: Places) -> Layout | None:
     """The layout of vectors' codes [records, vectors of a record]: each code's bits agree wherever its vector is the same."""
     some = slice(None, None, max(1, len(bits) // SAMPLES))
     bits, vectors = bits[some], vectors[some]
@@ -146,14 +146,14 @@ def _codes(bits: npt.NDArray[np.uint8], vectors: Places) -> Layout | None:
     return Layout(Tile(1, vectors.shape[1]), int(counts[0]), source)
 
 
-def _grid(codes: npt.NDArray[np.int16], vectors: Places, bits: int) -> Places | None:
+def _vector_of_code(codes: npt.NDArray[np.int16], vectors: Places, bits: int) -> Places | None:
     """The vector of every code, 0 for codes that do not occur; None if a code has several vectors."""
     grid = np.zeros(1 << bits, np.int64)
     grid[codes[vectors >= 0]] = vectors[vectors >= 0]
     return grid if ((grid[codes] == vectors) | (vectors < 0)).all() else None
 
 
-def _signs(bits: npt.NDArray[np.uint8], negative: npt.NDArray[np.bool_]) -> tuple[Places, int] | None:
+def _match_signs(bits: npt.NDArray[np.uint8], negative: npt.NDArray[np.bool_]) -> tuple[Places, int] | None:
     """The positions of sign bits, 1 for negative weights; and the number of columns whose signs have even parity (0: none).
 
     The last column of such a group stores no sign, and its position is -1.

@@ -22,17 +22,17 @@ def labelings(values: Values, most_bits: float) -> Iterator[Labels]:
     """Yields ways to infer codes from values [N, K], the simplest first.  most_bits: stored bits per weight."""
     yield Labels((values >= 0).astype(np.int16), 1, values != 0, top=True)
     for size in group_sizes(values.shape[1]):
-        yield halves(values, size, oriented=False)
-        yield halves(values, size, oriented=True)
+        yield label_halves(values, size, oriented=False)
+        yield label_halves(values, size, oriented=True)
     for size in group_sizes(values.shape[1]):
         for affine in (False, True):
-            labels = lattice(values, size, affine, int(most_bits))
+            labels = label_lattice(values, size, affine, int(most_bits))
             if labels is not None:
                 yield labels
     for size in group_sizes(values.shape[1]):
         for name, form in FLOATS.items():
             if form.signed and 2 < form.bits <= min(most_bits, 8):
-                labels = minifloats(values, size, name)
+                labels = label_minifloats(values, size, name)
                 if labels is not None:
                     yield labels
 
@@ -42,7 +42,7 @@ def group_sizes(columns: int) -> list[int]:
     return [columns, *(size for size in GROUPS if size < columns and columns % size == 0)]
 
 
-def halves(values: Values, size: int, oriented: bool) -> Labels:
+def label_halves(values: Values, size: int, oriented: bool) -> Labels:
     """The highest bit of codes: the half of its group's range in which a value lies; uncertain near the middle.
 
     oriented: codes are centred on zero, and the value of largest magnitude has the lowest code.
@@ -58,7 +58,7 @@ def halves(values: Values, size: int, oriented: bool) -> Labels:
     return Labels((groups > middle).reshape(n, k).astype(np.int16), 1, certain.reshape(n, k), top=True)
 
 
-def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels | None:
+def label_lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels | None:
     """Codes from the steps between a group's values; None if they lie on no lattice of `most_bits` bits.
 
     affine: a group's lattice may start anywhere, and codes are certain in groups that use the first and the last code.  Otherwise
@@ -69,7 +69,7 @@ def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels |
     rows = max(1, CHUNK // k)
     for start in range(0, n, rows):
         part = values[start:start + rows].astype(np.float64).reshape(-1, size)
-        counted = _steps(part, affine, most_bits)
+        counted = _lattice_steps(part, affine, most_bits)
         if counted is None:
             return None
         steps[start:start + rows] = counted.reshape(-1, k)
@@ -92,7 +92,7 @@ def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels |
     return Labels(np.clip(codes, 0, 2 * middle - 1).reshape(n, k).astype(np.int16), bits, certain.reshape(n, k))
 
 
-def minifloats(values: Values, size: int, kind: str) -> Labels | None:
+def label_minifloats(values: Values, size: int, kind: str) -> Labels | None:
     """Codes of a float type, with each group scaled to the type's largest number; None if most groups do not fit."""
     form = number(kind)
     assert form is not None
@@ -115,7 +115,7 @@ def minifloats(values: Values, size: int, kind: str) -> Labels | None:
     return Labels(chosen.reshape(values.shape), form.bits, (certain & (groups != 0)).reshape(values.shape))
 
 
-def _steps(groups: npt.NDArray[np.float64], affine: bool, most_bits: int) -> npt.NDArray[np.int32] | None:
+def _lattice_steps(groups: npt.NDArray[np.float64], affine: bool, most_bits: int) -> npt.NDArray[np.int32] | None:
     """Values [groups, size] as integer multiples of their group's step, counted from zero or, if affine, from the least value."""
     ordered = np.sort(groups, 1)
     largest = np.abs(ordered[:, [0, -1]]).max(1, keepdims=True)

@@ -17,7 +17,7 @@ TRIED = 1 << 12                                                  # values that s
 FLOATS = ("f16", "bf16", "f32")
 
 
-def stored_tables(values: Values, tensors: Mapping[str, Element], most_bits: float) -> Iterator[tuple[Labels, Field]]:
+def match_stored_tables(values: Values, tensors: Mapping[str, Element], most_bits: float) -> Iterator[tuple[Labels, Field]]:
     """Yields tensors that contain all values [N, K], as a table of 2**bits levels for some rows each, with the resulting codes.
 
     most_bits: stored bits per weight.
@@ -31,7 +31,7 @@ def stored_tables(values: Values, tensors: Mapping[str, Element], most_bits: flo
             count = levels.size >> bits
             if count << bits != levels.size or not count or n % count:
                 continue
-            codes = _codes(values, levels.reshape(count, -1))
+            codes = _codes_in_tables(values, levels.reshape(count, -1))
             if codes is not None:
                 width = 8 * element.stored.width
                 layout = Layout(Tile(1, 1 << bits), width, np.arange(width << bits))
@@ -39,7 +39,7 @@ def stored_tables(values: Values, tensors: Mapping[str, Element], most_bits: flo
                 yield Labels(codes, bits, _is_single(levels.reshape(count, -1), codes)), field
 
 
-def _codes(values: Values, tables: Values) -> Codes | None:
+def _codes_in_tables(values: Values, tables: Values) -> Codes | None:
     """The code of every value in its rows' table, the lowest among equal levels; None if a value is not in the table."""
     parts = values.reshape(len(tables), -1)
     codes = np.empty(parts.shape, np.int16)

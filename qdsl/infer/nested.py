@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdsl.infer.elements import Element
-from qdsl.infer.fit import Blocks, Meaning
+from qdsl.infer.fit import Blocks, CodeMeaning
 from qdsl.infer.labels import Values
 from qdsl.infer.numbers import Field
 from qdsl.infer.tiles import Codes, Layout, Tile
@@ -22,8 +22,8 @@ BLOCKS_PER_CODE = 2                                              # with fewer bl
 Float32 = npt.NDArray[np.float32]
 
 
-def nested_scales(meaning: Meaning, codes: Codes, values: Values,
-                  tensors: Mapping[str, Element]) -> tuple[tuple[Field, ...], str, tuple[float, ...]] | None:
+def find_nested_scales(meaning: CodeMeaning, codes: Codes, values: Values,
+                       tensors: Mapping[str, Element]) -> tuple[tuple[Field, ...], str, tuple[float, ...]] | None:
     """The fields of the scales, their formula with `{}` for the code, and the table `steps`; None if no fields match.
 
     meaning: its levels are the table's own numbers in float32.
@@ -36,18 +36,18 @@ def nested_scales(meaning: Meaning, codes: Codes, values: Values,
         if element.kind != "u8" or element.stored.data.size != scale.size:
             continue
         inner = Field("scale", "u8", meaning.blocks, name, _one_by_one(8))
-        for outer, times in _outer(meaning, tensors, shape):
-            for offset, plus in _offsets(tensors, shape):
+        for outer, times in _find_outer(meaning, tensors, shape):
+            for offset, plus in _weight_offsets(tensors, shape):
                 if offset is not None and offset.tensor == outer.tensor:
                     continue
-                steps = _steps(element.stored.data, scale, times, plus)
+                steps = _solve_table(element.stored.data, scale, times, plus)
                 if steps is not None:
                     return ((inner, outer), "{} * (steps[scale] * outer)", steps) if offset is None else \
                         ((inner, outer, offset), "{} * (steps[scale] * outer + offset)", steps)
     return None
 
 
-def exact_scales(meaning: Meaning, codes: Codes, values: Values) -> Float32:
+def exact_scales(meaning: CodeMeaning, codes: Codes, values: Values) -> Float32:
     """The scales in float32: near each fitted scale, the number that decodes most of its block's values; NaN if undetermined."""
     levels = meaning.blocks.view(meaning.levels.astype(np.float32)[codes])
     wanted = meaning.blocks.view(values)
@@ -66,7 +66,7 @@ def _one_by_one(bits: int) -> Layout:
     return Layout(Tile(1, 1), bits, np.arange(bits))
 
 
-def _outer(meaning: Meaning, tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[tuple[Field, Float32]]:
+def _find_outer(meaning: CodeMeaning, tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[tuple[Field, Float32]]:
     """Yields tensors that may hold one number for several neighbouring scales, and that number for every scale."""
     rows, columns = meaning.blocks.count(shape)
     for name, element in tensors.items():
@@ -83,7 +83,7 @@ def _outer(meaning: Meaning, tensors: Mapping[str, Element], shape: tuple[int, i
             yield Field("outer", element.kind, blocks, name, _one_by_one(width)), numbers.repeat(size)
 
 
-def _offsets(tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[tuple[Field | None, np.float32]]:
+def _weight_offsets(tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[tuple[Field | None, np.float32]]:
     """Yields no offset, then every number that applies to the whole weight."""
     yield None, np.float32(0)
     for name, element in tensors.items():
@@ -92,7 +92,7 @@ def _offsets(tensors: Mapping[str, Element], shape: tuple[int, int]) -> Iterator
             yield Field("offset", element.kind, Blocks(*shape), name, _one_by_one(8 * element.stored.width)), number
 
 
-def _steps(codes: npt.NDArray[np.uint8], scale: Float32, times: Float32, plus: np.float32) -> tuple[float, ...] | None:
+def _solve_table(codes: npt.NDArray[np.uint8], scale: Float32, times: Float32, plus: np.float32) -> tuple[float, ...] | None:
     """The table that decodes `codes` to the scales, table * times + plus in float32; 0 for unused codes.
 
     None if a code would need two numbers.

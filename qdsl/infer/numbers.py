@@ -55,7 +55,7 @@ def close(numbers: Numbers, wanted: Numbers) -> npt.NDArray[np.bool_]:
         return (np.abs(numbers - wanted) <= CLOSE * np.abs(wanted)) | np.isnan(wanted)
 
 
-def locate(element: Element, kind: str, wanted: Numbers) -> Layout | None:
+def locate_numbers(element: Element, kind: str, wanted: Numbers) -> Layout | None:
     """The layout of the wanted numbers [rows, columns] among a tensor's elements, or None."""
     numbers = element.numbers(kind)
     form = number(kind)
@@ -69,7 +69,7 @@ def locate(element: Element, kind: str, wanted: Numbers) -> Layout | None:
             continue
         view = numbers.reshape(first, second, size)
         view = view.swapaxes(0, 1) if tile.across else view
-        places = _places(view, tile.weights(wanted))
+        places = _number_places(view, tile.tiled_weights(wanted))
         if places is not None and close(_gather_tiles(view, tile, places, wanted.shape), wanted).mean() >= FITTING:
             source = np.full((size, form.bits), -1)
             source[places] = np.arange(tile.size * form.bits).reshape(-1, form.bits)
@@ -84,7 +84,7 @@ def _gather_tiles(view: Numbers, tile: Tile, places: npt.NDArray[np.int64], shap
     return tiles.transpose(0, 2, 1, 3).reshape(rows * tile.rows, -1)[:shape[0], :shape[1]]
 
 
-def _places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
+def _number_places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
     """The position of each of a tile's numbers in storage, or None; view [rows, columns, stored], wanted by tiles."""
     rows, columns = wanted.shape[:2]
     if not rows * columns:
@@ -96,10 +96,10 @@ def _places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
     if not close(stored, needed[:, :1]).mean(0).max() >= FITTING:
         return None
     fitting = close(stored[:, :, None], needed[:, None, :]).mean(0) >= FITTING
-    return _regular(fitting) if fitting.shape[1] & fitting.shape[1] - 1 == 0 else _first(fitting)
+    return _regular_places(fitting) if fitting.shape[1] & fitting.shape[1] - 1 == 0 else _first_fitting_places(fitting)
 
 
-def _first(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+def _first_fitting_places(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
     """The first free position that fits, for every wanted number [places, wanted]."""
     places: list[int] = []
     for free in fitting.T:
@@ -110,7 +110,7 @@ def _first(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
     return np.array(places)
 
 
-def _regular(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+def _regular_places(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
     """Positions for which every binary digit of a number's index adds a fixed step.  Works also if numbers are equal."""
     def extended(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         count = len(places)
@@ -132,18 +132,18 @@ def _regular(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
     return None
 
 
-def in_tensors(name: str, wanted: Numbers, blocks: Blocks, tensors: Mapping[str, Element]) -> Iterator[Field]:
+def fields_in_tensors(name: str, wanted: Numbers, blocks: Blocks, tensors: Mapping[str, Element]) -> Iterator[Field]:
     """Yields the wanted numbers as a field of every tensor that holds them, alone or before or after other data."""
     for tensor, element in tensors.items():
         for kind in element.kinds():
-            for section in (None, *_sections(element, wanted.shape)):
-                layout = locate(element.cut(section, wanted.shape[0]), kind, wanted)
+            for section in (None, *_end_sections(element, wanted.shape)):
+                layout = locate_numbers(element.cut_section(section, wanted.shape[0]), kind, wanted)
                 if layout is not None:
                     yield Field(name, kind, blocks, tensor, layout, section=section)
                     break
 
 
-def _sections(element: Element, shape: tuple[int, ...]) -> Iterator[Section]:
+def _end_sections(element: Element, shape: tuple[int, ...]) -> Iterator[Section]:
     """Yields the first and the last part of a tensor, and of its rows, with as many elements as wanted numbers."""
     width, total = element.stored.width, len(element.stored.data)
     for by_rows in (False, True):

@@ -17,7 +17,7 @@ from qdsl.core.stored import INTEGERS
 from qdsl.infer.elements import Element
 from qdsl.infer.search import search
 from qdsl.infer.text import spec_text, stored_name
-from qdsl.infer.tiles import Stored
+from qdsl.infer.tiles import StoredBytes
 from qdsl.runtime.weight.errors import FormatError
 
 KINDS = {name: kind for kind, name in (*TORCH_FLOATS.items(), *INTEGERS.items()) if kind not in ("index", "shape")}
@@ -55,7 +55,7 @@ def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str 
     if values.dtype != torch.float32 or values.dim() != 2 or not values.numel() or not bool(values.isfinite().all()):
         raise InferError(f"values are {str(values.dtype)[6:]} {list(values.shape)}: expected finite float32 [N, K]; values that "
                          "were rounded to 16 bits are not those that the tensors decode to")
-    elements = {key: element(key, tensor) for key, tensor in tensors.items()}
+    elements = {key: stored_element(key, tensor) for key, tensor in tensors.items()}
     shape = (values.shape[0], values.shape[1])
     solution = search(packed, elements, values.contiguous().numpy())
     if solution is None:
@@ -67,13 +67,13 @@ def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str 
     return Inferred(text, exact, values.numel(), names, (*solution.problems, *([problem] if problem else [])))
 
 
-def element(name: str, tensor: Tensor) -> Element:
+def stored_element(name: str, tensor: Tensor) -> Element:
     """A tensor's bytes and the type of its elements.  Raises InferError for a dtype that specs do not have."""
     kind = KINDS.get(str(tensor.dtype).removeprefix("torch."))
     if kind is None:
         raise InferError(f"tensor '{name}' is {str(tensor.dtype)[6:]}: expected one of {', '.join(KINDS)}")
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return Element(kind, Stored(data, tuple(tensor.shape), tensor.element_size()))
+    return Element(kind, StoredBytes(data, tuple(tensor.shape), tensor.element_size()))
 
 
 def _verify(text: str, tensors: Mapping[str, Tensor], values: Tensor) -> tuple[int, str]:

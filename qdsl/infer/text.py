@@ -24,7 +24,7 @@ LINE = 100                                                       # characters of
 
 
 @dataclass(frozen=True)
-class Item:
+class RecordBits:
     """Bits of a record: `width` bits from bit `bit` of the field's element at (part, row, column) of the tile.
 
     Padding has no field.
@@ -35,7 +35,7 @@ class Item:
     width: int
     place: tuple[int, int, int] = (0, 0, 0)
 
-    def follows(self, other: Item) -> bool:
+    def follows(self, other: RecordBits) -> bool:
         """Whether the item continues the other one."""
         return (self.field, self.place) == (other.field, other.place) and (not self.field or self.bit == other.bit + other.width)
 
@@ -51,7 +51,7 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
                               initial_indent="  ", subsequent_indent="    "))
     lines.append("fields:")
     named = {one.name: one for one in solution.fields}
-    lines += [f"  {name}: {one.kind}[{', '.join(_axes(one, shape))}]" for name, one in named.items()]
+    lines += [f"  {name}: {one.kind}[{', '.join(_field_subscripts(one, shape))}]" for name, one in named.items()]
     stored: list[str] = []
     unread: dict[str, str] = {}
     for tensor in dict.fromkeys(one.tensor for one in solution.fields):
@@ -61,7 +61,7 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
 
 
 
-def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
+def _field_subscripts(one: Field, shape: tuple[int, int]) -> list[str]:
     """The subscripts of a field, which say the weights that share a value."""
     if one.blocks.apart:
         return [f"(n*K + k) % (N*K / {one.blocks.columns})"]
@@ -74,7 +74,7 @@ def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
 
 def looked_up(table: Field, code: Field, shape: tuple[int, int]) -> str:
     """The formula that looks a code up in a stored table."""
-    return f"{table.name}[{', '.join([*_axes(table, shape)[:-1], code.name])}]"
+    return f"{table.name}[{', '.join([*_field_subscripts(table, shape)[:-1], code.name])}]"
 
 
 def stored_name(name: str) -> str:
@@ -90,28 +90,29 @@ def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tup
     aliases = [f"      aliases: [{last}]"] if last != stored_name(name) and last.isidentifier() else []
     head, sections = f"    {stored_name(name)}:", sorted({one.section for one in fields if one.section})
     if not sections:
-        shown, *record = _tensor(element, fields, shape)
+        shown, *record = _record_text(element, fields, shape)
         return [head, shown, *aliases, *record]
     by_rows = sections[0].by_rows
     rows = shape[0] if by_rows else 1
-    if len(sections) > 1 and (first := _of_planes(fields)) is not None:
-        shown, *record = _tensor(element.cut(sections[0], rows), [first], shape)
+    if len(sections) > 1 and (first := _join_planes(fields)) is not None:
+        shown, *record = _record_text(element.cut_section(sections[0], rows), [first], shape)
         bits = first.layout.bits
         place = f"[t<N, p<{bits}, " if by_rows else f"[p<{bits}, "
         shown = shown.replace("[t<N, " if by_rows else "[", place, 1)
         at = f".at({bits - 1} - p):1" if (first.layout.source % bits).max() else ".at(p):1"
         return [head, shown, *aliases, *(re.sub(r"\.at\(\d+\):1", at, line) for line in record)]
-    lines = [head, *aliases, *([] if by_rows else _seen(element, shape)), f"      {'sections' if by_rows else 'regions'}:"]
+    seen = [] if by_rows else _file_shape_lines(element, shape)
+    lines = [head, *aliases, *seen, f"      {'sections' if by_rows else 'regions'}:"]
     end = len(element.stored.data) // rows
-    for number, section in enumerate(_all(sections, end)):
+    for number, section in enumerate(_with_gaps(sections, end)):
         inside = [one for one in fields if one.section == section]
-        part = element.cut(section, rows)
-        text = _tensor(part, inside, shape) if inside else _unread(part, by_rows, unread)
+        part = element.cut_section(section, rows)
+        text = _record_text(part, inside, shape) if inside else _unread_lines(part, by_rows, unread)
         lines += [f"        part{number}:", *(f"    {line}" for line in text)]
     return lines
 
 
-def _of_planes(fields: Sequence[Field]) -> Field | None:
+def _join_planes(fields: Sequence[Field]) -> Field | None:
     """The first of a field's parts, if the parts are its bits in order, from the highest or from the lowest; else None."""
     first, sources = fields[0], [one.layout.source for one in fields]
     bits = first.layout.bits
@@ -123,7 +124,7 @@ def _of_planes(fields: Sequence[Field]) -> Field | None:
     return first if is_alike and order in (up, up[::-1]) else None
 
 
-def _all(sections: Sequence[Section], end: int) -> Iterator[Section]:
+def _with_gaps(sections: Sequence[Section], end: int) -> Iterator[Section]:
     """Yields the sections in order, with the unused ranges between them and up to the end."""
     start = 0
     for section in (*sections, Section(sections[0].by_rows, end, end)):
@@ -134,7 +135,7 @@ def _all(sections: Sequence[Section], end: int) -> Iterator[Section]:
         start = section.stop
 
 
-def _unread(part: Element, by_rows: bool, unread: dict[str, str]) -> list[str]:
+def _unread_lines(part: Element, by_rows: bool, unread: dict[str, str]) -> list[str]:
     """The lines of a section that decode does not read: one field that keeps its bytes."""
     count, name = part.stored.shape[-1], f"unread{len(unread) or ''}"
     kind = "i32" if part.kind == "u32" else part.kind
@@ -143,16 +144,17 @@ def _unread(part: Element, by_rows: bool, unread: dict[str, str]) -> list[str]:
     return [f"      tensor: {part.kind}[{axes}]", f"      record: {name}[{'t, ' if by_rows else ''}u]"]
 
 
-def _seen(element: Element, shape: tuple[int, int]) -> list[str]:
+def _file_shape_lines(element: Element, shape: tuple[int, int]) -> list[str]:
     """The shape of a tensor in files, if it has several axes."""
     own = element.stored.shape
     if len(own) < 2:
         return []
     sizes = [("N", shape[0]), ("K", shape[1])]
-    return [f"      seen: [{', '.join(_multiple(extent, sizes[::1 if axis == 0 else -1]) for axis, extent in enumerate(own))}]"]
+    texts = (_extent_text(extent, sizes[::1 if axis == 0 else -1]) for axis, extent in enumerate(own))
+    return [f"      seen: [{', '.join(texts)}]"]
 
 
-def _multiple(extent: int, sizes: Sequence[tuple[str, int]]) -> str:
+def _extent_text(extent: int, sizes: Sequence[tuple[str, int]]) -> str:
     """The text of an extent: a simple multiple of N or of K, or the number itself."""
     for name, size in sizes:
         by = math.gcd(extent, size)
@@ -161,9 +163,9 @@ def _multiple(extent: int, sizes: Sequence[tuple[str, int]]) -> str:
     return str(extent)
 
 
-def _tensor(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
+def _record_text(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
     """The lines of the type, the axes and the record."""
-    fields = _as_in_file(element, fields, shape)
+    fields = _enlarge_records(element, fields, shape)
     main = fields[0]
     if len(main.entries) > 1:                                    # a table of rows, shared by the whole weight
         names = "cij"[-len(main.entries):]
@@ -172,7 +174,7 @@ def _tensor(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -
     tile, bits = main.layout.tile, 8 * element.stored.width
     words = len(main.layout.source) // bits
     counts = tile.grid(main.blocks.count(shape))
-    axes = [f"{letter}<{extent}" if extent != "1" else "1" for letter, extent in zip("tu", _extents(main, shape), strict=True)]
+    axes = [f"{letter}<{extent}" if extent != "1" else "1" for letter, extent in zip("tu", _tile_count(main, shape), strict=True)]
     if tile.across:
         axes, counts = axes[::-1], counts[::-1]
     if words > 1:
@@ -183,14 +185,14 @@ def _tensor(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -
         else:
             axes.append("word")
     axes = [axis for axis in axes if axis != "1"] or ["1"]
-    record = lines(items(fields), {one.name: one for one in fields}, shape)
+    record = record_lines(record_items(fields), {one.name: one for one in fields}, shape)
     head = f"      tensor: {element.kind}[{', '.join(axes)}]"
     if len(record) == 1:
         return [head, f'      record: "{record[0]}"']
     return [head, "      record: |", *(f"        {line}" for line in record)]
 
 
-def _as_in_file(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> Sequence[Field]:
+def _enlarge_records(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> Sequence[Field]:
     """Fields in larger records, if rows of the tensor in the file are not rows of tiles: records may have any shape."""
     main = fields[0]
     own = [size for size in element.stored.shape if size != 1]
@@ -200,10 +202,10 @@ def _as_in_file(element: Element, fields: Sequence[Field], shape: tuple[int, int
     times = math.gcd(own[-1], count[1])
     while times > MOST_REPEATED and times % 2 == 0:
         times //= 2
-    return [replace(one, layout=one.layout.repeated(times)) for one in fields]
+    return [replace(one, layout=one.layout.repeat_columns(times)) for one in fields]
 
 
-def _extents(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
+def _tile_count(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
     """The numbers of tiles along the field's own rows and columns."""
     tile, blocks = main.layout.tile, main.blocks
     if blocks.apart:
@@ -216,35 +218,35 @@ def _quotient(name: str, extent: int, size: int) -> str:
     return name if size == 1 else f"{name}/{size}" if extent % size == 0 else f"ceil({name}/{size})"
 
 
-def items(fields: Sequence[Field]) -> list[Item]:
+def record_items(fields: Sequence[Field]) -> list[RecordBits]:
     """The items of a record in storage order."""
-    result: list[Item] = []
+    result: list[RecordBits] = []
     for bit in range(len(fields[0].layout.source)):
-        item = Item("", 0, 1)
+        item = RecordBits("", 0, 1)
         for one in fields:
             source = int(one.layout.source[bit])
             if source >= 0:
                 weight, at = divmod(source, one.layout.bits)
                 tile = one.layout.tile
                 place = np.unravel_index(weight, (tile.parts, tile.rows, tile.columns))
-                item = Item(one.name, at, 1, (int(place[0]), int(place[1]), int(place[2])))
+                item = RecordBits(one.name, at, 1, (int(place[0]), int(place[1]), int(place[2])))
         if result and item.follows(result[-1]) and result[-1].width < MOST_WIDTH:
-            result[-1] = Item(item.field, result[-1].bit, result[-1].width + 1, item.place)
+            result[-1] = RecordBits(item.field, result[-1].bit, result[-1].width + 1, item.place)
         else:
             result.append(item)
     return result
 
 
-def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int, int]) -> list[str]:
+def record_lines(record: Sequence[RecordBits], fields: Mapping[str, Field], shape: tuple[int, int]) -> list[str]:
     """The lines of a record's items; each takes the longest run that loops can express."""
     result: list[str] = []
     start, single = 0, False
     while start < len(record):
-        runs = [(size, loops(record[start:], size)) for size in range(1, min(MOST_ITEMS, len(record) - start) + 1)]
+        runs = [(size, find_loops(record[start:], size)) for size in range(1, min(MOST_ITEMS, len(record) - start) + 1)]
         size, digits = max(runs, key=lambda run: (run[0] * math.prod(extent for extent, _ in run[1]) if run[1] else 1, -run[0]))
         names = dict(zip(LETTERS, digits, strict=False))
         head = " ".join(f"{name}<{extent}" for name, (extent, _) in reversed(names.items()))
-        body = " ".join(_item(item, names, fields, shape) for item in record[start:start + size])
+        body = " ".join(_item_text(item, names, fields, shape) for item in record[start:start + size])
         if single and not head and len(result[-1]) + len(body) < LINE:
             result[-1] += f" {body}"
         else:
@@ -254,7 +256,7 @@ def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int,
     return result
 
 
-def loops(record: Sequence[Item], size: int) -> list[tuple[int, tuple[int, int, int]]]:
+def find_loops(record: Sequence[RecordBits], size: int) -> list[tuple[int, tuple[int, int, int]]]:
     """The loops that repeat the first `size` items, as (extent, step of the position), the fastest first."""
     first = record[:size]
     kinds = [(item.field, item.bit, item.width) for item in first]
@@ -272,7 +274,7 @@ def loops(record: Sequence[Item], size: int) -> list[tuple[int, tuple[int, int, 
     done = 1
     while (by := step(done)) is not None and (any(by) or not first[0].field):
         extent = 1
-        while all(step(extent * done + turn) == _sum(digits, by, extent * done + turn, done) for turn in range(done)):
+        while all(step(extent * done + turn) == _iteration_step(digits, by, extent * done + turn, done) for turn in range(done)):
             extent += 1
         if extent == 1:
             break
@@ -281,7 +283,8 @@ def loops(record: Sequence[Item], size: int) -> list[tuple[int, tuple[int, int, 
     return digits
 
 
-def _sum(digits: Sequence[tuple[int, tuple[int, int, int]]], by: tuple[int, int, int], turn: int, done: int) -> tuple[int, ...]:
+def _iteration_step(digits: Sequence[tuple[int, tuple[int, int, int]]], by: tuple[int, int, int], turn: int, done: int,
+                    ) -> tuple[int, ...]:
     """The step of an iteration, from faster loops and one more with step `by`."""
     total = [turn // done * step for step in by]
     for extent, steps in digits:
@@ -290,8 +293,8 @@ def _sum(digits: Sequence[tuple[int, tuple[int, int, int]]], by: tuple[int, int,
     return tuple(total)
 
 
-def _item(item: Item, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fields: Mapping[str, Field],
-          shape: tuple[int, int]) -> str:
+def _item_text(item: RecordBits, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fields: Mapping[str, Field],
+               shape: tuple[int, int]) -> str:
     if not item.field:
         return f"pad:{item.width}"
     one = fields[item.field]
@@ -300,14 +303,14 @@ def _item(item: Item, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fie
     part, row, column = ([(step[axis], name) for name, (_, step) in steps if step[axis]] for axis in range(3))
     apart = f"*(N/{tile.parts})"
     along = [] if one.entries else [(tile.columns, "u")]
-    subscripts = {"n": _linear([(tile.rows, "t"), *row, (item.place[1], "")], [*part, (item.place[0], "")], apart),
-                  "k": _linear([*along, *column, (item.place[2], "")])}
-    texts = [subscripts["n" if axis[0] == "n" else "k"] for axis in _axes(one, shape)]
+    subscripts = {"n": _sum_text([(tile.rows, "t"), *row, (item.place[1], "")], [*part, (item.place[0], "")], apart),
+                  "k": _sum_text([*along, *column, (item.place[2], "")])}
+    texts = [subscripts["n" if axis[0] == "n" else "k"] for axis in _field_subscripts(one, shape)]
     bits = "" if item.width == one.layout.bits else f".at({item.bit}):{item.width}"
     return f"{item.field}{'[' + ', '.join(texts) + ']' if texts else ''}{bits}"
 
 
-def _linear(terms: Sequence[tuple[int, str]], parts: Sequence[tuple[int, str]] = (), apart: str = "") -> str:
+def _sum_text(terms: Sequence[tuple[int, str]], parts: Sequence[tuple[int, str]] = (), apart: str = "") -> str:
     """The text of a sum of factors times variables, and of `parts` that are multiplied by `apart`."""
     signed = [(factor, f"{abs(factor)}*{name}" if name and abs(factor) != 1 else name or str(abs(factor)))
               for factor, name in terms if factor]

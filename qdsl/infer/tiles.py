@@ -43,7 +43,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBytes:
     """A stored tensor: its bytes in order, its shape, and the bytes of an element.
 
     others: tensors with more bits of the same codes; their tiles follow those of this one.
@@ -52,10 +52,10 @@ class Stored:
     data: npt.NDArray[np.uint8]
     shape: tuple[int, ...]
     width: int
-    others: tuple[Stored, ...] = ()
+    others: tuple[StoredBytes, ...] = ()
 
     @property
-    def parts(self) -> tuple[Stored, ...]:
+    def parts(self) -> tuple[StoredBytes, ...]:
         """This tensor by itself, and the others."""
         return (replace(self, others=()), *self.others) if self.others else (self,)
 
@@ -87,7 +87,7 @@ class Tile:
         """The numbers of tiles along rows and columns; the last tile of an axis may be short."""
         return -(-shape[0] // (self.rows * self.parts)), -(-shape[1] // self.columns)
 
-    def stored(self, tensor: Stored, shape: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
+    def tiled_bytes(self, tensor: StoredBytes, shape: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
         """The tensor's bytes by tiles [tiles along rows, along columns, ..., bytes], a view; None if tiles do not fit."""
         first, second = self.grid(shape)[::-1] if self.across else self.grid(shape)
         total = len(tensor.data)
@@ -102,12 +102,12 @@ class Tile:
             view = tensor.data.reshape(first, size // tensor.width, second, tensor.width).transpose(0, 2, 1, 3)
         return view.swapaxes(0, 1) if self.across else view
 
-    def views(self, tensor: Stored, shape: tuple[int, int]) -> list[npt.NDArray[np.uint8]]:
-        """`stored` of each part of the tensor; empty if the tiles do not divide a part."""
-        views = [view for part in tensor.parts if (view := self.stored(part, shape)) is not None]
+    def views(self, tensor: StoredBytes, shape: tuple[int, int]) -> list[npt.NDArray[np.uint8]]:
+        """`tiled_bytes` of each part of the tensor; empty if the tiles do not divide a part."""
+        views = [view for part in tensor.parts if (view := self.tiled_bytes(part, shape)) is not None]
         return views if len(views) == len(tensor.parts) else []
 
-    def weights(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
+    def tiled_weights(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
         """An array [N, K] by whole tiles [tiles along rows, along columns, parts, rows, columns], a view."""
         n, k = array.shape
         rows, columns = n // (self.rows * self.parts), k // self.columns
@@ -123,7 +123,7 @@ class Layout:
     bits: int
     source: npt.NDArray[np.int64]
 
-    def repeated(self, times: int) -> Layout:
+    def repeat_columns(self, times: int) -> Layout:
         """The same layout for tiles with `times` times the columns, if neighbouring tiles follow one another."""
         tile = replace(self.tile, columns=self.tile.columns * times)
         weight, bit = np.divmod(np.tile(self.source, (times, 1)), self.bits)
@@ -138,7 +138,7 @@ class Layout:
         source = np.where((self.source < 0) | (bit == 0), -1, weight * (self.bits - 1) + bit - 1)
         return replace(self, bits=self.bits - 1, source=source)
 
-    def read(self, tensor: Stored, shape: tuple[int, int]) -> Codes:
+    def read_codes(self, tensor: StoredBytes, shape: tuple[int, int]) -> Codes:
         """Reads the codes [N, K] from a stored tensor."""
         n, k = shape
         rows, columns = self.tile.grid(shape)
@@ -152,7 +152,7 @@ class Layout:
         return tiles.reshape(self.tile.parts, rows * self.tile.rows, -1)[:, :n // self.tile.parts, :k].reshape(n, k)
 
 
-def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None = None) -> Layout | None:
+def match_layout(draws: Sequence[tuple[StoredBytes, Labels]], tiles: Sequence[Tile] | None = None) -> Layout | None:
     """The layout with the smallest tile in which every bit of the labels has one position in the stored tensor; None if none.
 
     draws: stored tensors of one layout, with the labels of their codes; several tensors serve as more tiles.
@@ -160,19 +160,19 @@ def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None =
     n, k = draws[0][1].codes.shape
     known_at = draws[0][1].known_at
     share = 1.0 if known_at is None else max(float(known_at.mean()), 0.05)
-    for tile in tiles or candidates((n, k), draws[0][0]):
-        few = _samples(draws, tile, int(TRIED / share))
-        if few is None or not _may_be(*few, draws[0][1].bits):
+    for tile in tiles or candidate_tiles((n, k), draws[0][0]):
+        few = _sample_draws(draws, tile, int(TRIED / share))
+        if few is None or not _may_match(*few, draws[0][1].bits):
             continue
-        sampled = _samples(draws, tile, int(SAMPLES / share) * (1 if tile.size > SMALL_TILE else 8))
-        places = None if sampled is None else agreeing(*sampled, draws[0][1].bits)
-        layout = None if places is None or sampled is None else placed(tile, draws[0][1], places, sampled[0].shape[1])
+        sampled = _sample_draws(draws, tile, int(SAMPLES / share) * (1 if tile.size > SMALL_TILE else 8))
+        places = None if sampled is None else label_places(*sampled, draws[0][1].bits)
+        layout = None if places is None or sampled is None else layout_at_places(tile, draws[0][1], places, sampled[0].shape[1])
         if layout is not None:
             return layout
     return None
 
 
-def candidates(shape: tuple[int, int], tensor: Stored) -> Iterator[Tile]:
+def candidate_tiles(shape: tuple[int, int], tensor: StoredBytes) -> Iterator[Tile]:
     """Tiles that the tensor may consist of, small ones first."""
     tiles = [Tile(rows, columns, parts) for rows in ROWS for columns in COLUMNS for parts in PARTS
              if rows * parts <= shape[0] and columns <= shape[1] and shape[0] % parts == 0 and (parts == 1 or rows == 1)
@@ -191,20 +191,20 @@ def candidates(shape: tuple[int, int], tensor: Stored) -> Iterator[Tile]:
                 yield Tile(tile.rows, tile.columns, tile.parts, across, stacked)
 
 
-def _samples(draws: Sequence[tuple[Stored, Labels]], tile: Tile, count: int) -> tuple[Bits, Bits] | None:
-    """Bits of about `count` tiles of all draws, as `sample` returns them; None where there are too few."""
-    sampled = [pair for stored, labels in draws if (pair := sample(stored, labels, tile, -(-count // len(draws))))]
+def _sample_draws(draws: Sequence[tuple[StoredBytes, Labels]], tile: Tile, count: int) -> tuple[Bits, Bits] | None:
+    """Bits of about `count` tiles of all draws, as `sample_tiles` returns them; None where there are too few."""
+    sampled = [pair for stored, labels in draws if (pair := sample_tiles(stored, labels, tile, -(-count // len(draws))))]
     if sum(len(bits) for bits, _ in sampled) < FEWEST:
         return None
     bits, labels = (np.concatenate(arrays) for arrays in zip(*sampled, strict=True))
     return bits, labels
 
 
-def sample(stored: Stored, labels: Labels, tile: Tile, most: int) -> tuple[Bits, Bits] | None:
+def sample_tiles(stored: StoredBytes, labels: Labels, tile: Tile, most: int) -> tuple[Bits, Bits] | None:
     """Bits of some tiles, as 1 and -1, 0 for unknown: those stored [tiles, bits] and those of codes [tiles, weights * bits]."""
     n, k = labels.codes.shape
     views = tile.views(stored, (n, k))
-    codes = tile.weights(labels.codes)
+    codes = tile.tiled_weights(labels.codes)
     rows, columns = codes.shape[:2]
     if not views or not rows * columns:
         return None
@@ -217,11 +217,11 @@ def sample(stored: Stored, labels: Labels, tile: Tile, most: int) -> tuple[Bits,
     chosen = codes[at].reshape(len(some), -1, 1)
     signs = (chosen >> np.arange(labels.bits, dtype=np.int16) & 1).astype(np.float32) * 2 - 1
     if labels.known_at is not None:
-        signs *= tile.weights(labels.known_at)[at].reshape(len(some), -1, 1)
+        signs *= tile.tiled_weights(labels.known_at)[at].reshape(len(some), -1, 1)
     return bits.astype(np.float32) * 2 - 1, signs.reshape(len(some), -1)
 
 
-def _may_be(bits: Bits, labels: Bits, first: int) -> bool:
+def _may_match(bits: Bits, labels: Bits, first: int) -> bool:
     """Whether some stored bits agree with the labels of the tile's first weight, by a few tiles; too few of them say nothing."""
     if bits.shape[1] < labels.shape[1]:
         return False
@@ -229,7 +229,7 @@ def _may_be(bits: Bits, labels: Bits, first: int) -> bool:
     return bool((np.abs(bits.T @ labels[:, :first]).max(0) >= AGREEMENT * 0.7 * count).all())
 
 
-def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | None:
+def label_places(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | None:
     """The place of every label among the stored bits, or None where a label has no place of its own.
 
     planes: labels of a weight.
@@ -243,7 +243,7 @@ def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | N
     agreement = _agreement(bits, labels[:, columns], count[columns])
     if agreement.max(0).min() < AGREEMENT:
         return None
-    places = _regular(agreement.argmax(0).reshape(-1, planes), weights)
+    places = _regular_places(agreement.argmax(0).reshape(-1, planes), weights)
     if places is not None and places.min() >= 0 and places.max() < bits.shape[1] and len(np.unique(places)) == len(places) and \
             (np.abs(np.einsum("tl,tl->l", bits[:, places], labels)) >= AGREEMENT * count).all():
         return places
@@ -253,7 +253,7 @@ def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | N
     places = agreement.argmax(0)
     if agreement.max(0).min() < AGREEMENT:
         return None
-    return places if len(np.unique(places)) == len(places) else _distinct(agreement)
+    return places if len(np.unique(places)) == len(places) else _distinct_places(agreement)
 
 
 def _agreement(bits: Bits, labels: Bits, count: Bits) -> Bits:
@@ -262,7 +262,7 @@ def _agreement(bits: Bits, labels: Bits, count: Bits) -> Bits:
     return np.where(agreement < 0, -agreement - EPSILON, agreement)
 
 
-def _regular(some: npt.NDArray[np.int64], weights: int) -> npt.NDArray[np.int64] | None:
+def _regular_places(some: npt.NDArray[np.int64], weights: int) -> npt.NDArray[np.int64] | None:
     """Places of all labels where each digit of a weight's number in the tile, in base 2, adds its own step.
 
     some: places [digits + 1, planes] of the first weight and of those with one digit; None for tiles of other sizes.
@@ -275,7 +275,7 @@ def _regular(some: npt.NDArray[np.int64], weights: int) -> npt.NDArray[np.int64]
     return places.reshape(-1)
 
 
-def _distinct(agreement: Bits) -> npt.NDArray[np.int64] | None:
+def _distinct_places(agreement: Bits) -> npt.NDArray[np.int64] | None:
     """Places of labels of which some agree with several bits equally: the place behind that of the label before, if it is one."""
     places: list[int] = []
     for column in agreement.T:
@@ -287,7 +287,7 @@ def _distinct(agreement: Bits) -> npt.NDArray[np.int64] | None:
     return np.array(places)
 
 
-def placed(tile: Tile, labels: Labels, places: npt.NDArray[np.int64], size: int) -> Layout:
+def layout_at_places(tile: Tile, labels: Labels, places: npt.NDArray[np.int64], size: int) -> Layout:
     """The layout of labels at these places of a stored tile of `size` bits."""
     source = np.full(size, -1)
     if not labels.top:

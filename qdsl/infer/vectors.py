@@ -13,7 +13,7 @@ from qdsl.infer.fit import Blocks
 from qdsl.infer.labels import TOLERANCE, Values
 from qdsl.infer.numbers import Field
 from qdsl.infer.solve import Solution
-from qdsl.infer.tiles import Labels, Layout, Tile, match
+from qdsl.infer.tiles import Labels, Layout, Tile, match_layout
 
 FLOATS = ("f16", "bf16", "f32")
 WIDTHS = range(2, 17)                                            # of vectors
@@ -25,7 +25,7 @@ Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Book:
+class Codebook:
     """A stored table: `count` tables of 2**bits rows, of which a vector is the sum of one each."""
 
     name: str
@@ -50,22 +50,22 @@ def stored_vectors(packed: str, elements: Mapping[str, Element], values: Values)
     """The fields and the formula of the first table of rows that all values come from, or None."""
     shape = (values.shape[0], values.shape[1])
     others = {name: element for name, element in elements.items() if name != packed}
-    for book in _books(others):
+    for book in _candidate_codebooks(others):
         width = book.table.shape[2]
-        for scale, factor in _scales(others, book.name, shape):
+        for scale, factor in _row_scales(others, book.name, shape):
             scaled = values if factor is None else values / factor
-            for blocks, vectors in _vectors(scaled, width):
-                codes = look_up(vectors, book.rows)
+            for blocks, vectors in _as_vectors(scaled, width):
+                codes = nearest_rows(vectors, book.rows)
                 if codes is None:
                     continue
                 labels = Labels(codes.astype(np.uint16).view(np.int16), book.bits * book.count)
-                layout = match([(elements[packed].stored, labels)])
+                layout = match_layout([(elements[packed].stored, labels)])
                 if layout is not None:
-                    return _solution(packed, book, scale, blocks, layout)
+                    return _codebook_solution(packed, book, scale, blocks, layout)
     return None
 
 
-def _books(tensors: Mapping[str, Element]) -> Iterator[Book]:
+def _candidate_codebooks(tensors: Mapping[str, Element]) -> Iterator[Codebook]:
     """Tensors that may be tables of rows."""
     for name, element in tensors.items():
         axes = tuple(extent for extent in element.stored.shape if extent != 1)
@@ -75,10 +75,11 @@ def _books(tensors: Mapping[str, Element]) -> Iterator[Book]:
         bits = entries.bit_length() - 1
         if entries == 1 << bits and count <= 2 and 0 < bits * count <= MOST_BITS:
             table = element.numbers(element.kind).astype(np.float32).reshape(count, entries, -1)
-            yield Book(name, element.kind, table, axes, bits)
+            yield Codebook(name, element.kind, table, axes, bits)
 
 
-def _scales(tensors: Mapping[str, Element], book: str, shape: tuple[int, int]) -> Iterator[tuple[Field | None, Values | None]]:
+def _row_scales(tensors: Mapping[str, Element], book: str, shape: tuple[int, int],
+                ) -> Iterator[tuple[Field | None, Values | None]]:
     """No scale, and tensors with a number for every row."""
     yield None, None
     for name, element in tensors.items():
@@ -90,7 +91,7 @@ def _scales(tensors: Mapping[str, Element], book: str, shape: tuple[int, int]) -
                 yield Field("scale", element.kind, Blocks(1, shape[1]), name, layout), numbers[:, None]
 
 
-def _vectors(values: Values, width: int) -> Iterator[tuple[Blocks, Values]]:
+def _as_vectors(values: Values, width: int) -> Iterator[tuple[Blocks, Values]]:
     """Neighbouring columns, and neighbouring rows, as vectors [rows, columns, width]."""
     n, k = values.shape
     if k % width == 0:
@@ -99,7 +100,7 @@ def _vectors(values: Values, width: int) -> Iterator[tuple[Blocks, Values]]:
         yield Blocks(width, 1), values.reshape(-1, width, k).transpose(0, 2, 1)
 
 
-def look_up(vectors: Values, rows: Values) -> Places | None:
+def nearest_rows(vectors: Values, rows: Values) -> Places | None:
     """The row of every vector [rows, columns, width]; None where one is far from all.  Places on a line tell near ones."""
     line = np.random.default_rng(0).standard_normal(rows.shape[1])
     on_line = rows.astype(np.float64) @ line
@@ -121,7 +122,7 @@ def look_up(vectors: Values, rows: Values) -> Places | None:
     return np.concatenate(complete).reshape(vectors.shape[:2]) if len(complete) == len(parts) else None
 
 
-def _solution(packed: str, book: Book, scale: Field | None, blocks: Blocks, layout: Layout) -> Solution:
+def _codebook_solution(packed: str, book: Codebook, scale: Field | None, blocks: Blocks, layout: Layout) -> Solution:
     """Codes of each table, the tables, and the sum of their rows."""
     names = ["q"] if book.count == 1 else ["a", "b"]
     fields = []

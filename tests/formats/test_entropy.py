@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from bench import codes
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.codecs import bits, native
-from qdsl.codecs.huffman import END, Code, canonical_code, df11_code
+from qdsl.codecs.huffman import END, PrefixCode, canonical_code, df11_code
 from qdsl.codecs.huffman_windows import reference as huffman_windows
-from qdsl.codecs.lookup import code_of, tables_of
+from qdsl.codecs.lookup import code_of_tables, df11_tables
 from qdsl.core.codecs import CODECS, StreamError, implementation
 from qdsl.host import library
 from qdsl.jobs.compress import df11
@@ -80,9 +80,9 @@ def test_codes_are_those_of_the_package(place: int) -> None:
     code = df11_code(counts)
     assert [[END if symbol is None else symbol, bits, value] for symbol, bits, value in case["codes"]] == \
         [[symbol, *word] for symbol, word in code.words.items()]
-    tables = tables_of(code)
+    tables = df11_tables(code)
     assert hashlib.sha256(tables.tobytes()).hexdigest() == case["luts_sha256"]
-    assert dict(code_of(tables).words) == dict(code.words)
+    assert dict(code_of_tables(tables).words) == dict(code.words)
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=40), st.integers(6, 12))
@@ -167,14 +167,14 @@ def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) 
 def test_a_byte_does_not_hold_so_many_symbols(count: int) -> None:
     tensors = {name: np.zeros((1, 256) if name == "tables" else 1, np.uint8) for name in huffman_windows.NAMES}
     with pytest.raises(StreamError, match=f"^{count} symbols in a stream of 1 bytes"):
-        huffman_windows.windows(tensors, count)
+        huffman_windows.validated_stream(tensors, count)
 
 
 def test_a_gap_is_wrong_where_no_lane_begins() -> None:
     """It is noticed where all windows are begun at, and there alone."""
     symbols = np.random.default_rng(0).choice(8, 2000).astype(np.uint8)
     tensors = huffman_windows.encode(symbols, np.bincount(symbols, minlength=256), 8)
-    stream = huffman_windows.windows(tensors, len(symbols), 8)
+    stream = huffman_windows.validated_stream(tensors, len(symbols), 8)
     gaps = stream.gaps.copy()
     gaps[1] += 1
     wrong = replace(stream, gaps=gaps)
@@ -326,15 +326,15 @@ def test_tables_that_would_never_end() -> None:
         bad = good.copy()
         bad[row, place] = value
         with pytest.raises(StreamError, match=message):
-            code_of(bad)
+            code_of_tables(bad)
     with pytest.raises(StreamError, match="no entry before row"):
-        code_of(np.concatenate([good[:1], np.zeros((1, 256), np.uint8), good[1:]]))
+        code_of_tables(np.concatenate([good[:1], np.zeros((1, 256), np.uint8), good[1:]]))
 
 
 def test_the_first_code_stands_where_the_end_is_zero() -> None:
-    code = Code({END: (1, 0), 120: (1, 1)})
-    tables = tables_of(code)
-    assert (tables[0] == 120).all() and dict(code_of(tables).words) == dict(code.words)
+    code = PrefixCode({END: (1, 0), 120: (1, 1)})
+    tables = df11_tables(code)
+    assert (tables[0] == 120).all() and dict(code_of_tables(tables).words) == dict(code.words)
 
 
 # In the language

@@ -20,8 +20,8 @@ from qdsl.core.numbers import number
 from qdsl.generated import ik_iq2_k
 from qdsl.infer import fit
 from qdsl.infer.function import infer_function
-from qdsl.infer.numbers import locate
-from qdsl.infer.run import InferError, Inferred, element, infer
+from qdsl.infer.numbers import locate_numbers
+from qdsl.infer.run import InferError, Inferred, infer, stored_element
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight.match import torch_dtype
 from tests.formats.test_random_specs import codes, joined
@@ -178,7 +178,7 @@ def test_numbers_in_as_many_tiles_along_rows_as_along_columns_are_placed() -> No
     """64 x 64 tiles of 64 scales, stored along K first: tiles of the diagonal are the same in both orders."""
     scales = torch.rand(4096, 64, generator=torch.Generator().manual_seed(0)).half()
     stored = scales.t().reshape(64, 64, 8, 8).transpose(2, 3).contiguous()
-    layout = locate(element("scales", stored), "f16", scales.double().numpy())
+    layout = locate_numbers(stored_element("scales", stored), "f16", scales.double().numpy())
     assert layout is not None and layout.tile.across and layout.tile.rows == 64
 
 
@@ -281,9 +281,9 @@ def test_tables_that_blocks_choose(is_reversed: bool, monkeypatch: pytest.Monkey
         tables = two_tables(codes, values, bits)
         return tables and (tables[0][::-1], tables[1], 1 - tables[2])
 
-    two_tables = fit._two_tables
+    two_tables = fit._fit_two_tables
     if is_reversed:
-        monkeypatch.setattr(fit, "_two_tables", reversed_tables)
+        monkeypatch.setattr(fit, "_fit_two_tables", reversed_tables)
     packed = ik_iq2_k.quantize(torch.randn(160, 512, generator=torch.Generator().manual_seed(1)))
     inferred = of_packed(packed)
     assert inferred.is_exact and not inferred.problems

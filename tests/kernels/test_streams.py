@@ -53,7 +53,7 @@ def packed(form: str, patterns: NDArray[np.uint16]) -> PackedWeight:
 def ready(weight: PackedWeight) -> PackedWeight:
     """With a table where a launch would copy it to, so that only what the weight holds is touched."""
     if "table" in weight.tensors:
-        weight.tensors["table"] = huffman_lanes.aligned(weight.tensors["table"])
+        weight.tensors["table"] = huffman_lanes.align_table(weight.tensors["table"])
     return weight
 
 

@@ -167,7 +167,7 @@ def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory |
                          for leaf in ("output_positions", "luts"))
     if len(positions) < 4 or len(positions) % 4:
         raise StreamError(f"output_positions have {len(positions)} bytes")
-    code = lookup.code_of(np.frombuffer(tables, np.uint8).reshape(folder.entry(group.tensors["luts"]).shape))
+    code = lookup.code_of_tables(np.frombuffer(tables, np.uint8).reshape(folder.entry(group.tensors["luts"]).shape))
     begins = np.append(np.frombuffer(positions, "<u4"), group.numbers).astype(np.int64)
     fullest = int(np.diff(begins).max())
     shortest = int(code.lengths[code.lengths > 0].min())

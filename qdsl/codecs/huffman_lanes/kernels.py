@@ -31,7 +31,7 @@ from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit
-def turn(at, inside, bits, left):
+def refill_bits(at, inside, bits, left):
     """Load 32 more bits for lanes with fewer, if they are inside the words.
 
     at: a lane's read position.  left: its number of bits minus 8, so that the next code is in the eight bits from bit `left` on.
@@ -43,7 +43,7 @@ def turn(at, inside, bits, left):
 
 
 @triton.jit
-def symbol(table, bits, left):
+def next_symbol(table, bits, left):
     """The next table entry, 128 * symbol + bits of its code; table: its address, with 9 zero bits at the end."""
     place = table | ((bits << 1 >> left.to(tl.uint64)).to(tl.uint32) & 510).to(tl.uint64)
     entry = tl.load(place.to(tl.pointer_type(tl.uint16))).to(tl.uint32)
@@ -51,32 +51,32 @@ def symbol(table, bits, left):
 
 
 @triton.jit
-def four(table, at, inside, bits, left, AT: tl.constexpr):
+def next_four(table, at, inside, bits, left, AT: tl.constexpr):
     """The next four symbols as pairs, at bit AT of each half; they take at most 32 bits."""
-    at, bits, left = turn(at, inside, bits, left)
-    e0, left = symbol(table, bits, left)
-    e1, left = symbol(table, bits, left)
-    e2, left = symbol(table, bits, left)
-    e3, left = symbol(table, bits, left)
+    at, bits, left = refill_bits(at, inside, bits, left)
+    e0, left = next_symbol(table, bits, left)
+    e1, left = next_symbol(table, bits, left)
+    e2, left = next_symbol(table, bits, left)
+    e3, left = next_symbol(table, bits, left)
     first, second = (e0 + (e1 << 16)) & 0x7F807F80, (e2 + (e3 << 16)) & 0x7F807F80
     return pairs.moved(first, AT - 7), pairs.moved(second, AT - 7), at, bits, left
 
 
 @triton.jit
-def eight(table, at, last, bits, left, AT: tl.constexpr):
+def next_eight(table, at, last, bits, left, AT: tl.constexpr):
     """The next eight symbols as pairs.  last: where the last turn of words begins; two more turns end before that."""
     inside = at.to(tl.uint64) < last
-    p0, p1, at, bits, left = four(table, at, inside, bits, left, AT)
-    p2, p3, at, bits, left = four(table, at, inside, bits, left, AT)
+    p0, p1, at, bits, left = next_four(table, at, inside, bits, left, AT)
+    p2, p3, at, bits, left = next_four(table, at, inside, bits, left, AT)
     return (p0, p1, p2, p3), at, bits, left
 
 
 @triton.jit
-def begun(words, starts, total, group, groups, lane):
+def start_lane(words, starts, total, group, groups, lane):
     """The start of a lane: its read position, and its first 32 bits."""
     start = tl.load(starts + lanes.within(group, groups))
-    return turn(words + (start.to(tl.int64) * 32 + lane), start + tl.zeros_like(lane) < total,
-                tl.zeros_like(lane + group).to(tl.uint64), tl.zeros_like(lane + group) - 8)
+    return refill_bits(words + (start.to(tl.int64) * 32 + lane), start + tl.zeros_like(lane) < total,
+                       tl.zeros_like(lane + group).to(tl.uint64), tl.zeros_like(lane + group) - 8)
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def symbols(words, starts, table, out, total, N, K, groups, runs, size, blocks, 
     ROWS: tl.constexpr = 32 // R
     first = tl.program_id(1) * size
     address, last = table.to(tl.uint64), (words + (total - 1).to(tl.int64) * 32).to(tl.uint64)
-    at, bits, left = begun(words, starts + tl.program_id(1) * groups, total, n // ROWS, groups, n % ROWS * R + i)
+    at, bits, left = start_lane(words, starts + tl.program_id(1) * groups, total, n // ROWS, groups, n % ROWS * R + i)
     for t in range(first, tl.minimum(first + size, runs)):
-        p, at, bits, left = eight(address, at, last, bits, left, 0)
+        p, at, bits, left = next_eight(address, at, last, bits, left, 0)
         k = ((t * R + i) * 8)[:, :, None] + tl.arange(0, 8)
         tl.store(out + (row * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
                  (n < N)[:, :, None] & (k < K))
@@ -115,7 +115,7 @@ def dequantize(words, starts, table, uncoded, out, total, N, K8, groups, runs, s
     ROWS: tl.constexpr = 32 // R
     first = tl.program_id(1) * size
     address, last = table.to(tl.uint64), (words + (total - 1).to(tl.int64) * 32).to(tl.uint64)
-    at, bits, left = begun(words, starts + tl.program_id(1) * groups, total, n // ROWS, groups, lane % 32)
+    at, bits, left = start_lane(words, starts + tl.program_id(1) * groups, total, n // ROWS, groups, lane % 32)
     uncoded += lanes.within(n, N).to(tl.int64) * K8 + (first * R + lane % R)
     four = tl.arange(0, BN * R * 4)
     row = tl.program_id(0) * BN + four // (4 * R)
@@ -123,7 +123,7 @@ def dequantize(words, starts, table, uncoded, out, total, N, K8, groups, runs, s
     for _ in range(0, tl.minimum(size, runs - first), TIMES):
         for j in tl.static_range(TIMES):
             more = tl.load(uncoded + j * R)
-            e, at, bits, left = eight(address, at, last, bits, left, AT)
+            e, at, bits, left = next_eight(address, at, last, bits, left, AT)
             p = to_weights(e, more.to(tl.uint32), (more >> 32).to(tl.uint32))
             tl.store(place + j * 4 * R, pairs.words(p[0], p[1], p[2], p[3]), row < N)
         uncoded += R * TIMES
@@ -156,15 +156,15 @@ def skinny(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups,
     upper = uncoded + (lanes.within(n, N).to(tl.int64) * K8 + lane % R)
     lower = uncoded + (lanes.within(n + ROWS, N).to(tl.int64) * K8 + lane % R)
     for chunk in range(chunks):
-        at0, bits0, left0 = begun(words, starts + chunk * groups, total, group, groups, lane % 32)
-        at1, bits1, left1 = begun(words, starts + chunk * groups, total, group + 1, groups, lane % 32)
+        at0, bits0, left0 = start_lane(words, starts + chunk * groups, total, group, groups, lane % 32)
+        at1, bits1, left1 = start_lane(words, starts + chunk * groups, total, group + 1, groups, lane % 32)
         for t in range(chunk * size * R, tl.minimum(chunk * size + size, runs) * R, R):   # by eight columns of a row
             more0, more1 = tl.load(upper + t), tl.load(lower + t)
             xs = ()
             for b in tl.static_range(BLOCKS):
                 xs = xs + (pairs.apart(tl.load(tokens[b] + t * 4)),)
-            e0, at0, bits0, left0 = eight(address, at0, last, bits0, left0, AT)
-            e1, at1, bits1, left1 = eight(address, at1, last, bits1, left1, AT)
+            e0, at0, bits0, left0 = next_eight(address, at0, last, bits0, left0, AT)
+            e1, at1, bits1, left1 = next_eight(address, at1, last, bits1, left1, AT)
             w = pairs.weights(tiled(to_weights(e0, more0.to(tl.uint32), (more0 >> 32).to(tl.uint32))),
                               tiled(to_weights(e1, more1.to(tl.uint32), (more1 >> 32).to(tl.uint32))), F)
             sums = ()
@@ -173,7 +173,7 @@ def skinny(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups,
                 sums = sums + (tl.dot(w, lanes.columns_of_word(v[0], v[1], v[2], v[3], F), acc[b]),)
             acc = sums
     for b in tl.static_range(BLOCKS):
-        tile.store_tile(like(acc[b], HALVES), bias, out, tl.program_id(0) * (2 * W * ROWS), m + b * ROWS, M, N)
+        tile.store_tile(sum_equal_halves(acc[b], HALVES), bias, out, tl.program_id(0) * (2 * W * ROWS), m + b * ROWS, M, N)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def tiled(p):
 
 
 @triton.jit
-def like(sums, HALVES: tl.constexpr):
+def sum_equal_halves(sums, HALVES: tl.constexpr):
     """The sums of products of equal halves of rows: [rows of w, rows of x], from [W, 16, 8]."""
     W: tl.constexpr = sums.shape[0]
     if HALVES == 1:

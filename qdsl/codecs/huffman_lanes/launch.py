@@ -28,7 +28,7 @@ def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> 
     return {"longest": int((tensors["table"] & 127).max(initial=0))}
 
 
-def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+def typical_shapes(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors that depend on the weights, for exponents of normal weights: 2.78 bits, padding included."""
     n, k = shape
     per_row, chunks = entropy.lanes_of(k)
@@ -38,7 +38,7 @@ def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
 
 def block_rows(shape: tuple[int, int]) -> int:
     """Rows that a program decodes."""
-    return _walk(*shape)[1]
+    return _lanes_and_grid(*shape)[1]
 
 
 def group_rows(shape: tuple[int, int]) -> int:
@@ -69,7 +69,7 @@ def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: 
     blocks: int32 [B], only these blocks of rows, one after the other in out.
     """
     n, k = shape
-    per_row, rows, walk, (programs, chunks) = _walk(n, k)
+    per_row, rows, walk, (programs, chunks) = _lanes_and_grid(n, k)
     turns = tensors["words"].numel() // entropy.GROUP
     arguments = _arguments(tensors)
     yield Call(kernels.symbols, (*arguments, out, turns, n, k, *walk, blocks), {"R": per_row, "BN": rows},
@@ -85,7 +85,7 @@ def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor
     tensor of those bits.
     """
     n, k = out.shape
-    per_row, rows, walk, grid = _walk(n, k)
+    per_row, rows, walk, grid = _lanes_and_grid(n, k)
     times = 1 if walk[1] % 2 or walk[2] % 2 else 2
     arguments = _arguments(tensors)
     yield Call(kernels.dequantize, (*arguments, uncoded.view(torch.int64), out.view(torch.int32),
@@ -103,7 +103,7 @@ def skinny_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, in
               bias: Tensor | None, out: Tensor, F: Any) -> Iterator[Call]:
     """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
     (m, k), n = x.shape, out.shape[1]
-    per_row, _, walk, (_, chunks) = _walk(n, k)
+    per_row, _, walk, (_, chunks) = _lanes_and_grid(n, k)
     rows = entropy.GROUP // per_row                              # of w per group, and of x per block
     blocks = 1 if m <= rows else 2 if m <= 2 * rows else 4
     warps = 1 if cdiv(n, 2 * rows) < 8 * configure.target(x.device).multiprocessors else WARPS
@@ -115,7 +115,7 @@ def skinny_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, in
                weights=2 * rows * warps * k, step=2 * warps * entropy.GROUP * 8, aligned=_alignment(arguments))
 
 
-def _walk(n: int, k: int) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
+def _lanes_and_grid(n: int, k: int) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
     """Lanes per row, rows per program, (groups per chunk, runs per lane, runs per chunk), and the grid."""
     per_row, chunks = entropy.lanes_of(k)
     runs = cdiv(k, entropy.RUN * per_row)
@@ -125,7 +125,7 @@ def _walk(n: int, k: int) -> tuple[int, int, tuple[int, int, int], tuple[int, in
 
 def _arguments(tensors: Tensors) -> tuple[Tensor, ...]:
     words, starts, table = (tensors[name].contiguous() for name in entropy.NAMES)
-    return words, starts, aligned(table)
+    return words, starts, align_table(table)
 
 
 def _alignment(arguments: tuple[Tensor, ...]) -> tuple[tuple[Tensor, int], ...]:
@@ -133,7 +133,7 @@ def _alignment(arguments: tuple[Tensor, ...]) -> tuple[tuple[Tensor, int], ...]:
     return ((arguments[-1], arguments[-1].nbytes),)
 
 
-def aligned(table: Tensor) -> Tensor:
+def align_table(table: Tensor) -> Tensor:
     """The table, copied if its address is not a multiple of its size: kernels join both by OR."""
     size = table.numel() * table.element_size()
     if table.is_meta or table.data_ptr() % size == 0:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.codecs import bits, lanes, native
-from qdsl.codecs.huffman import Code, Words, canonical, canonical_code
+from qdsl.codecs.huffman import PrefixCode, Words, canonical_code, code_of_lengths
 from qdsl.core.codecs import CODECS, StreamError
 from qdsl.host.c_functions import CFunctions
 
@@ -44,17 +44,17 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
     """The tensors of symbols u8 [N, K], of which symbol i occurs counts[i] times."""
     code = canonical_code(counts, LONGEST)
     compiled = native.functions()
-    words, turns = _streams(symbols, code) if compiled is None else _encode_natively(compiled, symbols, code)
+    words, turns = _encode_groups(symbols, code) if compiled is None else _encode_natively(compiled, symbols, code)
     return {"words": words.view(np.int32), "starts": (np.cumsum(turns).reshape(turns.shape) - turns).astype(np.int32),
-            "table": _table(code)}
+            "table": _lookup_table(code)}
 
 
-def _filler(code: Code) -> int:
+def _filler(code: PrefixCode) -> int:
     """The padding symbol: that of the shortest code."""
     return min(code.words, key=lambda symbol: code.words[symbol], default=0)
 
 
-def _streams(symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def _encode_groups(symbols: NDArray[np.uint8], code: PrefixCode) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """All words, and the number of turns of each group in each chunk: [C, groups]."""
     n, k = symbols.shape
     per_row, chunks = lanes_of(k)
@@ -63,15 +63,15 @@ def _streams(symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32]
     pad = [(0, 0), (0, RUN * per_row * runs - k)]
     rows = GROUP // per_row
     step = rows * max(1, bits.BLOCK // max(1, rows * k))         # rows that are encoded together
-    pairs = bits.Pairs(code)
+    pairs = bits.PairCodes(code)
     streams: list[list[NDArray[np.uint32]]] = [[] for _ in bounds]
     sizes: list[list[NDArray[np.int64]]] = [[] for _ in bounds]
     for first in range(0, n, step):
         part = np.pad(symbols[first:first + step], pad, constant_values=_filler(code))
-        lengths, values = _runs(part, pairs)
+        lengths, values = _join_eights(part, pairs)
         for chunk, (start, stop) in enumerate(bounds):
             shape = (len(part), runs, per_row)
-            words, size = _grouped(_lanes(lengths.reshape(shape)[:, start:stop]), _lanes(values.reshape(shape)[:, start:stop]))
+            words, size = _interleave(_lanes(lengths.reshape(shape)[:, start:stop]), _lanes(values.reshape(shape)[:, start:stop]))
             streams[chunk].append(words)
             sizes[chunk].append(size)
     turns = np.array([size for chunk_parts in sizes for part in chunk_parts for size in part], np.int64)
@@ -79,9 +79,9 @@ def _streams(symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32]
     return words, turns.reshape(chunks, -(-n // rows))
 
 
-def _encode_natively(compiled: CFunctions, symbols: NDArray[np.uint8], code: Code,
+def _encode_natively(compiled: CFunctions, symbols: NDArray[np.uint8], code: PrefixCode,
                      ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """As `_streams`, in C."""
+    """As `_encode_groups`, in C."""
     n, k = symbols.shape
     per_row, chunks = lanes_of(k)
     codes = np.zeros(256, np.uint16)                             # 256 * the code + its bits
@@ -105,9 +105,9 @@ def _bounds(runs: int, chunks: int) -> list[tuple[int, int]]:
     return [(min(runs, chunk * size), min(runs, chunk * size + size)) for chunk in range(chunks)]
 
 
-def _runs(symbols: NDArray[np.uint8], pairs: bits.Pairs) -> tuple[NDArray[np.uint8], Words]:
+def _join_eights(symbols: NDArray[np.uint8], pairs: bits.PairCodes) -> tuple[NDArray[np.uint8], Words]:
     """Joined codes of each eight adjacent symbols of a row: lengths, and bits at the upper end of 64."""
-    lengths, values = pairs.of(symbols.reshape(-1))
+    lengths, values = pairs.joined_codes(symbols.reshape(-1))
     for _ in range(2):
         values = values[0::2] | values[1::2] >> lengths[0::2]
         lengths = lengths[0::2] + lengths[1::2]
@@ -119,7 +119,7 @@ def _lanes(runs: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(runs.transpose(0, 2, 1)).reshape(runs.shape[0] * runs.shape[2], runs.shape[1])
 
 
-def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def _interleave(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """The interleaved words of lanes in groups, and the number of turns of each group."""
     ends = np.cumsum(lengths, axis=1, dtype=np.int64)
     total = ends[:, -1] if lengths.shape[1] else np.zeros(len(lengths), np.int64)
@@ -129,12 +129,12 @@ def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint
     words = np.zeros(groups * GROUP * stride + 1, np.uint64)
     if lengths.size:
         origins = np.arange(len(lengths), dtype=np.int64)[:, None] * (64 * stride)
-        bits.place(words, (ends - lengths + origins).reshape(-1), lengths.reshape(-1), values.reshape(-1))
+        bits.place_bits(words, (ends - lengths + origins).reshape(-1), lengths.reshape(-1), values.reshape(-1))
     halves = words[:-1].byteswap().view(">u4").astype(np.uint32).reshape(groups, GROUP, 2 * stride)
     return np.concatenate([halves[group, :, :turns[group]].T.reshape(-1) for group in range(groups)]), turns
 
 
-def _table(code: Code) -> NDArray[np.int16]:
+def _lookup_table(code: PrefixCode) -> NDArray[np.int16]:
     """The table by eight bits; unused entries, which exist for a single exponent, have that exponent and one bit."""
     table = np.zeros(256, np.int16)
     for symbol, (size, value) in code.words.items():
@@ -142,7 +142,7 @@ def _table(code: Code) -> NDArray[np.int16]:
     return table
 
 
-def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
+def check(tensors: Tensors, shape: tuple[int, int]) -> PrefixCode:
     """Validates tensors for [N, K], so that decoders stay inside them, and returns their code.  Raises StreamError."""
     n, k = shape
     per_row, chunks = lanes_of(k)
@@ -158,21 +158,21 @@ def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
     runs = np.array([stop - start for start, stop in _bounds(-(-k // (RUN * per_row)), chunks)])
     if (np.diff(ends[1:]).reshape(chunks, -1) > -(-LONGEST * RUN * runs[:, None] // 32)).any():
         raise StreamError("starts give a group more words than codes of its lanes can have")
-    code = _code(tensors["table"])
-    if (_table(code) != tensors["table"]).any():
+    code = _code_of_table(tensors["table"])
+    if (_lookup_table(code) != tensors["table"]).any():
         raise StreamError("table is not that of a canonical code")
     if n * k and not code.words:
         raise StreamError("table holds no code")
     return code
 
 
-def _code(table: NDArray[np.int16]) -> Code:
+def _code_of_table(table: NDArray[np.int16]) -> PrefixCode:
     """The canonical code with the lengths that a table has."""
     entries = np.unique(table).tolist()
     lengths = {entry >> 7 & 255: entry & 127 for entry in entries if entry}
     if len(lengths) < sum(entry != 0 for entry in entries) or any(not 0 < size <= LONGEST for size in lengths.values()):
         raise StreamError("table has a symbol with two lengths, or a length that is none")
-    return canonical(lengths)
+    return code_of_lengths(lengths)
 
 
 def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
@@ -197,7 +197,7 @@ def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64
 @lru_cache(maxsize=4)
 def _lookup(table: bytes) -> lanes.Lookup:
     """The lookup of a table's code, cached because building it takes longer than decoding a few rows."""
-    return lanes.Lookup(_code(np.frombuffer(table, np.int16)))
+    return lanes.Lookup(_code_of_table(np.frombuffer(table, np.int16)))
 
 
 def _decode_groups(tensors: Tensors, shape: tuple[int, int], groups: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -219,7 +219,7 @@ def _decode_groups(tensors: Tensors, shape: tuple[int, int], groups: NDArray[np.
                 used = _decode_natively(compiled, words, starts[index], stops[index], tensors["table"], part, (start, stop))
             else:
                 lookup = _lookup(tensors["table"].tobytes())
-                symbols, used = _ungrouped(words, starts[index], stops[index], RUN * (stop - start), lookup)
+                symbols, used = _decode_lanes(words, starts[index], stops[index], RUN * (stop - start), lookup)
                 part[:, start:stop] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
             _check_used(used, stops[index] - starts[index])
     return out.reshape(len(groups) * rows, -1)
@@ -243,8 +243,8 @@ def _decode_natively(compiled: CFunctions, words: NDArray[np.uint32], starts: ND
     return used
 
 
-def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64], count: int,
-               lookup: lanes.Lookup) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _decode_lanes(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64], count: int,
+                  lookup: lanes.Lookup) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Symbols [lanes, count] of groups with turns from starts to stops, and the bits of the longest lane of each group."""
     turns = stops - starts
     stride = int(turns.max(initial=0)) + 2
@@ -253,6 +253,6 @@ def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDAr
         lane_words[group * GROUP:(group + 1) * GROUP, :stop - start] = words[start:stop].T
     flat = lane_words.reshape(-1)
     at = np.arange(len(lane_words), dtype=np.int64) * (32 * stride)
-    symbols = lanes.counted(flat[:-1] << 32 | flat[1:], at, count, lookup)
+    symbols = lanes.decode_count(flat[:-1] << 32 | flat[1:], at, count, lookup)
     used = lookup.lengths.astype(np.uint8)[symbols].sum(1, dtype=np.int64).reshape(len(turns), GROUP).max(1, initial=0)
     return symbols, used

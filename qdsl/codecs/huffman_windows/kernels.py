@@ -28,7 +28,7 @@ from qdsl.runtime.libraries.triton import tl, triton
 
 
 @triton.jit
-def word(data, at, size):
+def load_word(data, at, size):
     """Bytes [at, at + 4) of the data, the first one highest; 0 for those from `size` on."""
     value = tl.zeros_like(at).to(tl.uint32)
     for i in tl.static_range(4):
@@ -37,7 +37,7 @@ def word(data, at, size):
 
 
 @triton.jit
-def entry(tables, last, bits, LEVELS: tl.constexpr):
+def look_up_symbol(tables, last, bits, LEVELS: tl.constexpr):
     """The symbol whose code begins the upper of 32 bits, and its length, by LEVELS rows of the tables and the row of lengths."""
     symbol = tl.load(tables + (bits >> 24)).to(tl.int32)
     for level in tl.static_range(1, LEVELS):
@@ -48,7 +48,7 @@ def entry(tables, last, bits, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def ahead(first, second, third, at):
+def bits_from(first, second, third, at):
     """32 bits from bit `at` of 96."""
     upper = tl.where(at < 32, first, second).to(tl.uint64)
     lower = tl.where(at < 32, second, third).to(tl.uint64)
@@ -56,7 +56,7 @@ def ahead(first, second, third, at):
 
 
 @triton.jit
-def position(positions, place):
+def load_position(positions, place):
     """Entry `place` of unaligned u32 in bytes."""
     p = positions + place * 4
     return tl.load(p).to(tl.int32) | (tl.load(p + 1).to(tl.int32) << 8) | (tl.load(p + 2).to(tl.int32) << 16) | (
@@ -73,7 +73,7 @@ def symbols(tables, data, positions, gaps, out, size, blocks, five, rows, steps,
     block = tl.program_id(0)
     window = lanes.within(block * T + tl.arange(0, T), tl.cdiv(size, 8))     # past the end the last window again; writes nothing
     at = window * 8
-    first, second, third = word(data, at, size), word(data, at + 4, size), word(data, at + 8, size)
+    first, second, third = load_word(data, at, size), load_word(data, at + 4, size), load_word(data, at + 8, size)
     bit = window.to(tl.int64) * 5
     byte = (bit // 8).to(tl.int32)
     pair = (tl.load(gaps + byte, byte < five, 0).to(tl.int32) << 8) | tl.load(gaps + byte + 1, byte + 1 < five, 0).to(tl.int32)
@@ -83,14 +83,14 @@ def symbols(tables, data, positions, gaps, out, size, blocks, five, rows, steps,
     p = gap
     count = tl.zeros_like(gap)
     for _ in range(steps):
-        _, length = entry(tables, last, ahead(first, second, third, p), LEVELS)
+        _, length = look_up_symbol(tables, last, bits_from(first, second, third, p), LEVELS)
         count += (p < stop).to(tl.int32)
         p += length
-    e = position(positions, tl.minimum(block, blocks)) + tl.cumsum(count, 0) - count
-    end = tl.minimum(e + count, position(positions, tl.minimum(block + 1, blocks)))
+    e = load_position(positions, tl.minimum(block, blocks)) + tl.cumsum(count, 0) - count
+    end = tl.minimum(e + count, load_position(positions, tl.minimum(block + 1, blocks)))
     p = gap
     for _ in range(steps):
-        symbol, length = entry(tables, last, ahead(first, second, third, p), LEVELS)
+        symbol, length = look_up_symbol(tables, last, bits_from(first, second, third, p), LEVELS)
         tl.store(out + e, symbol.to(tl.uint8), e < end)
         e += 1
         p += length

@@ -30,14 +30,14 @@ def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> 
     count = shape[0] * shape[1]
     if not count:
         return ASSUMED
-    threads = entropy.windows(tensors, count).threads
+    threads = entropy.validated_stream(tensors, count).threads
     lengths = tensors["tables"][-1]
     if lengths[FIRST_POINTER:].any():
         raise StreamError(f"luts: exponent {FIRST_POINTER + int(lengths[FIRST_POINTER:].argmax())} is the name of a row, too")
     return {"threads": threads, "levels": -(-int(lengths.max()) // 8), "steps": -(-8 * WINDOW // int(lengths[lengths > 0].min()))}
 
 
-def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+def typical_shapes(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors that depend on the weights, for exponents of normal weights: 2.591 bits, in three rows."""
     size = cdiv(2591 * shape[0] * shape[1], 8000)
     blocks = cdiv(size, WINDOW * entropy.THREADS)

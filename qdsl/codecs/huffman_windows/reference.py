@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.codecs import bits, lanes
-from qdsl.codecs.huffman import END, Code, df11_code
-from qdsl.codecs.lookup import code_of, tables_of
+from qdsl.codecs.huffman import END, PrefixCode, df11_code
+from qdsl.codecs.lookup import code_of_tables, df11_tables
 from qdsl.core.codecs import CODECS, StreamError
 
 THREADS = 512
@@ -41,17 +41,18 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64], threads: int =
     if not len(symbols):
         return {"tables": np.zeros((1, 256), np.uint8), "data": symbols, "positions": np.zeros(4, np.uint8), "gaps": symbols}
     code = df11_code(counts)
-    tables = tables_of(code)
-    stream = bits.write(symbols, counts, code)
-    windows, gaps, positions = _entries(stream, len(symbols), int(code.lengths[symbols[-1]]), threads)
-    _fill(stream, code)
+    tables = df11_tables(code)
+    stream = bits.write_stream(symbols, counts, code)
+    windows, gaps, positions = _entry_points(stream, len(symbols), int(code.lengths[symbols[-1]]), threads)
+    _fill_last_byte(stream, code)
     padded = np.zeros(-(-len(stream.data) // (8 * threads)) * threads, np.uint8)
     padded[:windows] = gaps
     return {"tables": tables, "data": stream.data, "positions": np.append(positions, len(symbols)).astype("<u4").view(np.uint8),
             "gaps": np.packbits(np.unpackbits(padded[:, None], axis=1)[:, 3:])}
 
 
-def _entries(stream: bits.Stream, count: int, last: int, threads: int) -> tuple[int, NDArray[np.uint8], NDArray[np.int64]]:
+def _entry_points(stream: bits.BitStream, count: int, last: int, threads: int,
+                  ) -> tuple[int, NDArray[np.uint8], NDArray[np.int64]]:
     """The number of windows in which a code begins, their gaps, and the first symbol of every such block.
 
     last: bits of the last code.  END counts as a code if it fills the last byte: it begins at the end of the others.
@@ -64,7 +65,7 @@ def _entries(stream: bits.Stream, count: int, last: int, threads: int) -> tuple[
     return windows, gaps, stream.starts[:windows:threads]
 
 
-def _fill(stream: bits.Stream, code: Code) -> None:
+def _fill_last_byte(stream: bits.BitStream, code: PrefixCode) -> None:
     """Fill the last byte with the first bits of END's code."""
     room = -stream.bits % 8
     if room:
@@ -73,12 +74,12 @@ def _fill(stream: bits.Stream, code: Code) -> None:
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowedStream:
     """A validated stream: code and entry points, ready to be decoded."""
     data: NDArray[np.uint8]
     count: int
     threads: int
-    code: Code
+    code: PrefixCode
     gaps: NDArray[np.uint8]
     positions: NDArray[np.int64]
 
@@ -141,7 +142,7 @@ def threads_within(limit: int, threads: int, fullest: int, shortest: int) -> int
     return most if most >= 8 else None
 
 
-def windows(tensors: Tensors, count: int, threads: int | None = None) -> Windows:
+def validated_stream(tensors: Tensors, count: int, threads: int | None = None) -> WindowedStream:
     """The validated stream for `count` symbols from a file's tensors, so that decoders stay inside them.
 
     threads: by default as many as gaps and positions allow.  Raises StreamError for other types or sizes, positions that fall or
@@ -164,7 +165,7 @@ def windows(tensors: Tensors, count: int, threads: int | None = None) -> Windows
     blocks = -(-size // (8 * fit[-1]))
     five = np.unpackbits(tensors["gaps"])[:5 * fit[-1] * blocks].reshape(-1, 5)
     gaps = np.packbits(five, axis=1)[:, 0] // 8
-    return Windows(data, count, fit[-1], code_of(tensors["tables"]), gaps, positions)
+    return WindowedStream(data, count, fit[-1], code_of_tables(tensors["tables"]), gaps, positions)
 
 
 def _sizes_fit(tensors: Tensors, threads: int) -> bool:
@@ -173,5 +174,5 @@ def _sizes_fit(tensors: Tensors, threads: int) -> bool:
 
 
 def decode(tensors: Tensors, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The symbols u8 [n] of a weight of that shape.  Raises StreamError as `windows` and `Windows.decode`."""
-    return windows(tensors, math.prod(shape)).decode() if math.prod(shape) else np.zeros(0, np.uint8)
+    """The symbols u8 [n] of a weight of that shape.  Raises StreamError as `validated_stream` and `WindowedStream.decode`."""
+    return validated_stream(tensors, math.prod(shape)).decode() if math.prod(shape) else np.zeros(0, np.uint8)

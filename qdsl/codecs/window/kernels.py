@@ -36,7 +36,7 @@ def lowest(base, AT: tl.constexpr):
 
 
 @triton.jit
-def eight(word, low, AT: tl.constexpr):
+def unpack_eight(word, low, AT: tl.constexpr):
     """The symbols of a word of codes as pairs, at bit AT of each half; low: the symbol of code 0."""
     word = word.to(tl.uint32, bitcast=True)
     upper = word >> 8
@@ -45,7 +45,7 @@ def eight(word, low, AT: tl.constexpr):
 
 
 @triton.jit
-def patched(p, stop, index, value, K):
+def load_patches(p, stop, index, value, K):
     """For patch numbers p: whether it is below `stop`, its row in the block, its column, its symbol."""
     live = p < stop
     at = tl.load(index + p, live, 0)
@@ -53,7 +53,7 @@ def patched(p, stop, index, value, K):
 
 
 @triton.jit
-def other_bits(to_weights: tl.constexpr, uncoded, row, k, K8, live):
+def load_uncoded_bits(to_weights: tl.constexpr, uncoded, row, k, K8, live):
     """The uncoded bits of columns k of rows."""
     at = row * (2 * K8) + k // 8 * 2
     zero = tl.zeros_like(k).to(tl.uint32)
@@ -79,14 +79,14 @@ def symbols(codes, base, start, index, value, out, N, K, blocks, ROWS: tl.conste
     for first in range(0, K8, STEP):
         i = first + tl.arange(0, STEP)[None, :]
         live = (n < N) & (i < K8)
-        p = eight(tl.load(codes + n.to(tl.int64) * K8 + i, live, 0), low, 0)
+        p = unpack_eight(tl.load(codes + n.to(tl.int64) * K8 + i, live, 0), low, 0)
         k = (i * 8)[:, :, None] + tl.arange(0, 8)
         tl.store(out + (inside * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
                  live[:, :, None] & (k < K))
     tl.debug_barrier()                                           # other threads may have stored the unpatched symbol
     stop = tl.load(start + block + 1)
     for first in range(tl.load(start + block), stop, PATCHES):
-        live, row, k, symbol = patched(first + tl.arange(0, PATCHES), stop, index, value, K)
+        live, row, k, symbol = load_patches(first + tl.arange(0, PATCHES), stop, index, value, K)
         tl.store(out + row.to(tl.int64) * K + k, symbol.to(tl.uint8), live)
 
 
@@ -107,7 +107,7 @@ def dequantize(codes, base, start, index, value, uncoded, uncoded64, out, out16,
     for first in range(0, K8, STEP * TIMES):
         for i in tl.static_range(TIMES):                         # one word per thread, so that it stores what it loaded
             more = tl.load(uncoded64 + i * STEP)
-            p = to_weights(eight(tl.load(codes + i * STEP), low, AT), more.to(tl.uint32), (more >> 32).to(tl.uint32))
+            p = to_weights(unpack_eight(tl.load(codes + i * STEP), low, AT), more.to(tl.uint32), (more >> 32).to(tl.uint32))
             tl.store(place + i * STEP * 4, pairs.words(p[0], p[1], p[2], p[3]), n < N)
         codes += STEP * TIMES
         uncoded64 += STEP * TIMES
@@ -116,8 +116,8 @@ def dequantize(codes, base, start, index, value, uncoded, uncoded64, out, out16,
     above = tl.program_id(0).to(tl.int64) * ROWS
     stop = tl.load(start + tl.program_id(0) + 1)
     for first in range(tl.load(start + tl.program_id(0)), stop, PATCHES):
-        live, row, k, symbol = patched(first + tl.arange(0, PATCHES), stop, index, value, K)
-        bits = other_bits(to_weights, uncoded, above + row, k, K8, live) | (symbol << AT)
+        live, row, k, symbol = load_patches(first + tl.arange(0, PATCHES), stop, index, value, K)
+        bits = load_uncoded_bits(to_weights, uncoded, above + row, k, K8, live) | (symbol << AT)
         tl.store(out16 + (above + row) * K + k, bits.to(tl.int16), live)
 
 
@@ -141,20 +141,20 @@ def skinny(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K
     for first in range(0, K8, 16 * W):
         chunk = first + warp * 16
         live = chunk + a < K8
-        code = (_four(codes + (upper * K8 + chunk + a), live, EVEN), _four(codes + (lower * K8 + chunk + a), live, EVEN))
+        code = (_load4(codes + (upper * K8 + chunk + a), live, EVEN), _load4(codes + (lower * K8 + chunk + a), live, EVEN))
         at = chunk * 2 + a // 4 * 8 + a % 4
-        high = (_four(uncoded + (upper * (2 * K8) + at), live, EVEN), _four(uncoded + (lower * (2 * K8) + at), live, EVEN))
-        more = (_four(uncoded + (upper * (2 * K8) + at + 4), live, EVEN),
-                _four(uncoded + (lower * (2 * K8) + at + 4), live, EVEN))
+        high = (_load4(uncoded + (upper * (2 * K8) + at), live, EVEN), _load4(uncoded + (lower * (2 * K8) + at), live, EVEN))
+        more = (_load4(uncoded + (upper * (2 * K8) + at + 4), live, EVEN),
+                _load4(uncoded + (lower * (2 * K8) + at + 4), live, EVEN))
         xs = ()
         for b in tl.static_range(BLOCKS):
             token = x + (lanes.within(m + b * 8 + g, M).to(tl.int64) * (4 * K8) + chunk * 4 + a // 4 * 16 + a % 4)
-            xs = xs + ((_four(token, live, EVEN), _four(token + 4, live, EVEN), _four(token + 8, live, EVEN),
-                        _four(token + 12, live, EVEN)),)
+            xs = xs + ((_load4(token, live, EVEN), _load4(token + 4, live, EVEN), _load4(token + 8, live, EVEN),
+                        _load4(token + 12, live, EVEN)),)
         for u in tl.static_range(4):
             other = high if u < 2 else more
-            upper_p = to_weights(eight(code[0][u], low, AT), _bits(other[0][u % 2 * 2]), _bits(other[0][u % 2 * 2 + 1]))
-            lower_p = to_weights(eight(code[1][u], low, AT), _bits(other[1][u % 2 * 2]), _bits(other[1][u % 2 * 2 + 1]))
+            upper_p = to_weights(unpack_eight(code[0][u], low, AT), _bits(other[0][u % 2 * 2]), _bits(other[0][u % 2 * 2 + 1]))
+            lower_p = to_weights(unpack_eight(code[1][u], low, AT), _bits(other[1][u % 2 * 2]), _bits(other[1][u % 2 * 2 + 1]))
             w = pairs.weights(upper_p, lower_p, F)
             sums = ()
             for b in tl.static_range(BLOCKS):
@@ -167,8 +167,8 @@ def skinny(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K
         token = m + b * 8 + tl.arange(0, 8)
         total = tl.sum(acc[b], 0)
         for first in range(tl.load(start + tl.program_id(0)), stop, PATCHES):
-            live, r, k, symbol = patched(first + tl.arange(0, PATCHES), stop, index, value, K)
-            bits = other_bits(to_weights, uncoded, n.to(tl.int64) + r, k, K8, live)
+            live, r, k, symbol = load_patches(first + tl.arange(0, PATCHES), stop, index, value, K)
+            bits = load_uncoded_bits(to_weights, uncoded, n.to(tl.int64) + r, k, K8, live)
             xk = tl.load(x16 + lanes.within(token, M).to(tl.int64)[:, None] * K + k[None, :]).to(tl.float32)
             mine = (live[None, :] & (r[None, :] == row))[:, None, :]
             wrong = xk * pairs.number(bits | (low & 0xFFFF), F)[None, :]
@@ -184,7 +184,7 @@ def skinny(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K
 
 
 @triton.jit
-def _four(p, live, EVEN: tl.constexpr):
+def _load4(p, live, EVEN: tl.constexpr):
     """Four words of every lane, 0 where not live."""
     if EVEN:
         return pairs.apart(tl.load(p))

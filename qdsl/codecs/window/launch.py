@@ -39,7 +39,7 @@ def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> 
     return {"patches": int(np.bincount(rows).max(initial=0))}
 
 
-def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+def typical_shapes(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors that depend on the weights, for exponents of normal weights: 5 patches in 100 000."""
     n, k = shape
     patches = cdiv(n * k, 20000)

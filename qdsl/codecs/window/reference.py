@@ -62,12 +62,12 @@ def _encode_codes(symbols: NDArray[np.uint8], base: int, patches: int,
         far = np.flatnonzero(code >= WINDOW)
         code.reshape(-1)[far] = 0
         index.append(far + start * k)
-        codes[rows] = _nibbles(np.pad(code, [(0, 0), (0, 8 * eights - k)]) if k % 8 else code)
+        codes[rows] = _pack_nibbles(np.pad(code, [(0, 0), (0, 8 * eights - k)]) if k % 8 else code)
     flat = np.concatenate(index)
     return codes, flat, symbols.reshape(-1)[flat]
 
 
-def _nibbles(code: NDArray[np.uint8]) -> NDArray[np.uint32]:
+def _pack_nibbles(code: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Words of eight codes."""
     words = np.ascontiguousarray(code).view("<u8")               # bytes 0 to 7 are columns 0 to 7
     even, odd = words & 0x00FF00FF00FF00FF, words >> 8 & 0x00FF00FF00FF00FF

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from qdsl.codecs import exponents
 from qdsl.codecs.huffman_windows import reference as huffman_windows
-from qdsl.codecs.huffman_windows.reference import THREADS, Windows
+from qdsl.codecs.huffman_windows.reference import THREADS, WindowedStream
 from qdsl.core.codecs import StreamError
 
 STREAM = {"tables": "luts", "data": "encoded_exponent", "positions": "output_positions", "gaps": "gaps"}
@@ -35,14 +35,14 @@ def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[
     numels = [len(part) for part in parts]
     if not 0 < sum(numels) < 1 << 31:
         raise StreamError(f"a group of {sum(numels)} weights: DF11 holds 1 to 2^31 - 1")
-    symbols, sign_mantissa = exponents.split(parts)
-    stream = huffman_windows.encode(symbols, exponents.count(symbols), threads)
+    symbols, sign_mantissa = exponents.split_exponents(parts)
+    stream = huffman_windows.encode(symbols, exponents.count_symbols(symbols), threads)
     tensors = {STREAM[role]: tensor for role, tensor in stream.items()}
     tensors |= {"sign_mantissa": sign_mantissa, "split_positions": np.cumsum(numels, dtype=np.int64)[:-1]}
     return {name: tensors[name] for name in NAMES}
 
 
-def stream_of(tensors: Tensors, threads: int | None = None) -> Windows:
+def stream_of(tensors: Tensors, threads: int | None = None) -> WindowedStream:
     """The validated stream of a file's group; see huffman_windows.  Raises StreamError."""
     sign_mantissa, splits = tensors.get("sign_mantissa"), tensors.get("split_positions")
     if sign_mantissa is None or sign_mantissa.dtype != np.uint8 or sign_mantissa.ndim != 1:
@@ -52,12 +52,12 @@ def stream_of(tensors: Tensors, threads: int | None = None) -> Windows:
     if splits.size and (splits[0] < 0 or splits[-1] > len(sign_mantissa) or (np.diff(splits) < 0).any()):
         raise StreamError(f"split_positions do not rise from 0 to {len(sign_mantissa)}")
     stream = {role: tensors[name] for role, name in STREAM.items() if name in tensors}
-    return huffman_windows.windows(stream, len(sign_mantissa), threads)
+    return huffman_windows.validated_stream(stream, len(sign_mantissa), threads)
 
 
 def decode(tensors: Tensors, threads: int | None = None, *, every: bool = False) -> NDArray[np.uint16]:
     """The bit patterns u16 [n] of a file's group.  every: check every gap, which takes longer.  Raises StreamError."""
     symbols = stream_of(tensors, threads).decode(every=every)
     out = np.empty(len(symbols), np.uint16)
-    exponents.join(symbols, tensors["sign_mantissa"], out)
+    exponents.join_exponents(symbols, tensors["sign_mantissa"], out)
     return out

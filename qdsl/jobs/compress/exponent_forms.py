@@ -39,7 +39,7 @@ class Form:
     def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
         """The tensors of bit patterns u16 [N, K]."""
         symbols, sign_mantissa = exponents.split_rows(patterns)
-        stream = self.of(symbols, exponents.count(symbols))
+        stream = self.of(symbols, exponents.count_symbols(symbols))
         named = {name: stream[own] for name, own in zip(self.names, self.own, strict=True)}
         return {**named, "sign_mantissa": sign_mantissa, "weight_shape": np.array(patterns.shape, np.int64)}
 

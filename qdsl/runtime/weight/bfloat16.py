@@ -39,7 +39,7 @@ def write(packed: PackedWeight, out: Tensor) -> bool:
     if arrangement == "quads":
         exponents().join_rows(symbols, uncoded, _patterns(out))
     else:
-        exponents().join(symbols, uncoded, _patterns(out).reshape(-1))
+        exponents().join_exponents(symbols, uncoded, _patterns(out).reshape(-1))
     return True
 
 
@@ -60,7 +60,7 @@ def tensors_of(variant: Variant, layout: Storage, fields: Mapping[str, Tensor | 
     if weight is None or not arrangement or not _is_plain(weight):
         return layout.tensors_of(fields, extents)
     patterns = _patterns(weight.detach().contiguous())
-    parts = exponents().split_rows(patterns) if arrangement == "quads" else exponents().split([patterns.reshape(-1)])
+    parts = exponents().split_rows(patterns) if arrangement == "quads" else exponents().split_exponents([patterns.reshape(-1)])
     return dict(zip(layout.decoded.coded, map(torch.from_numpy, parts), strict=True))
 
 

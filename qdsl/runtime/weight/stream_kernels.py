@@ -88,7 +88,7 @@ def usual(packed: PackedWeight) -> PackedWeight:
     """A weight on meta with streams as large as those of normally distributed weights."""
     tensors = dict(packed.tensors)
     for stream in packed.layout.streams.values():
-        for role, shape in implementation(stream.coding, "launch").usual(packed.shape).items():
+        for role, shape in implementation(stream.coding, "launch").typical_shapes(packed.shape).items():
             name = stream.names[role]
             tensors[name] = torch.empty(shape, dtype=tensors[name].dtype, device="meta")
     return packed.derive(tensors)

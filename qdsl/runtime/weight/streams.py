@@ -67,7 +67,7 @@ def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
 def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
     symbols = _array(tensor)
     try:
-        arrays = implementation(stream.coding).encode(symbols, exponents().count(symbols))
+        arrays = implementation(stream.coding).encode(symbols, exponents().count_symbols(symbols))
     except StreamError as error:
         raise StreamError(f"'{name}' cannot be encoded: {error}") from None
     return {role: torch.from_numpy(array).to(tensor.device) for role, array in arrays.items()}
