@@ -15,6 +15,7 @@ from qdsl.models.gguf_maps import GgufMap
 PREDICTED = "nextn_predict_layers"                               # how many of the blocks predict further tokens
 INTEGERS = ("u32[]", "i32[]", "bool[]")                          # types of arrays that llama.cpp reads for numbers of layers
 WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
+SWA_WIDTHS = ("attention.key_length_swa", "attention.value_length_swa")
 GATE = "expert_gating_func"                                      # an addition that has these keys, too
 ROUTING = ("expert_weights_norm", "expert_weights_scale", "expert_group_count", "expert_group_used_count")
 
@@ -79,6 +80,7 @@ def unused_keys(metadata: Mapping[str, Any], own: GgufMap, rotates: bool) -> lis
     unused |= {name for name in names if name in rows["rope"] and not is_read(name, own.architecture)}
     if not metadata.get(f"{start}expert_count"):
         unused |= {name for name in names if name.startswith("expert_") and is_read(name, own.architecture)} - {"expert_count"}
+    unused |= {*SWA_WIDTHS} if not is_read(WINDOWS[0], own.architecture) else set()
     unused |= {"rope.freq_base_swa"} if local.get("one_base") else set()
     unused |= {*WINDOWS} if own.model_type in rows["windowless"] and metadata.get(f"{start}block_count") != (
         rows["windowless"][own.model_type]) else set()

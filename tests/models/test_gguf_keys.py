@@ -47,9 +47,10 @@ SAMPLE = ("deepseek_v3", "falcon", "gemma3_text", "gpt_oss", "granitemoehybrid",
 STEP = 6                                                         # between the cases that are taken
 # Cases that classes cannot compute, or that only some architectures mean something by; all others have to be computed.
 REFUSED = {"norms of queries and keys", "a new key", "fewer heads of keys", "normed steps", "parallel"}
-# Windows of 0 tokens, of which llama.cpp computes no numbers without sinks.  Looking ahead, where a class cannot.  Groups of
-# Llama 4, whose router gives no logits.  Scales of Bamba, which are Granite's.
-REFUSED_OF = {*((name, "no windows") for name in table()["blind"]), *((name, "both ways") for name in table()["causal"]),
+# Keys by whose 0 llama.cpp computes no numbers.  Looking ahead, where a class cannot.  Groups of Llama 4, whose router gives no
+# logits.  Scales of Bamba, which are Granite's.
+REFUSED_OF = {*((name, case) for name, keys in table()["undefined"].items() for case, own in gguf_cases.VALUES.items()
+                if any(own.get(key) == 0 for key in keys)), *((name, "both ways") for name in table()["causal"]),
               *(("llama4_text", name) for name in gguf_cases.GROUPS),
               *(("bamba", f"scaled {what}") for what in ("logits", "attention", "residuals", "embeddings"))}
 
@@ -144,6 +145,48 @@ def test_scales_of_inputs_change_nothing(tmp_path: Path) -> None:
         with torch.no_grad():
             logits.append(model(tokens).logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_next", "llama"])
+def test_blocks_that_predict_further_tokens(model_type: str, tmp_path: Path) -> None:
+    """They are left out, and arrays end before them; llama.cpp refuses those of architectures that it knows none of."""
+    own = gguf_cases.tiny(model_type)
+    count, start = own.config.num_hidden_layers, f"{own.recorded.architecture}."
+    blocks = {name.replace(f"blk.{count - 1}.", f"blk.{count}."): tensor for name, tensor in own.tensors.items()}
+    further = {"block_count": Value.of("u32", count + 1), "nextn_predict_layers": Value.of("u32", 1)}
+    arrays = {key: Value.of(value.type, [*stated, stated[-1]]) for key, value in own.settings.items()
+              if isinstance(stated := value.decoded(), list) and len(stated) == count}
+    changed = dataclasses.replace(own, tensors={**own.tensors, **blocks}, settings={
+        **own.settings, **arrays, **{start + key: value for key, value in further.items()}})
+    path = gguf_cases.write_case(tmp_path / "model.gguf", changed, gguf_cases.Case())
+    if model_type == "llama":
+        with pytest.raises(LoadError, match="for which LlamaForCausalLM has no parameter"):
+            plugin.from_pretrained(path)
+        return
+    with torch.no_grad():
+        logits = gguf_cases.sample(plugin.from_pretrained(path, dtype=torch.float32)(torch.tensor([gguf_cases.TOKENS])).logits[0])
+    expected = torch.tensor(ANSWERS[model_type]["unchanged"])
+    assert float((logits - expected).norm() / expected.norm()) < CLOSE
+
+
+def test_tokens_are_as_many_as_rows(tmp_path: Path) -> None:
+    own = gguf_cases.tiny("llama")
+    tokens = {"tokenizer.ggml.model": Value.of("string", "gpt2"), "tokenizer.ggml.tokens": Value.of("string[]", ["a", "b", "c"])}
+    path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, settings={**own.settings, **tokens}),
+                                 gguf_cases.Case())
+    with pytest.raises(LoadError, match=r"has 3 tokens, and token_embd\.weight 128 rows"):
+        plugin.from_pretrained(path)
+
+
+def test_sampling_of_a_file(tmp_path: Path) -> None:
+    own = gguf_cases.tiny("llama")
+    for temperature, samples in ((0.5, True), (0.0, False)):
+        settings = {"general.sampling.temp": Value.of("f32", temperature), "general.sampling.top_k": Value.of("i32", 7)}
+        path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, settings={**own.settings, **settings}),
+                                     gguf_cases.Case())
+        stated = plugin.from_pretrained(path).generation_config
+        assert bool(stated.do_sample) == samples
+        assert not samples or (stated.temperature, stated.top_k) == (0.5, 7)
 
 
 # -- configs given beside a file -----------------------------------------------------------------------------------------------

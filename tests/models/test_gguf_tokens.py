@@ -111,6 +111,7 @@ def test_classes_of_characters() -> None:
     ({key: value for key, value in bpe("glm4", add_bos_token=TRUE).items() if key != GGML + "bos_token_id"},
      "tokenizer.ggml.add_bos_token is set, but the file does not name the token"),
     (scored({"▁": -9, "a": -9, "b": -9, "ab": -1, "ba": -1}), "have equal scores, and llama.cpp's choice between them cannot"),
+    (characters("t5") | {"general.name": Value.of("string", "My Phi-3")}, "special tokens take spaces of ASCII with them"),
     (scored({"a": -1, "éa": -2}), "token 'éa' has a character that is no token"),
     (characters("t5", precompiled_charsmap=("u8[]", [1, 2, 3])), "precompiled_charsmap has 3 bytes, and its trie 3"),
     (settings("gemma4", ["\n", "\n\n"], [1, 1], merges=("string[]", [])), "newlines are a token that the merges do not make"),
@@ -125,6 +126,11 @@ def test_tokens_of_equal_scores_are_merged_from_the_left() -> None:
     core = gguf_tokenizer.core_tokenizer(read(scored({"a": -9, "b": -9, "c": -9, "bc": -1, "ab": -1, "aa": -2, "aaa": -2})))
     assert core.encode("abc").tokens == ["<s>", "ab", "c"]
     assert core.encode("aaaaa").tokens == ["<s>", "aaa", "aa"]
+
+
+def test_named_templates() -> None:
+    named = {"tokenizer.chat_template": Value.of("string", "a"), "tokenizer.chat_template.tools": Value.of("string", "b")}
+    assert read(bpe("gpt-2") | named).templates == {"default": "a", "tools": "b"}
 
 
 def test_tokenizers_of_files(tmp_path: Path) -> None:
@@ -142,6 +148,15 @@ def test_tokenizers_of_files(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert [again(text)["input_ids"] for text in data("strings")] == [tokenizer(text)["input_ids"] for text in data("strings")]
+
+
+@pytest.mark.parametrize("case", ["sums, a map", "backwards"])
+def test_tokenizers_with_parts_in_python(case: str, tmp_path: Path) -> None:
+    """They decode what they encode, and are not saved."""
+    tokenizer = plugin.tokenizer(write_vocabulary(tmp_path / "model.gguf", vocabularies.cases()[case]))
+    assert tokenizer.decode(tokenizer("the 3 a", add_special_tokens=False)["input_ids"]) == "the 3 a"
+    with pytest.raises(LoadError, match=r"parts in Python, which a tokenizer\.json does not hold"):
+        tokenizer.save_pretrained(tmp_path)
 
 
 def test_generation_ends_where_llama_cpp_ends(tmp_path: Path) -> None:

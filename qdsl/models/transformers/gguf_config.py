@@ -3,9 +3,9 @@
 The class of a model type has what no file says.  Of the table, `choices` tell model types of one architecture apart, by keys that
 have to be a number, or true for any but 0, or to contain a text; `built` has entries of configs beside those that are compared;
 `fixed` has what llama.cpp does whatever the class has; `window_patterns` are its periods of layers with a window, true for those
-whose first layer has none; `windowed` have windows if a file states none; `sinks` have layers with a window of 0 tokens, of which
-llama.cpp computes no numbers for other types, `blind`; `routers` have the gate of a class, and whether it divides weights of
-experts by their sum, null for what its config says; `further` has places of tensors in other sizes of a model.
+whose first layer has none; `windowed` have windows if a file states none; `sinks` have layers with a window of 0 tokens;
+`undefined` has keys by whose 0 llama.cpp computes no numbers; `routers` have the gate of a class, and whether it divides weights
+of experts by their sum, null for what its config says; `further` has places of tensors in other sizes of a model.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ COUNTS = ("feed_forward_length", HEADS)                          # 0 in files of
 CAUSAL, GATE, NORMED, SCALE = "attention.causal", "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
 GROUPS, CHOSEN = "expert_group_count", "expert_group_used_count"
 SOFTMAX, SIGMOID = 1, 2                                          # gates
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale")
 QKV = ("attn_q", "attn_k", "attn_v")
 # Layers of which llama.cpp reads a scale of the product, and those of which it then uses it for some model types only.
 SCALED = (*QKV, "attn_output", "attn_qkv", "ssm_in", "ssm_out")
@@ -90,7 +92,9 @@ def config_of_file(file: GgufFile, own: GgufMap) -> Any:
     if not hasattr(CONFIG_MAPPING[own.model_type](), "num_attention_heads_per_layer"):
         metadata |= {key: value[0] for key in (*COUNTS, KV_HEADS)
                      if isinstance(value := metadata.get(key), list) and len({*value}) == 1}
-    metadata["block_count"] -= metadata.get(PREDICTED, 0)
+    count = metadata["block_count"]
+    layers = metadata["block_count"] = count - metadata.get(PREDICTED, 0)
+    metadata |= {key: value[:layers] for key, value in metadata.items() if isinstance(value, list) and len(value) == count}
     _check_computed(file, metadata, own)
     try:
         config = _built(file, _with_defaults(metadata, own), own)
@@ -175,7 +179,7 @@ def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> 
     for leaf in table()["unadded"].get(own.model_type, ()) if is_read else ():
         name, rule = next((name, rule) for name, rule in rules.items() if rule.sources == (leaf,))
         rules[name], unused = replace(rule, sources=("",)), [*unused, leaf]
-    if file.metadata.get(f"{own.architecture}.{PREDICTED}"):
+    if file.metadata.get(f"{own.architecture}.{PREDICTED}") and own.architecture in table()["predicting"]:
         unused += [name for name in file.tensors
                    if (block := pattern_of(name)[1]).isdecimal() and int(block) >= config.num_hidden_layers]
     kind = file.metadata.get(f"{own.architecture}.rope.scaling.type")
@@ -252,8 +256,15 @@ def _with_defaults(metadata: Mapping[str, Any], own: GgufMap) -> dict[str, Any]:
 def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> None:
     """Raises LoadError for numbers that a config takes, and its class computes otherwise than llama.cpp."""
     place = f"{file.path}: {own.architecture}"
-    if own.model_type in table()["blind"] and metadata.get(KEY) == 0:
-        raise LoadError(f"{place}.{KEY} is 0: llama.cpp computes no numbers, as tokens of these layers see nothing")
+    if zero := next((key for key in table()["undefined"].get(own.model_type, ()) if metadata.get(key) == 0), ""):
+        raise LoadError(f"{place}.{zero} is 0: llama.cpp computes no numbers by it")
+    tokens, rows = len(file.metadata.get("tokenizer.ggml.tokens", ())), file.tensors[EMBEDDING].logical_shape[0]
+    if tokens not in (0, rows):
+        raise LoadError(f"{file.path}: has {tokens} tokens, and {EMBEDDING} {rows} rows: llama.cpp loads no such file")
+    if isinstance(heads := metadata.get(HEADS), int) and heads > metadata["embedding_length"]:
+        raise LoadError(f"{place} has {heads} heads of attention for {metadata['embedding_length']} numbers")
+    if wrong := next((key for key in POSITIVE if isinstance(value := metadata.get(key, 0), float) and value < 0), ""):
+        raise LoadError(f"{place}.{wrong} is {metadata[wrong]}: it is below 0")
     if own.model_type in table()["causal"] and metadata.get(CAUSAL) is False:
         raise LoadError(f"{place}.{CAUSAL} is false: {table()['causal'][own.model_type]}")
 
@@ -267,6 +278,7 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
         numbers.setdefault(name, value if isinstance(getattr(usual, name), list) else one_number(value))
     if isinstance(heads := metadata.get(HEADS), int) and heads and _is_settable(usual, "head_dim"):
         numbers.setdefault("head_dim", metadata["embedding_length"] // heads)
+    numbers |= {name: None for name in CAPS if numbers.get(name) == 0}        # which llama.cpp takes for none
     if hasattr(usual, "mixer_rms_eps"):                          # of further norms, which have one epsilon in files
         numbers["mixer_rms_eps"] = metadata["attention.layer_norm_rms_epsilon"]
     _set_products(numbers, metadata, own, usual)

@@ -247,6 +247,9 @@ def _unigram(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.special.get("unk")
     if unknown is None:
         raise LoadError(f"{vocabulary.path}: has no tokenizer.ggml.unknown_token_id, which stands for unknown characters")
+    control = [token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind & kinds.CONTROL]
+    if wrong := next((token for token in control if SPACE in token), ""):
+        raise LoadError(f"{vocabulary.path}: control token {shown(wrong)} has a mark of spaces: it cannot be expressed: {BASE}")
     scores = _unigram_scores(vocabulary)
     matched = kinds.NORMAL | kinds.UNUSED | SPECIAL              # in a text; others, as those of bytes, are marked not to be
     texts = [token if kind & matched else MARKS[0] + token
@@ -389,7 +392,9 @@ def _mark_special_tokens(core: Tokenizer, vocabulary: Vocabulary, special: Mappi
         texts = " and ".join(map(shown, overlaps[0]))
         raise LoadError(f"{vocabulary.path}: special tokens {texts} may overlap, and llama.cpp's choice between them cannot be "
                         f"expressed: {BASE}")
-    if not overlaps and not (is_markable and vocabulary.left | vocabulary.right):
+    if vocabulary.left | vocabulary.right and kind not in ("bpe", "spm"):
+        raise LoadError(f"{vocabulary.path}: special tokens take spaces of ASCII with them, which cannot be expressed: {BASE}")
+    if not overlaps and not vocabulary.left | vocabulary.right:
         return False
     steps: list[normalizers.Normalizer] = []
     for number, token in sorted(special.items(), key=lambda entry: -sizes[entry[1]]):
