@@ -14,7 +14,7 @@ from typing import Any
 from qdsl import encode
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import tables
-from qdsl.compiler.spec.model import Param, Spec, Storage, Stored, Table, Tensor
+from qdsl.compiler.spec.model import Param, Spec, Storage, StoredOperation, Table, Tensor
 from qdsl.compiler.spec.schema import load
 from qdsl.compiler.spec.source import Source, Span, Text
 from qdsl.compiler.spec.tokens import GrammarError
@@ -101,7 +101,7 @@ def recomputed(spec: Spec) -> Spec | None:
     computed: dict[str, Table] = {}
     for table in spec.tables:
         try:
-            computed[table.name.value] = table if table.formula is None else tables.evaluated(table, computed)
+            computed[table.name.value] = table if table.formula is None else tables.evaluate_table(table, computed)
         except GrammarError:
             return None
     return replace(spec, tables=tuple(computed.values()))
@@ -128,7 +128,7 @@ def _shown(node: Any) -> str:
             return f"({_shown(node.left)} {node.op} {_shown(node.right)})"
         case g.Subscript():
             return f"{node.name}[{many(node.index)}]"
-        case g.Apply():
+        case g.CallExpr():
             keywords = [f"{key.name}={shown(value)}" for key, value in node.keywords]
             return f"{node.name}({', '.join([*map(shown, node.arguments), *keywords])})"
         case g.Type():
@@ -142,7 +142,7 @@ def _shown(node: Any) -> str:
             part = "" if node.part == "whole" else f".{node.part}{low}:{shown(node.width)}"
             text = f"{node.field.name}{index}{part}" if node.field else f"pad:{shown(node.width)}"
             return f"again({text})" if node.again else text
-        case g.Group():
+        case g.LineGroup():
             return f"{'base3' if isinstance(node, g.Digits) else ''}({shown(node.line)})"
         case g.Line():
             loops = "".join(f"{shown(loop)} " for loop in node.loops)
@@ -151,7 +151,7 @@ def _shown(node: Any) -> str:
             return " ".join("word" if digit is None else shown(digit) for digit in node.digits) or "1"
         case g.Shape():
             return f"{shown(node.type)}[{many(node.axes)}]" + (f" in {node.within.name}" if node.within else "")
-        case g.Typed():
+        case g.FieldType():
             return f"{shown(node.type)}[{many(node.index)}]"
     raise TypeError(f"no text for {type(node).__name__}")
 
@@ -185,15 +185,15 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield from _names(node, place, spec)
         case g.Negate() | g.Binary():
             yield from _operations(node, place)
-        case g.Apply():
+        case g.CallExpr():
             yield from _calls(node, place)
-        case g.Typed():
+        case g.FieldType():
             yield from _subscripts(node, spec)
         case g.Item():
             yield from _parts(node)
         case g.Shape() | g.Axis() | g.Line() | g.Digits():
             yield from _layouts(node, spec)
-        case Tensor() | Stored() | Storage():
+        case Tensor() | StoredOperation() | Storage():
             yield from _stored(node)
         case Table() | Param() | Spec():
             yield from _declared(node)
@@ -220,7 +220,7 @@ def _layouts(node: g.Shape | g.Axis | g.Line | g.Digits, spec: Spec) -> Iterator
             yield "digits", replace(node, line=replace(node.line, items=(*items, items[-1])))
 
 
-def _stored(node: Tensor | Stored | Storage) -> Iterator[Change]:
+def _stored(node: Tensor | StoredOperation | Storage) -> Iterator[Change]:
     """Lines, tensors and conditions exchanged or left out; an optional tensor that is always there."""
     match node:
         case Tensor():
@@ -228,7 +228,7 @@ def _stored(node: Tensor | Stored | Storage) -> Iterator[Change]:
             yield from [("optional", replace(node, optional=None, omitted=False))] if node.optional else []
             yield from [("optional", replace(node, omitted=False))] if node.omitted else []
             yield from _with("stored", node, "stored", _dropped(node.stored))
-        case Stored():
+        case StoredOperation():
             yield from _with("stored", node, "when", (*_dropped(node.when), *_narrowed(node.when)))
         case Storage():
             yield from _with("where", node, "where", _dropped(node.where))
@@ -290,7 +290,7 @@ def _renamed(node: Any, names: Mapping[str, str]) -> Any:
         return replace(node, name=names.get(node.name, node.name))
     if isinstance(node, g.Item):
         return replace(node, index=_renamed(node.index, names))
-    if isinstance(node, g.Group):
+    if isinstance(node, g.LineGroup):
         return replace(node, line=replace(node.line, items=_renamed(node.line.items, names)))
     if isinstance(node, g.Binary):
         return replace(node, left=_renamed(node.left, names), right=_renamed(node.right, names))
@@ -323,14 +323,14 @@ def _operations(node: g.Negate | g.Binary, place: str) -> Iterator[Change]:
     if node.op not in ("+", "*"):
         yield "operands", replace(node, left=node.right, right=node.left)
     if node.op == "/" and place != "decode":
-        yield "ceil", g.Apply("ceil", (node,), (), NOWHERE)
+        yield "ceil", g.CallExpr("ceil", (node,), (), NOWHERE)
     if place == "decode" and isinstance(node.left, g.Binary):
         yield "order", replace(node.left, right=replace(node, left=node.left.right))
     if place == "decode" and isinstance(node.right, g.Binary):
         yield "order", replace(node.right, left=replace(node, right=node.right.left))
 
 
-def _calls(node: g.Apply, place: str) -> Iterator[Change]:
+def _calls(node: g.CallExpr, place: str) -> Iterator[Change]:
     """ceil left out; another encode scheme, roles exchanged, options left out, added and changed."""
     if place != "encode":
         yield from (("ceil", argument) for argument in node.arguments)
@@ -352,7 +352,7 @@ def _calls(node: g.Apply, place: str) -> Iterator[Change]:
             yield "option", replace(node, keywords=(*node.keywords[:at], changed, *node.keywords[at + 1:]))
 
 
-def _subscripts(node: g.Typed, spec: Spec) -> Iterator[Change]:
+def _subscripts(node: g.FieldType, spec: Spec) -> Iterator[Change]:
     """Another type; a subscript too few; blocks along the other axis."""
     yield from (("type", replace(node, type=kind)) for kind in _types(node.type, spec))
     yield from (("axis", replace(node, index=index)) for index in _dropped(node.index))

@@ -414,12 +414,12 @@ def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Tables) -> Scalar:
         return -_step(expr.value, env, tables)
     if isinstance(expr, g.Subscript):
         return tables[expr.name, tuple(int(_step(part, env, tables)) for part in expr.index)]
-    if isinstance(expr, g.Apply) and expr.name == "round":
+    if isinstance(expr, g.CallExpr) and expr.name == "round":
         inner, kind = expr.arguments
         assert isinstance(kind, g.Name)
         word = str(env.get(kind.name, kind.name))
         return np.float32(value(word, nearest(word, np.float32(_step(inner, env, tables)))))
-    if isinstance(expr, g.Apply) and expr.name in FUNCTIONS:
+    if isinstance(expr, g.CallExpr) and expr.name in FUNCTIONS:
         result: Scalar = FUNCTIONS[expr.name](*(_step(part, env, tables) for part in expr.arguments))
         return result
     if not isinstance(expr, g.Binary):

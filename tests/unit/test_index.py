@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Domain, Index, bounds, divisor, substitute, text
+from qdsl.compiler.ir.index import Domain, Index, divisor, substitute, text, value_bounds
 
 PROPERTY = settings(max_examples=400, deadline=None, derandomize=True)
 NAMES = ("a", "i", "j", "n", "N", "p", "q")
@@ -363,7 +363,7 @@ def test_substitution_keeps_names_that_are_not_replaced() -> None:
 @given(EXPRESSIONS, worlds())
 def test_bounds_hold_every_value(tree: Tree, world: World) -> None:
     index = built(tree, world.domain)
-    low, high = bounds(index, world.domain)
+    low, high = value_bounds(index, world.domain)
     for values in world.values:
         assert low is None or low <= plain(tree, values)
         assert high is None or plain(tree, values) <= high
@@ -379,7 +379,7 @@ def test_bounds_of_a_sum_of_names_are_its_extremes(terms: dict[str, int], const:
         least, most = world.domain.bounds.get(name, (0, None))
         for side, end in enumerate((least, most) if coefficient > 0 else (most, least)):
             ends[side] = None if ends[side] is None or (end is None and coefficient) else ends[side] + coefficient * (end or 0)
-    assert bounds(index, world.domain) == tuple(ends)
+    assert value_bounds(index, world.domain) == tuple(ends)
 
 
 @pytest.mark.parametrize("tree, wanted", [
@@ -398,7 +398,7 @@ def test_bounds_of_a_sum_of_names_are_its_extremes(terms: dict[str, int], const:
 ])
 def test_known_bounds(tree: Tree, wanted: tuple[int | None, int | None]) -> None:
     domain = Domain({"a": (-9, 20), "i": (0, 100), "j": (0, 5), "q": (1, 7), "p": (4, None)})
-    assert bounds(built(tree, domain), domain) == wanted
+    assert value_bounds(built(tree, domain), domain) == wanted
 
 
 @PROPERTY

@@ -80,7 +80,7 @@ def field_spec_line(spec: Spec, storage: str, tensor: str, field: str) -> str:
 
 def _items(line: grammar.Line) -> list[grammar.Item]:
     """The items of a record's line, those of groups too."""
-    return [inner for item in line.items for inner in (_items(item.line) if isinstance(item, grammar.Group) else [item])]
+    return [inner for item in line.items for inner in (_items(item.line) if isinstance(item, grammar.LineGroup) else [item])]
 
 
 def _kind(tensor: Tensor) -> str:

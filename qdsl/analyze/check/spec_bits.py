@@ -28,7 +28,7 @@ def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
         return int(expr.value)
     if isinstance(expr, g.Negate):
         return -evaluate(expr.value, env)
-    assert isinstance(expr, g.Apply)
+    assert isinstance(expr, g.CallExpr)
     if expr.name == "lcm":
         return lcm(*(evaluate(a, env) for a in expr.arguments))
     (inner,) = expr.arguments
@@ -200,7 +200,7 @@ def _line_parts(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mappin
                 yield from ((name, index, low, 8 * (place == len(parts) - 1), place)
                             for place, (name, index, low, _, _) in enumerate(parts))
                 continue
-            if isinstance(item, g.Group):
+            if isinstance(item, g.LineGroup):
                 yield from _line_parts(spec, item.line, local, params)
                 continue
             if item.field is None:

@@ -8,7 +8,7 @@ from qdsl.compiler.emit.tensors import Unsupported
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index, name
 from qdsl.compiler.ir.program import Field, Program, Tensor
-from qdsl.compiler.passes.samples import divisor_of
+from qdsl.compiler.passes.samples import axis_divisor
 
 
 def axis_text(extent: Index, words: int = 1) -> str:
@@ -69,7 +69,7 @@ def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
         atom = extent.terms[0][0] if extent.terms else None
         if atom is not None and atom.op == "ceil" and atom.args[1].is_const and atom.args[0] in (name("N"), name("K")):
             dim = str(atom.args[0])
-            if all(divisor_of(dim, [v.extent for t in p.tensors for v in t.vars]) % atom.args[1].const == 0 for p in programs):
+            if all(axis_divisor(dim, [v.extent for t in p.tensors for v in t.vars]) % atom.args[1].const == 0 for p in programs):
                 extent = ix.exact(atom.args[0], atom.args[1])
         texts.append(axis_text(extent))
     return texts

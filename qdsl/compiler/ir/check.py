@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from math import prod
 
-from qdsl.compiler.ir.index import Domain, Index, bounds, flat_of
+from qdsl.compiler.ir.index import Domain, Index, flat_of, value_bounds
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
 from qdsl.core.layout import BYTE, RecordBit, spread, walk
@@ -57,18 +57,18 @@ def positions_are_at_most_weights(program: Program) -> Iterator[str]:
     domain = Domain({"N": (n, n), "K": (k, k), "n": (0, n - 1), "k": (0, k - 1), **dict.fromkeys(groups, (0, k - 1)),
                      **dict.fromkeys(program.sizes, (1, k))})
     for field in program.fields:
-        for part in (part for index in field.index for part in _parts(index)):
-            high = bounds(part, domain)[1]
+        for part in (part for index in field.index for part in _index_parts(index)):
+            high = value_bounds(part, domain)[1]
             if high is None or high > n * k:
                 yield f"{field.name} is subscripted by {part}, which is up to {high} with {n * k} weights"
 
 
-def _parts(index: Index) -> Iterator[Index]:
+def _index_parts(index: Index) -> Iterator[Index]:
     """An index, and all indices that it divides and multiplies."""
     yield index
     for atom, _ in index.terms:
         for argument in atom.args:
-            yield from _parts(argument)
+            yield from _index_parts(argument)
 
 
 @_rule

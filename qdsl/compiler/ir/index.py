@@ -25,7 +25,7 @@ class Domain:
     blocks: Mapping[str, int] = field(default_factory=dict)
 
 
-class _Hashed:
+class _HashCached:
     """Caches the hash of an expression, which is needed often because expressions nest."""
 
     __slots__ = ("_hash",)
@@ -38,7 +38,7 @@ class _Hashed:
 
 
 @dataclass(frozen=True, slots=True)
-class Atom(_Hashed):
+class Atom(_HashCached):
     """`op` is 'name', 'div' (floor), 'mod', 'ceil' (ceiling division), 'exact' (division that must divide) or 'mul'."""
 
     op: str
@@ -58,7 +58,7 @@ class Atom(_Hashed):
 
 
 @dataclass(frozen=True, slots=True)
-class Index(_Hashed):
+class Index(_HashCached):
     """A constant plus integer multiples of atoms, in normal form."""
 
     const: int = 0
@@ -102,7 +102,7 @@ class Index(_Hashed):
         """The value for given values of all names.  Raises ArithmeticError if an exact division leaves a remainder."""
         total = self.const
         for atom, coefficient in self.terms:                     # takes half the time of a sum that calls each name
-            total += coefficient * (values[atom.name] if atom.op == "name" else _value(atom, values))
+            total += coefficient * (values[atom.name] if atom.op == "name" else _evaluate_atom(atom, values))
         return total
 
 
@@ -200,12 +200,12 @@ def div(top: Index, bottom: Index | int, domain: Domain = Domain()) -> Index:
     if by == 1:
         return top
     whole, remainder = _split(top, by)
-    low, high = bounds(remainder, domain)
+    low, high = value_bounds(remainder, domain)
     if low is not None and high is not None and low // by == high // by:
         return whole + low // by
     for step in _steps(remainder, by):
         big, small = _split(remainder, step)
-        low, high = bounds(small, domain)
+        low, high = value_bounds(small, domain)
         if low is not None and high is not None and low >= 0 and high < step:
             return whole + div(big, by // step, domain)
     return whole + Index(0, ((Atom("div", args=(remainder, bottom)), 1),))
@@ -218,12 +218,12 @@ def mod(top: Index, bottom: Index | int, domain: Domain = Domain()) -> Index:
         return Index(0, ((Atom("mod", args=(top, bottom)), 1),))
     by = bottom.const
     _, remainder = _split(top, by)
-    low, high = bounds(remainder, domain)
+    low, high = value_bounds(remainder, domain)
     if low is not None and high is not None and low // by == high // by:
         return remainder - by * (low // by)
     for step in _steps(remainder, by):
         big, small = _split(remainder, step)
-        low, high = bounds(small, domain)
+        low, high = value_bounds(small, domain)
         if low is not None and high is not None and low >= 0 and high < step:
             return mod(big, by // step, domain) * step + small
     return Index(0, ((Atom("mod", args=(remainder, bottom)), 1),))
@@ -272,7 +272,7 @@ def _rebuild(op: str, left: Index, right: Index, domain: Domain) -> Index:
     return mod(left, right, domain) if op == "mod" else {"ceil": ceil, "exact": exact, "mul": multiply}[op](left, right)
 
 
-def bounds(index: Index, domain: Domain) -> tuple[int | None, int | None]:
+def value_bounds(index: Index, domain: Domain) -> tuple[int | None, int | None]:
     """Inclusive bounds; None for an unbounded side."""
     low: int | None = index.const
     high: int | None = index.const
@@ -296,7 +296,7 @@ def divisor(index: Index, domain: Domain) -> int:
     return common
 
 
-def _value(atom: Atom, values: Mapping[str, int]) -> int:
+def _evaluate_atom(atom: Atom, values: Mapping[str, int]) -> int:
     if atom.op == "name":
         return values[atom.name]
     first, second = atom.args
@@ -327,7 +327,7 @@ def _div_by_name(top: Index, bottom: Index, domain: Domain) -> Index:
     alone = bottom.terms[0][0].name if len(bottom.terms) == 1 and not bottom.const and bottom.terms[0][1] == 1 else ""
     for step in sorted({gcd(c, domain.blocks.get(alone, common)) for _, c in top.terms}, reverse=True):
         big, small = _split(top, step)
-        low, high = bounds(small, domain)
+        low, high = value_bounds(small, domain)
         if step > 1 and low is not None and high is not None and low >= 0 and high < step:
             if common % step == 0:
                 return Index(0, ((Atom("div", args=(big, div(bottom, step, domain))), 1),))
@@ -339,7 +339,7 @@ def _div_by_name(top: Index, bottom: Index, domain: Domain) -> Index:
 def _atom_bounds(atom: Atom, domain: Domain) -> tuple[int | None, int | None]:
     if atom.op == "name":
         return domain.bounds.get(atom.name, (0, None))
-    (low, high), (small, large) = (bounds(argument, domain) for argument in atom.args)
+    (low, high), (small, large) = (value_bounds(argument, domain) for argument in atom.args)
     if atom.op == "mod" and large is not None:
         return 0, large - 1 if high is None or low is None or low < 0 else min(high, large - 1)
     if low is None or small is None or low < 0 or small < 0:

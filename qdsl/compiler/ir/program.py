@@ -117,7 +117,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StoredChange:
     """stored = packed + amount modulo 2^bits, or packed ^ amount, on the words of a tensor (`field` None) or on one field.
 
     `op` is '+' or '^'; amount is signed.
@@ -178,7 +178,7 @@ class Tensor:
     lines: tuple[Line, ...]
     record_bits: int
     placements: tuple[Placement, ...]
-    stored: Change | None
+    stored: StoredChange | None
     optional: bool
     omitted: bool
     aliases: tuple[str, ...]
@@ -342,7 +342,7 @@ class Encode:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class UnrolledDigit:
     """A digit that a kernel unrolls: each of its `extent` values moves `axis` by `weight`."""
 
     name: str
@@ -352,7 +352,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class IterationUnits:
     """How a kernel iterates over the weight: by words of `tensor`, whose variable along `last` is contiguous in memory.
 
     digits: the variables of the unit, slowest first: (name, weight in k, extent or None).  lanes: the weights of a unit.  whole:
@@ -363,7 +363,7 @@ class Units:
     last: str
     tiles: Mapping[str, int]
     digits: tuple[tuple[str, int, int | None], ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[UnrolledDigit, ...]
     whole: bool
 
 
@@ -387,7 +387,7 @@ class Program:
     values: tuple[Value, ...] = ()
     affine: Affine | None = None
     encode: Encode | None = None
-    units: Units | None = None
+    units: IterationUnits | None = None
     row_codes: RowCodes | None = None
     plus: tuple[Branch, ...] = ()
 

@@ -10,10 +10,10 @@ from qdsl.compiler.ir.program import Placement, Program, Section, Tensor, Terms,
 
 def text(program: Program) -> str:
     """One section per part that the passes so far have filled in."""
-    return "\n".join(line.rstrip() for line in _lines(program)) + "\n"
+    return "\n".join(line.rstrip() for line in _program_lines(program)) + "\n"
 
 
-def _lines(program: Program) -> Iterator[str]:
+def _program_lines(program: Program) -> Iterator[str]:
     params = ", ".join(f"{name} = {value}" for name, value in program.params.items())
     sizes = f"  sizes {', '.join(program.sizes)}" if program.sizes else ""
     yield f"program {program.spec.name}.{program.storage}{f'  at {params}' if params else ''}{sizes}"
@@ -30,15 +30,15 @@ def _lines(program: Program) -> Iterator[str]:
     if program.tensors:
         yield "tensors"
     for tensor in program.tensors:
-        yield from _tensor(tensor)
+        yield from _tensor_lines(tensor)
     for branch in program.plus:
         yield f"plus {branch.kind}"
         yield from (f"  {tensor.name} {tensor.stored_kind} {_list(tensor.axes)}: {tensor.role} of digits "
                     f"{_list(tensor.digits)}, by subscripts {tensor.order}" for tensor in branch.tensors)
     if program.values:
         yield "values"
-        yield from (f"  %{number:<3} {_value(value)}" for number, value in enumerate(program.values))
-    yield from _affine(program)
+        yield from (f"  %{number:<3} {_value_text(value)}" for number, value in enumerate(program.values))
+    yield from _affine_lines(program)
     if program.encode is not None:
         encode = program.encode
         shown = [f"{key} = {value}" for key, value in {**encode.roles, **encode.options, **encode.constants}.items()]
@@ -52,7 +52,7 @@ def _lines(program: Program) -> Iterator[str]:
         yield f"lanes {lanes or 'none'}"
 
 
-def _tensor(tensor: Tensor) -> Iterator[str]:
+def _tensor_lines(tensor: Tensor) -> Iterator[str]:
     axes: list[str] = []
     for axis in tensor.axes:
         shown = [f"{digit} < {tensor.var(digit).extent}{'' if tensor.var(digit).exact else ' padded'}" if digit else
@@ -63,7 +63,7 @@ def _tensor(tensor: Tensor) -> Iterator[str]:
     notes += [_stored(tensor)] if tensor.stored else []
     notes += [_section(tensor.section)] if tensor.section else []
     yield f"  {tensor.name} {tensor.element.name} [{', '.join(axes)}]  {', '.join(notes)}"
-    yield from (line for placement in tensor.placements for line in _placement(placement))
+    yield from (line for placement in tensor.placements for line in _placement_lines(placement))
 
 
 def _section(section: Section) -> str:
@@ -75,7 +75,7 @@ def _stored(tensor: Tensor) -> str:
     return f"stored = {tensor.stored.field or 'word'} {tensor.stored.op} {tensor.stored.amount}"
 
 
-def _placement(placement: Placement) -> Iterator[str]:
+def _placement_lines(placement: Placement) -> Iterator[str]:
     tiles = ", ".join(_tile(digits, extent) for digits, extent in zip(placement.digits, placement.extents, strict=True))
     yield f"    {placement.field:<6} {'flat ' if placement.flat else ''}tiles [{tiles}]"
     for part in placement.slices:
@@ -89,7 +89,7 @@ def _tile(digits: tuple[str, ...], extent: int) -> str:
     return f"{extent} {digits[0] or 'one'}" if digits[1:] in ((), ("",)) else " ".join(digit or str(extent) for digit in digits)
 
 
-def _value(value: Value) -> str:
+def _value_text(value: Value) -> str:
     args = ", ".join(f"%{arg}" for arg in value.args)
     what = f"{value.op} {value.name} {args}".rstrip() if value.name else f"const {value.const!r}" if value.op == "const" else \
         f"{value.op} {args}"
@@ -101,7 +101,7 @@ def _list(items: tuple[Index, ...]) -> str:
     return f"[{', '.join(map(str, items))}]"
 
 
-def _affine(program: Program) -> Iterator[str]:
+def _affine_lines(program: Program) -> Iterator[str]:
     if (affine := program.affine) is not None:
         parts = {"code": affine.code, "levels": affine.table, "scale": _terms(affine.scale), "zero": _terms(affine.zero),
                  "offset": _terms(affine.offset), "columns": affine.columns}

@@ -46,7 +46,7 @@ def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None
     problems = Problems()
     authored = choose_variants(spec, problems)
     problems.stop()
-    programs = _passed(authored, problems, after)
+    programs = _run_passes(authored, problems, after)
     choices: dict[tuple[tuple[str, int | str], ...], list[Program]] = {}
     for program in programs:
         choices.setdefault(tuple(program.params.items()), []).append(program)
@@ -54,7 +54,7 @@ def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None
         _check_defaults(group, problems)
     problems.stop()
     derived = [planar for group in choices.values() if (planar := derive_planar(group)) is not None]
-    return (*programs, *_passed(derived, problems, after))
+    return (*programs, *_run_passes(derived, problems, after))
 
 
 def _check_defaults(programs: list[Program], problems: Problems) -> None:
@@ -68,7 +68,7 @@ def _check_defaults(programs: list[Program], problems: Problems) -> None:
                                                 f"{defaults[field]} in another")
 
 
-def _passed(programs: list[Program], problems: Problems, after: Callable[[str, Program], None] | None) -> list[Program]:
+def _run_passes(programs: list[Program], problems: Problems, after: Callable[[str, Program], None] | None) -> list[Program]:
     for step in PASSES:
         programs = [step(program, problems) for program in programs]
         problems.stop()

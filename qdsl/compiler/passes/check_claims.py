@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import prod
 
 from qdsl.compiler.ir.program import Program, Tensor
-from qdsl.compiler.passes.samples import divisor_of, samples, size_axis
+from qdsl.compiler.passes.samples import axis_divisor, samples, size_axis
 from qdsl.compiler.spec.source import Problems
 from qdsl.core.codecs import CODECS
 from qdsl.core.shapes import axis, seen_shape
@@ -30,16 +30,16 @@ def check_claims(program: Program, problems: Problems) -> Program:
         if measured != Fraction(str(claim.value)):
             problems.add(claim.name.span, f"the spec claims {claim.value:g} {claim.name}, and '{program.storage}' has "
                                           f"{float(measured):g}")
-    _check_seen(program, problems)
+    _check_file_shape(program, problems)
     return program
 
 
 def _bytes_per_row(tensor: Tensor) -> Fraction:
     """The bytes per row, for the rows over which records are counted."""
-    return Fraction(tensor.record_bits, 8 * divisor_of("N", [var.extent for var in tensor.vars]))
+    return Fraction(tensor.record_bits, 8 * axis_divisor("N", [var.extent for var in tensor.vars]))
 
 
-def _check_seen(program: Program, problems: Problems) -> None:
+def _check_file_shape(program: Program, problems: Problems) -> None:
     """Adds a problem if the shape in files has another number of elements than the tensor."""
     defined = [var.extent for tensor in program.tensors for var in tensor.vars]
     for name, tensors in program.stored.items():
@@ -70,7 +70,7 @@ def bits_per_weight(program: Program) -> Fraction:
     """Stored bits per weight of a large matrix of whole blocks, with the default sizes; for a stream without its coded part."""
     extents = [var.extent for tensor in program.tensors for var in tensor.vars]
     sizes = {p.name.value: p.values[0] for p in program.spec.params if p.name.value in program.sizes}
-    n, k = (divisor_of(axis, extents) * (1 << 14) for axis in ("N", "K"))
+    n, k = (axis_divisor(axis, extents) * (1 << 14) for axis in ("N", "K"))
     for value in sizes.values():
         n, k = (n * max(1, int(value)), k * max(1, int(value)))
     n, k = program.spec.fixed.get("N", n), program.spec.fixed.get("K", k)

@@ -15,7 +15,7 @@ from math import prod
 
 from qdsl.compiler.ir.index import Index, ceil, exact, text
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
-from qdsl.compiler.passes.samples import SampleSizes, distinct, sample_sizes, samples_of
+from qdsl.compiler.passes.samples import SampleSizes, distinct_samples, sample_sizes, samples_of
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
 from qdsl.core.layout import Clash, Line, coverage, walk
 from qdsl.core.text import counted
@@ -31,7 +31,7 @@ def check_coverage(program: Program, problems: Problems) -> Program:
     """
     stored: dict[str, set[int]] = {}
     for tensor in program.tensors:
-        is_whole = _check_words(tensor, problems)
+        is_whole = _is_whole_elements(tensor, problems)
         for placement in tensor.placements:
             _check_tile(program, tensor, placement, stored, problems if is_whole else Problems())
     storage = next(s for s in program.spec.storages if s.name.value == program.storage)
@@ -50,7 +50,7 @@ def check_coverage(program: Program, problems: Problems) -> Program:
     return replace(program, tensors=tuple(_check_extents(program, tensor, problems) for tensor in program.tensors))
 
 
-def _check_words(tensor: Tensor, problems: Problems) -> bool:
+def _is_whole_elements(tensor: Tensor, problems: Problems) -> bool:
     """Whether a record is whole elements; if not, checks of its elements would only repeat the error."""
     span = tensor.record_span
     if tensor.record_bits % tensor.element.bits:
@@ -89,8 +89,8 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: 
     stored.setdefault(field.name, set()).update(bits)
     clash = _clash(tensor.lines, field.name, placement.extents, frozenset(bits))
     if clash is not None:
-        remedies = _spacing(tensor, placement, field.name)
-        problems.add(_line_span(program, tensor, clash), _describe(field, placement, clash), *remedies,
+        remedies = _spacing_note(tensor, placement, field.name)
+        problems.add(_line_span(program, tensor, clash), _describe_clash(field, placement, clash), *remedies,
                      *_first_broken_weight(field, placement, clash))
 
 
@@ -99,7 +99,7 @@ def _clash(lines: tuple[Line, ...], field: str, extents: tuple[int, ...], bits: 
     return coverage([piece for piece in walk(lines) if piece.field == field], extents, bits)
 
 
-def _describe(field: Field, placement: Placement, clash: Clash) -> str:
+def _describe_clash(field: Field, placement: Placement, clash: Clash) -> str:
     element = f"{field.name}[{', '.join(map(str, clash.index))}]" if clash.index else field.name
     if any(not 0 <= i < extent for i, extent in zip(clash.index, placement.extents, strict=True)):
         box = " x ".join(map(str, placement.extents))
@@ -110,7 +110,7 @@ def _describe(field: Field, placement: Placement, clash: Clash) -> str:
     return f"bit {clash.bit} of {element} is stored {len(clash.pieces)} times, at record bits {places}"
 
 
-def _spacing(tensor: Tensor, placement: Placement, field: str) -> list[str]:
+def _spacing_note(tensor: Tensor, placement: Placement, field: str) -> list[str]:
     """A note for records that store more elements than they are apart: `32*g` where `64*g` is meant."""
     stored = [piece.index for piece in walk(tensor.lines) if piece.field == field]
     notes = []
@@ -153,7 +153,7 @@ def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tens
     inexact: set[str] = set()
     spare: set[str] = set()
     for placement in tensor.placements:
-        for digits, tile, extent, fit in _fits(program, tensor, placement):
+        for digits, tile, extent, fit in _coordinate_fits(program, tensor, placement):
             inexact.update(digits if not fit.is_exact else ())
             spare.update(digits if fit.is_spare else ())
             if fit.mismatch is not None:
@@ -195,7 +195,7 @@ def _axis_span(program: Program, tensor: Tensor, digits: list[str]) -> Span:
     return next((loop.span for loop in loops if loop.name in digits), tensor.span)
 
 
-def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tuple[list[str], int, Index, Fit]]:
+def _coordinate_fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tuple[list[str], int, Index, CountFit]]:
     """(variables, tile, extent, fit) for each coordinate that has more than one element per record."""
     wanted = list(program.field(placement.field).extents)
     if placement.flat:
@@ -205,11 +205,11 @@ def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tu
         names = [name for name in digits if name]
         counts = tuple(tensor.var(name).extent for name in names)
         if tile != 1 or counts != (extent,):
-            yield names, tile, extent, _fit(sample_sizes(program), defined, counts, tile, extent)
+            yield names, tile, extent, _count_fit(sample_sizes(program), defined, counts, tile, extent)
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class CountFit:
     """How records of a tile count elements.  mismatch: the records, elements and sizes at which they are too few or too many."""
 
     is_tried: bool = False
@@ -219,23 +219,23 @@ class Fit:
 
 
 @lru_cache(maxsize=1 << 12)                                      # tensors, storages and edited specs repeat the question
-def _fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ...], tile: int, extent: Index) -> Fit:
+def _count_fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ...], tile: int, extent: Index) -> CountFit:
     """Compare tile * product of `counts` with `extent`, at sample sizes for which all of `defined` have values."""
-    fit = Fit()
+    fit = CountFit()
     read = set[str]().union(*(index.names() for index in (*counts, extent)))
-    for sample in distinct(samples_of(sizes, defined), sorted(read)):
+    for sample in distinct_samples(samples_of(sizes, defined), sorted(read)):
         numbers, elements = [count(sample) for count in counts], extent(sample)
         records = prod(numbers)
-        steps = [_step(count, sample) for count in counts]
+        steps = [_count_step(count, sample) for count in counts]
         less = min((records - records // number * step for number, step in zip(numbers, steps, strict=True) if number), default=0)
-        fit = Fit(True, fit.is_exact and tile * records == elements,
-                  fit.is_spare or (max(steps, default=1) > 1 and tile * (records - 1) >= elements))
+        fit = CountFit(True, fit.is_exact and tile * records == elements,
+                       fit.is_spare or (max(steps, default=1) > 1 and tile * (records - 1) >= elements))
         if tile * records < elements or (tile * less >= elements and records):
             return replace(fit, mismatch=(records, elements, sample))
     return fit
 
 
-def _step(extent: Index, sample: Mapping[str, int]) -> int:
+def _count_step(extent: Index, sample: Mapping[str, int]) -> int:
     """The step of a number of records: 8 for `8 * ceil(K / 1024)` and for `1024 * ceil(K / 1024) / 128`."""
     by = 1
     if len(extent.terms) == 1 and extent.terms[0][0].op == "exact":

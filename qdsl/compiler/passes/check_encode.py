@@ -36,7 +36,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
     >>> shown(more="encode: signmax(code=q, scale=d, divisor=-8, by=exact, ties=up)")   # the offset is that of decode
     encode signmax: code = q, scale = d, divisor = -8, by = exact, ties = up, offset = 8
     >>> shown(more="encode: absmax(code=q, scale=d)")
-    error: 'absmax' of codes that are u4 needs 'divisor'
+    error: 'absmax' of codes that are u4 needs 'divisor', such as divisor=7
     """
     call = program.spec.encode
     if call is None:
@@ -48,10 +48,10 @@ def check_encode(program: Program, problems: Problems) -> Program:
         near = did_you_mean(call.name, SCHEMES)
         problems.add(call.span, f"unknown encode scheme '{call.name}'{near}", *([] if near else _remedies(program, {})))
         return program
-    roles, options = _arguments(program, call, scheme, problems)
+    roles, options = _read_arguments(program, call, scheme, problems)
     if problems:
         return program
-    constants = _constants(program, scheme, roles)
+    constants = _match_decode(program, scheme, roles)
     if constants is None:
         _add_difference(program, call, scheme, roles, problems)
         return program
@@ -69,7 +69,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
     return replace(program, encode=Encode(call.name, roles, options, constants, scheme.open(code), scheme.takes_importance(code)))
 
 
-def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Problems) -> tuple[dict[str, str], Options]:
+def _read_arguments(program: Program, call: g.CallExpr, scheme: Scheme, problems: Problems) -> tuple[dict[str, str], Options]:
     """(field of each role, options) from the spec's call of the scheme."""
     roles: dict[str, str] = {}
     options: Options = {}
@@ -80,9 +80,9 @@ def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Proble
         if key.name in roles or key.name in options:
             problems.add(key.span, f"'{key.name}' stands here twice")
         elif key.name in scheme.roles:
-            _role(program, scheme, key, value, roles, problems)
+            _read_role(program, scheme, key, value, roles, problems)
         elif key.name in scheme.options:
-            _option(scheme, key, value, options, problems)
+            _read_option(scheme, key, value, options, problems)
         else:
             problems.add(key.span, f"'{call.name}' has no role or option '{key.name}'"
                                    f"{did_you_mean(key.name, (*scheme.roles, *scheme.options))}")
@@ -92,22 +92,22 @@ def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Proble
     return roles, options
 
 
-def _constants(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Constants | None:
+def _match_decode(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Constants | None:
     """The constants of the first pattern of the scheme that matches decode; None if none does."""
     for i, pattern in enumerate(scheme.patterns):
         parsed = g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
-        constants = _matched(program, roles, parsed, _without_columns(program))
+        constants = _match_pattern(program, roles, parsed, _without_column_factor(program))
         if constants is not None:
             return {**constants, scheme.which: i} if scheme.which else constants
     return None
 
 
-def _add_difference(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], problems: Problems) -> None:
+def _add_difference(program: Program, call: g.CallExpr, scheme: Scheme, roles: Mapping[str, str], problems: Problems) -> None:
     """Adds a problem for a decode that the scheme does not invert, with what decode should be, or the scheme that inverts it."""
     def as_spec(pattern: str) -> str:
         return re.sub("[a-z_]+", lambda word: roles.get(word[0], word[0]), pattern)
 
-    unread = [name for name in roles.values() if name not in _read(program, program.values[-1])]
+    unread = [name for name in roles.values() if name not in _names_read(program, program.values[-1])]
     wanted = " or ".join(as_spec(pattern) for pattern in scheme.patterns if all(
         re.search(rf"\b{role}\b", pattern) for role in roles if role != "sums")) or " or ".join(map(as_spec, scheme.patterns))
     remedies, decode = _remedies(program, roles), program.spec.decode.span
@@ -119,13 +119,13 @@ def _add_difference(program: Program, call: g.Apply, scheme: Scheme, roles: Mapp
 
 def _remedies(program: Program, roles: Mapping[str, str], name: str = "") -> list[str]:
     """A note with a call that inverts decode, where there is one: of the scheme `name`, or else of the first."""
-    calls = sorted(_inverting(program, roles), key=lambda call: not call.startswith(f"{name}("))
+    calls = sorted(_inverting_calls(program, roles), key=lambda call: not call.startswith(f"{name}("))
     return [f"'{call}' inverts this decode" for call in calls[:1]]
 
 
-def _inverting(program: Program, roles: Mapping[str, str]) -> Iterator[str]:
+def _inverting_calls(program: Program, roles: Mapping[str, str]) -> Iterator[str]:
     """Calls of schemes that invert decode with fields of the format, those with the roles' fields first."""
-    read = _read(program, program.values[-1])
+    read = _names_read(program, program.values[-1])
     fields = sorted((field.name for field in program.fields if field.number is not None and field.name in read),
                     key=lambda name: name not in roles.values())
     for name, scheme in SCHEMES.items():
@@ -134,14 +134,14 @@ def _inverting(program: Program, roles: Mapping[str, str]) -> Iterator[str]:
             chosen = dict(zip(needed, order, strict=True))
             numbers = {role: program.field(field).number for role, field in chosen.items()}
             fits = all(number is not None and KINDS[scheme.roles[role]][1](number) for role, number in numbers.items())
-            if fits and _constants(program, scheme, chosen) is not None:
+            if fits and _match_decode(program, scheme, chosen) is not None:
                 code = numbers["code"]
                 of_integers = () if code is None or code.is_float else scheme.of_integers
                 further = [f"{option}=..." for option in (*scheme.required, *of_integers) if option not in scheme.roles]
                 yield f"{name}({', '.join([*(f'{role}={field}' for role, field in chosen.items()), *further])})"
 
 
-def _without_columns(program: Program) -> Value:
+def _without_column_factor(program: Program) -> Value:
     """Decode without a factor of columns whose default is 1, because a scheme does not choose it."""
     value = program.values[-1]
     if program.affine is None or not program.affine.columns or value.op not in ("*", "/"):
@@ -149,17 +149,19 @@ def _without_columns(program: Program) -> Value:
     name = program.affine.columns.removeprefix("/")
     left, right = (program.values[arg] for arg in value.args)
     is_missing = name in program.unstored and program.unstored[name].is_const and program.unstored[name].const == 1
-    return left if is_missing and _reads(program, right, name) else right if is_missing and _reads(program, left, name) else value
+    if is_missing and _is_field(program, right, name):
+        return left
+    return right if is_missing and _is_field(program, left, name) else value
 
 
-def _reads(program: Program, value: Value, name: str) -> bool:
+def _is_field(program: Program, value: Value, name: str) -> bool:
     """Whether a value is just this field."""
     while value.op == "float":
         value = program.values[value.args[0]]
     return value.op == "field" and value.name == name
 
 
-def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: Constants, code: Number, problems: Problems,
+def _check_options(call: g.CallExpr, scheme: Scheme, options: Options, constants: Constants, code: Number, problems: Problems,
                    ) -> None:
     """Adds a problem for options of the spec that do not suit the type of its codes."""
     for word in () if code.is_float else scheme.of_integers:
@@ -175,7 +177,7 @@ def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: C
             problems.add(key.span, "'lost' is for codes with an offset and by=exact")
 
 
-def _check_storage_options(program: Program, call: g.Apply, scheme: Scheme, code: Number, problems: Problems) -> None:
+def _check_storage_options(program: Program, call: g.CallExpr, scheme: Scheme, code: Number, problems: Problems) -> None:
     """Adds a problem if a storage sets options that callers cannot choose, or illegal values."""
     offered = scheme.open(code)
     for option, choice in program.authored.options:
@@ -190,7 +192,7 @@ def _check_storage_options(program: Program, call: g.Apply, scheme: Scheme, code
                          f"'{option}' is no option of '{call.name}' that a caller chooses{did_you_mean(option.value, offered)}")
 
 
-def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:
+def _read_role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:
     fields = {field.name: field for field in program.fields if field.number is not None}
     if not isinstance(value, g.Name) or value.name not in fields:
         shown = value.name if isinstance(value, g.Name) else "an expression"
@@ -206,7 +208,7 @@ def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: d
         problems.add(value.span, f"{words}; '{value.name}' is {number.name}")
 
 
-def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: Options, problems: Problems) -> None:
+def _read_option(scheme: Scheme, key: g.Name, value: g.Expr, options: Options, problems: Problems) -> None:
     allowed = scheme.options[key.name]
     if allowed is None:
         sign = -1 if isinstance(value, g.Negate) else 1
@@ -224,7 +226,7 @@ def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: Options, proble
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], constants: Constants,
+def _check_blocks(program: Program, call: g.CallExpr, scheme: Scheme, roles: Mapping[str, str], constants: Constants,
                   problems: Problems) -> None:
     """Checks that fields of one level share a subscript, and that super-blocks, and grid rows in them, are whole blocks of a row.
 
@@ -247,7 +249,7 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
     nested = [role for role in ("code", "shift", "scale", "super_scale")[0 if "grid" in constants else 1:] if role in roles]
     if scheme.of_rows and [str(i) for i in program.field(roles["super_scale"]).index] == ["n"]:
         nested.remove("super_scale")
-    sizes = [_length(program.field(roles[role]).index) for role in nested]
+    sizes = [_block_columns(program.field(roles[role]).index) for role in nested]
     whole = [size for size in sizes if size is not None]
     if len(whole) < len(sizes) or any(large % small for small, large in pairwise(whole)):
         problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
@@ -255,7 +257,7 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
         _check_rows(program, call, roles, constants, whole, problems)
 
 
-def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], levels: Sequence[tuple[str, ...]],
+def _check_levels(program: Program, call: g.CallExpr, roles: Mapping[str, str], levels: Sequence[tuple[str, ...]],
                   problems: Problems) -> None:
     """Adds a problem if fields of one level have different subscripts."""
     for level in levels:
@@ -265,7 +267,7 @@ def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], lev
                 problems.add(call.span, f"'{roles[present[0]]}' and '{roles[role]}' belong to different blocks")
 
 
-def _check_entries(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
+def _check_entries(program: Program, call: g.CallExpr, roles: Mapping[str, str], problems: Problems) -> None:
     """Adds a problem unless a stored table has a level for every code."""
     code, levels = (program.field(roles[role]) for role in ("code", "levels"))
     if levels.table != (1 << code.bits,):
@@ -275,10 +277,10 @@ def _check_entries(program: Program, call: g.Apply, roles: Mapping[str, str], pr
         problems.add(call.span, f"'{call.name}' chooses one table for all of the weight, and '{levels.name}' is of blocks")
 
 
-def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
+def _check_sums(program: Program, call: g.CallExpr, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
     """Checks sums over runs of columns: integers that hold the largest sum, or floats per block of the scale."""
     code, field = program.field(roles["code"]).number, program.field(roles["sums"])
-    size, offset = _length(field.index), constants.get("offset", 0)
+    size, offset = _block_columns(field.index), constants.get("offset", 0)
     assert code is not None and field.number is not None
     if code.is_float or size is None:
         problems.add(call.span, f"sums are of integers, in runs of columns: '{field.name}' is for each n, k // size")
@@ -292,12 +294,12 @@ def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], const
                                      f"{field.number.low} to {field.number.high}")
 
 
-def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, sizes: list[int],
+def _check_rows(program: Program, call: g.CallExpr, roles: Mapping[str, str], constants: Constants, sizes: list[int],
                 problems: Problems) -> None:
     """Checks that a table row has as many entries as columns share its code, and that other signs are per weight."""
     tables = {table.name.value: table for table in program.spec.tables}
     for role, name in (("code", "grid"), ("sign", "signs")):
-        if name in constants and _length(program.field(roles[role]).index) != tables[str(constants[name])].shape[1]:
+        if name in constants and _block_columns(program.field(roles[role]).index) != tables[str(constants[name])].shape[1]:
             problems.add(call.span, f"'{roles[role]}' and a row of '{constants[name]}' are of different numbers of columns")
     if "signs" in constants and not set(tables[str(constants["signs"])].values) <= {1, -1}:
         problems.add(call.span, f"'{call.name}' needs signs of 1 and -1, and '{constants['signs']}' has others")
@@ -311,7 +313,7 @@ def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], const
         problems.add(call.span, f"'{call.name}' needs blocks of 2 ** a columns")
 
 
-def _length(index: tuple[Index, ...]) -> int | None:
+def _block_columns(index: tuple[Index, ...]) -> int | None:
     """The constant size of (n, k // size); None for any other subscript."""
     if len(index) != 2 or str(index[0]) != "n" or len(index[1].terms) != 1 or index[1].terms[0][0].op != "div":
         return None
@@ -323,13 +325,13 @@ def _length(index: tuple[Index, ...]) -> int | None:
 
 
 
-def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
+def _match_pattern(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
     """The constants with which a value matches a pattern, in any order of factors and summands; None if it does not match.
 
     A name of the pattern that is no role is a constant, which may be absent: a summand is an integer, and a table has a name.  An
     application matches any value that depends only on that role.
     """
-    value = _plain(program, value)
+    value = _before_rounding(program, value)
     match pattern:
         case g.Name(word) if word in roles:
             return {} if value.op == "field" and value.name == roles[word] else None
@@ -341,45 +343,45 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
             return {} if value.op == "const" and value.const == number else None
         case g.Subscript(word, (row,)) if word in roles:
             is_entry = value.op == "entry" and value.name == roles[word] and len(program.field(value.name).table) == 1
-            return _matched(program, roles, row, program.values[value.args[0]]) if is_entry else None
+            return _match_pattern(program, roles, row, program.values[value.args[0]]) if is_entry else None
         case g.Subscript(word, (row, *columns)):
             shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
-            row_match = _matched(program, roles, row, program.values[value.args[0]]) if shape else None
+            row_match = _match_pattern(program, roles, row, program.values[value.args[0]]) if shape else None
             return None if row_match is None or len(shape[0]) != 1 + len(columns) else {**row_match, word: value.name}
-        case g.Apply():
-            return _steps_of(program, roles, pattern, [value])
+        case g.CallExpr():
+            return _product_steps(program, roles, pattern, [value])
         case g.Binary("-", left, g.Name(word)) if word not in roles:
-            whole = _matched(program, roles, left, value)
-            return _sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
+            whole = _match_pattern(program, roles, left, value)
+            return _match_sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
         case g.Binary("*"):
-            return _products(program, roles, pattern, value)
+            return _match_factors(program, roles, pattern, value)
         case g.Binary(op) if op == value.op:
-            return _sides(program, roles, pattern, value)
+            return _match_sides(program, roles, pattern, value)
     return None
 
 
-def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
+def _match_sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
     """Matches a sum in both orders, a difference or a quotient in its own order."""
     sides = [program.values[i] for i in value.args]
-    constants = _all_matched(program, roles, (pattern.left, pattern.right), sides)
+    constants = _match_all(program, roles, (pattern.left, pattern.right), sides)
     if constants is not None or pattern.op in ("-", "/"):
         return constants
-    return _all_matched(program, roles, (pattern.right, pattern.left), sides)
+    return _match_all(program, roles, (pattern.right, pattern.left), sides)
 
 
-def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
+def _match_factors(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
     """Matches factors in any order.  Numbers are multiplied, and an optional factor with default 1 is ignored."""
-    wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
+    wanted, factors = list(_pattern_factors(pattern)), list(_value_factors(program, value))
     alone: Constants | None = {}
     for part in wanted:
-        if isinstance(part, g.Apply) and alone is not None and set(g.names(part)) <= set(roles):
-            mine = [factor for factor in factors if _read(program, factor) <= {roles[role] for role in g.names(part)}]
-            steps = _steps_of(program, roles, part, mine)
+        if isinstance(part, g.CallExpr) and alone is not None and set(g.names(part)) <= set(roles):
+            mine = [factor for factor in factors if _names_read(program, factor) <= {roles[role] for role in g.names(part)}]
+            steps = _product_steps(program, roles, part, mine)
             alone = None if steps is None else {**alone, **steps}
             factors = [factor for factor in factors if factor not in mine]
     if alone is None:
         return None
-    wanted = [part for part in wanted if not isinstance(part, g.Apply)]
+    wanted = [part for part in wanted if not isinstance(part, g.CallExpr)]
     free = [part.name for part in wanted if isinstance(part, g.Name) and part.name not in roles]
     number = prod(factor.const for factor in factors if factor.op == "const")
     number /= prod(part.value for part in wanted if isinstance(part, g.Number))
@@ -389,42 +391,43 @@ def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value
     varying = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
     if len(parts) != len(varying):
         return None
-    matches = (_all_matched(program, roles, order, varying) for order in permutations(parts))
+    matches = (_match_all(program, roles, order, varying) for order in permutations(parts))
     constants = next((match for match in matches if match is not None), None)
     return None if constants is None else {**alone, **constants, **({} if number == 1 else {free[0]: number})}
 
 
-def _steps_of(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
+def _product_steps(program: Program, roles: Mapping[str, str], pattern: g.CallExpr, factors: list[Value]) -> Constants | None:
     """The product of values that depend only on these roles' fields, for each of their codes, the last role's the fastest."""
     fields = [program.field(roles[role.name]) for role in pattern.arguments if isinstance(role, g.Name)]
-    if {field.name for field in fields} != {name for factor in factors for name in _read(program, factor)}:
+    if {field.name for field in fields} != {name for factor in factors for name in _names_read(program, factor)}:
         return None
-    codes = [_numbers(field.number) for field in fields if field.number is not None]
+    codes = [_code_numbers(field.number) for field in fields if field.number is not None]
     names = [field.name for field in fields]
-    values = tuple(prod(_at(program, factor, dict(zip(names, at, strict=True))) for factor in factors) for at in product(*codes))
+    values = tuple(prod(_evaluate(program, factor, dict(zip(names, at, strict=True))) for factor in factors)
+                   for at in product(*codes))
     return {pattern.name: values} if all(map(isfinite, values)) else None
 
 
-def _numbers(number: Number) -> list[float]:
+def _code_numbers(number: Number) -> list[float]:
     """The numbers of the codes of a type."""
     if number.is_float:
         return [number.decode(code) for code in range(1 << number.bits)]
     return list(range(number.low, number.high + 1))
 
 
-def _read(program: Program, value: Value) -> set[str]:
+def _names_read(program: Program, value: Value) -> set[str]:
     """The fields and tables of rows that a value reads, and the types that it rounds to."""
     rows = {table.name.value for table in program.spec.tables if len(table.shape) > 1}
     is_own = value.op in ("field", "entry", "row", "round") or (value.op == "table" and value.name in rows)
     own = {value.name} if is_own else set()
-    return own.union(*(_read(program, program.values[i]) for i in value.args))
+    return own.union(*(_names_read(program, program.values[i]) for i in value.args))
 
 
-def _at(program: Program, value: Value, numbers: Mapping[str, float]) -> float:
+def _evaluate(program: Program, value: Value, numbers: Mapping[str, float]) -> float:
     """The number of a value that depends only on fields, for these numbers of the fields."""
     if value.op in ("field", "const"):
         return numbers[value.name] if value.op == "field" else value.const
-    arguments = [_at(program, program.values[i], numbers) for i in value.args]
+    arguments = [_evaluate(program, program.values[i], numbers) for i in value.args]
     if value.op == "table":
         table = next(table for table in program.spec.tables if table.name.value == value.name)
         return table.values[int(arguments[0])]
@@ -436,35 +439,35 @@ def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
     return default is not None and default.is_const and default.const == 1
 
 
-def _all_matched(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value],
-                 ) -> Constants | None:
+def _match_all(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value],
+               ) -> Constants | None:
     """The constants of all patterns, one for each value; None if a value does not match its pattern."""
     total: Constants = {}
     for pattern, value in zip(patterns, values, strict=True):
-        constants = _matched(program, roles, pattern, value)
+        constants = _match_pattern(program, roles, pattern, value)
         if constants is None:
             return None
         total |= constants
     return total
 
 
-def _factors_of(pattern: g.Expr) -> Iterator[g.Expr]:
+def _pattern_factors(pattern: g.Expr) -> Iterator[g.Expr]:
     if isinstance(pattern, g.Binary) and pattern.op == "*":
-        yield from (*_factors_of(pattern.left), *_factors_of(pattern.right))
+        yield from (*_pattern_factors(pattern.left), *_pattern_factors(pattern.right))
     else:
         yield pattern
 
 
-def _factors(program: Program, value: Value) -> Iterator[Value]:
-    value = _plain(program, value)
+def _value_factors(program: Program, value: Value) -> Iterator[Value]:
+    value = _before_rounding(program, value)
     if value.op == "*":
         for i in value.args:
-            yield from _factors(program, program.values[i])
+            yield from _value_factors(program, program.values[i])
     else:
         yield value
 
 
-def _plain(program: Program, value: Value) -> Value:
+def _before_rounding(program: Program, value: Value) -> Value:
     """The value before a conversion to float or rounding to a shorter type."""
     while value.op in ("float", "round"):
         value = program.values[value.args[0]]

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import prod
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.program import Lane, Placement, Program, Tensor, Units
+from qdsl.compiler.ir.program import IterationUnits, Placement, Program, Tensor, UnrolledDigit
 from qdsl.compiler.spec.source import Problems
 from qdsl.core.layout import Slice, refine, split
 
@@ -24,7 +24,7 @@ _LANE_NAMES = "hijabcefuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
-class _Digit:
+class _RecordDigit:
     """A digit of a coordinate inside a record; inside, outside: whether it moves within a word, and between words."""
 
     axis: str
@@ -46,7 +46,7 @@ def choose_units(program: Program, problems: Problems) -> Program:
     units of blocks: t, i < 16 (k + 2 i); contiguous along k
     lanes h < 2 (k + 1 h)
     """
-    return replace(program, units=_units(program) or _rows_of_codes(program))
+    return replace(program, units=_units_of_words(program) or _units_of_rows(program))
 
 
 def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
@@ -56,17 +56,17 @@ def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
             if program.field(placement.field).index == every]
 
 
-def _rows_of_codes(program: Program) -> Units | None:
+def _units_of_rows(program: Program) -> IterationUnits | None:
     """A unit of ROWS rows of a column that share a code, if codes are [n // size, k]; else None."""
     single = {field.index for field in program.fields if field.number is not None and len(field.index) == 2
               and field.index[1] == ix.name("k")}
     atom = next(iter(single))[0].terms[0][0] if len(single) == 1 else None
     if atom is None or atom.op != "div" or not atom.args[1].is_const or atom.args[1].const % ROWS:
         return None
-    return Units("", "k", {"n": ROWS, "k": 1}, (("k", 1, None),), (Lane(_LANE_NAMES[0], "n", 1, ROWS),), False)
+    return IterationUnits("", "k", {"n": ROWS, "k": 1}, (("k", 1, None),), (UnrolledDigit(_LANE_NAMES[0], "n", 1, ROWS),), False)
 
 
-def _units(program: Program) -> Units | None:
+def _units_of_words(program: Program) -> IterationUnits | None:
     full = full_placements(program)
     tiles = {placement.extents for _, placement in full}
     if not full or len(tiles) > 1 or any(placement.flat or not placement.plain or placement.ranges > 1 for _, placement in full):
@@ -78,9 +78,9 @@ def _units(program: Program) -> Units | None:
                      for owner, placement in full):
         return None
     places = [(replace(part, dims=part.places),) * 2 for _, placement in full for part in placement.slices if part.places]
-    digits = [] if whole else _digits(first, [*(pair for pair in cut if pair is not None), *places])
+    digits = [] if whole else _record_digits(first, [*(pair for pair in cut if pair is not None), *places])
     if whole:
-        digits = [_Digit(axis, 1, extent, True) for axis, extent in zip("nk", first.extents, strict=True) if extent > 1]
+        digits = [_RecordDigit(axis, 1, extent, True) for axis, extent in zip("nk", first.extents, strict=True) if extent > 1]
     if digits is None or any(digit.axis == "n" and not digit.inside for digit in digits):
         return None
     variables = {axis: name for axis, (name, _) in zip("nk", first.tiles, strict=True)}
@@ -89,17 +89,17 @@ def _units(program: Program) -> Units | None:
     names = iter(letter for letter in _LANE_NAMES if letter not in variables.values())
     # Lanes that choose a word are the outer loops, so that a word is loaded once and cut in the inner loops.
     inside = sorted((d for d in digits if d.inside), key=lambda d: (d.axis == "k", not d.outside, -d.weight))
-    lanes = tuple(Lane(next(names), d.axis, d.weight, d.extent) for d in inside)
+    lanes = tuple(UnrolledDigit(next(names), d.axis, d.weight, d.extent) for d in inside)
     steps = sorted(((d.weight, d.extent) for d in digits if not d.inside), reverse=True)
     outer = (variables["k"], first.extents[1], None)
     unit = (outer, *((next(names), weight, extent) for weight, extent in steps))
-    return Units(tensor.name, _contiguous(tensor, variables, len(steps) > 0), dict(zip("nk", first.extents, strict=True)),
-                 unit, lanes, whole)
+    axis = _contiguous_axis(tensor, variables, len(steps) > 0)
+    return IterationUnits(tensor.name, axis, dict(zip("nk", first.extents, strict=True)), unit, lanes, whole)
 
 
-def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit] | None:
+def _record_digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_RecordDigit] | None:
     """Digits of n and k inside a record, split at every border of slices; None if the borders do not nest."""
-    digits: list[_Digit] = []
+    digits: list[_RecordDigit] = []
     for axis, letter in enumerate("nk"):
         size = placement.extents[axis]
         cuts = sorted({prod(e for e, _ in shift.dims[axis].modes[:i]) for shift, _ in cut
@@ -113,13 +113,13 @@ def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit
         for i, (weight, above) in enumerate(pairwise(cuts)):
             inside, outside = (any(layout is not None and layout.modes[i][1] for layout in strides)
                                for strides in (shifts, steps))
-            digits.append(_Digit(letter, weight, above // weight, inside, outside))
-    return _merge(digits)
+            digits.append(_RecordDigit(letter, weight, above // weight, inside, outside))
+    return _merge_digits(digits)
 
 
-def _merge(digits: list[_Digit]) -> list[_Digit]:
+def _merge_digits(digits: list[_RecordDigit]) -> list[_RecordDigit]:
     """Adjacent digits of a unit merged if their words are consecutive in memory."""
-    merged: list[_Digit] = []
+    merged: list[_RecordDigit] = []
     for digit in digits:
         last = merged[-1] if merged else None
         if last and not last.inside and not digit.inside and last.axis == digit.axis \
@@ -130,7 +130,7 @@ def _merge(digits: list[_Digit]) -> list[_Digit]:
     return merged
 
 
-def _contiguous(tensor: Tensor, variables: dict[str, str], steps: bool) -> str:
+def _contiguous_axis(tensor: Tensor, variables: dict[str, str], steps: bool) -> str:
     """The axis that is contiguous in memory: that of the last digit of the tensor's last axis."""
     digits = tensor.axes[-1].digits
     if digits[-1] == "" and (steps or len(digits) == 1):

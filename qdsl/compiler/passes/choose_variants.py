@@ -23,14 +23,14 @@ MAX_PROGRAMS = 128
 
 def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
     """The programs in the order of the storages, then of the parameters' values."""
-    structural = _structural(spec)
+    structural = _structural_names(spec)
     for param in spec.params:
         _check_values(param, param.name.value in structural, problems)
     shaping = [param for param in spec.params if param.name.value in structural]
     sizes = tuple(param.name.value for param in spec.params if param.name.value not in structural)
     programs: list[Program] = []
     for storage in spec.storages:
-        fixed = _fixed(spec, storage, problems)
+        fixed = _allowed_values(spec, storage, problems)
         choices = [fixed.get(p.name.value, p.values) for p in shaping]
         if len(programs) + prod(map(len, choices)) > MAX_PROGRAMS:
             problems.add(storage.name.span, f"storages and values of parameters make more than {MAX_PROGRAMS} programs",
@@ -42,10 +42,10 @@ def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
     return programs
 
 
-def _structural(spec: Spec) -> set[str]:
+def _structural_names(spec: Spec) -> set[str]:
     """Names of parameters and dims that change generated code; without those that are only block sizes."""
     parts = [part for field in spec.fields for part in field.typed.index]
-    used = set(_computed(spec.decode)) | {word for part in parts if not _moves(part) for word in g.names(part)}
+    used = set(_computed_names(spec.decode)) | {word for part in parts if not _moves(part) for word in g.names(part)}
     stored = [tensor for storage in spec.storages for tensor in storage.tensors]
     for kind in [field.typed.type for field in spec.fields] + [
             tensor.shape.type for tensor in (*stored, *spec.branch_tensors) if tensor.shape]:
@@ -68,17 +68,17 @@ def _moves(part: g.Expr) -> bool:
     return not {"n", "k"}.isdisjoint(g.names(part))
 
 
-def _computed(expr: g.Expr) -> Iterator[str]:
+def _computed_names(expr: g.Expr) -> Iterator[str]:
     """The names that decode computes with: all but those in subscripts that only select the block of a stored table."""
     match expr:
         case g.Subscript(word, index):
             yield word
             for part in index:
-                yield from () if _moves(part) else _computed(part)
+                yield from () if _moves(part) else _computed_names(part)
         case g.Negate(value):
-            yield from _computed(value)
+            yield from _computed_names(value)
         case g.Binary(_, left, right):
-            yield from (*_computed(left), *_computed(right))
+            yield from (*_computed_names(left), *_computed_names(right))
         case _:
             yield from g.names(expr)
 
@@ -104,7 +104,7 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
                            [] if structural else ["-1 stands for the whole axis"]))
 
 
-def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, tuple[int | str, ...]]:
+def _allowed_values(spec: Spec, storage: Storage, problems: Problems) -> dict[str, tuple[int | str, ...]]:
     """The values that a storage's `where` allows for parameters, in the order of the parameter's values."""
     params = {param.name.value: param for param in spec.params}
     fixed: dict[str, tuple[int | str, ...]] = {}

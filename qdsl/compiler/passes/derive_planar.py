@@ -18,7 +18,7 @@ from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program
 from qdsl.compiler.passes.expand_codes import expand_codes
 from qdsl.compiler.passes.factor_decode import why_not_affine
-from qdsl.compiler.passes.samples import divisor_of
+from qdsl.compiler.passes.samples import axis_divisor
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Storage, Tensor
 from qdsl.compiler.spec.source import Span, Text
@@ -92,7 +92,7 @@ def _with_codes(programs: Sequence[Program]) -> Program | str:
 
 def _divisor(programs: Sequence[Program]) -> int:
     """The number that K is a multiple of if every storage has whole blocks."""
-    return gcd(*(divisor_of("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
+    return gcd(*(axis_divisor("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
 
 
 def _obstacle(program: Program) -> str:
@@ -323,4 +323,4 @@ def _plain(program: Program, field: Field, divisor: int, span: Span, other: Fiel
 def _tensor(name: str, shape: str, record: str, span: Span, optional: str | None = None) -> Tensor:
     text = _text(record, span)
     default = None if optional is None else g.expression(_text(optional, span))
-    return Tensor(_text(name, span), g.shape(_text(shape, span)), None, g.record(text), text, default, (), ())
+    return Tensor(_text(name, span), g.shape(_text(shape, span)), None, g.parse_record(text), text, default, (), ())

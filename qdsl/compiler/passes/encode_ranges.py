@@ -21,7 +21,7 @@ NARROW = 1e-6                                                    # of levels tha
 class EncodeCall:
     """A spec's call of a scheme: what each role, option and constant is, and where it stands."""
 
-    def __init__(self, program: Program, call: g.Apply, roles: Mapping[str, str], options: Mapping[str, str | int | float],
+    def __init__(self, program: Program, call: g.CallExpr, roles: Mapping[str, str], options: Mapping[str, str | int | float],
                  constants: Mapping[str, Constant]) -> None:
         self.program, self.call, self.roles, self.options, self.constants = program, call, roles, options, constants
         self.places = {key.name: value.span for key, value in call.keywords}
@@ -30,15 +30,15 @@ class EncodeCall:
         """Where a role or option stands in the call; the call itself for one that is not written."""
         return self.places.get(word, self.call.span)
 
-    def number(self, role: str) -> Number:
+    def role_type(self, role: str) -> Number:
         """The type of a role's field."""
         number = self.program.field(self.roles[role]).number
         assert number is not None
         return number
 
-    def ends(self, role: str) -> tuple[float, float]:
+    def role_range(self, role: str) -> tuple[float, float]:
         """The least and the largest number of a role, less what decode subtracts."""
-        number, offset = self.number(role), self.constants.get(OFFSETS.get(role, ""), 0)
+        number, offset = self.role_type(role), self.constants.get(OFFSETS.get(role, ""), 0)
         assert isinstance(offset, int | float)
         if number.is_float:
             return (-number.largest if number.signed else 0.0) - offset, number.largest - offset
@@ -46,10 +46,10 @@ class EncodeCall:
 
     def described(self, role: str) -> str:
         """The field of a role and its numbers, as messages have them."""
-        low, high = self.ends(role)
+        low, high = self.role_range(role)
         return f"'{self.roles[role]}' is {low:g} to {high:g} in decode"
 
-    def table(self, word: str) -> Sequence[float]:
+    def table_numbers(self, word: str) -> Sequence[float]:
         """The numbers of a table that decode reads, or of a part of decode that depends on a role."""
         constant = self.constants[word]
         if isinstance(constant, tuple):
@@ -78,10 +78,10 @@ def check_ranges(encode: EncodeCall, scheme: Scheme, problems: Problems) -> None
 
 
 def _check_role_signs(encode: EncodeCall, role: str, problems: Problems) -> None:
-    low, high = encode.ends(role)
+    low, high = encode.role_range(role)
     if low < 0 < high:
         return
-    number, field = encode.number(role), encode.roles[role]
+    number, field = encode.role_type(role), encode.roles[role]
     if number.is_float:
         remedy = f"store '{field}' in a type with a sign, such as e4m3"
     elif number.kind == "signed" or number.bits == 1:
@@ -93,7 +93,7 @@ def _check_role_signs(encode: EncodeCall, role: str, problems: Problems) -> None
 
 
 def _check_table_signs(encode: EncodeCall, word: str, problems: Problems) -> None:
-    numbers = encode.table(word)
+    numbers = encode.table_numbers(word)
     if min(numbers) < 0 < max(numbers):
         return
     constant = encode.constants[word]
@@ -108,7 +108,7 @@ def _check_table_signs(encode: EncodeCall, word: str, problems: Problems) -> Non
 
 def _check_reach(encode: EncodeCall, problems: Problems) -> None:
     """The code of the largest weight, divisor or -divisor, is nearly in reach of the codes."""
-    low, high = encode.ends("code")
+    low, high = encode.role_range("code")
     for divisor, place in encode.divisors():
         if divisor > max(-low, high):
             problems.add(place, f"{encode.described('code')}, and the largest weight of a block would be {divisor:g}",
@@ -117,31 +117,31 @@ def _check_reach(encode: EncodeCall, problems: Problems) -> None:
 
 def _check_signed_reach(encode: EncodeCall, problems: Problems) -> None:
     """The code of the weight of largest magnitude is the divisor, sign and all."""
-    low, high = encode.ends("code")
+    low, high = encode.role_range("code")
     for divisor, place in encode.divisors():
         if not low <= divisor <= high:
             problems.add(place, f"{encode.described('code')}, and the largest weight of a block would be {divisor:g}",
                          f"write divisor={low:g}")
 
 
-def _check_zero(encode: EncodeCall, problems: Problems) -> None:
+def _check_zero_point(encode: EncodeCall, problems: Problems) -> None:
     """A zero point is a code: its type holds all codes."""
-    code, zero, field = encode.number("code"), encode.number("zero"), encode.roles["zero"]
-    low, high = encode.ends("code")
+    code, zero, field = encode.role_type("code"), encode.role_type("zero"), encode.roles["zero"]
+    low, high = encode.role_range("code")
     if zero.low > low or zero.high < high:
         problems.add(encode.place("zero"), f"a zero point is a code, {low:g} to {high:g}, and {encode.described('zero')}",
                      f"store '{field}' as {code.name}")
 
 
 def _check_ternary(encode: EncodeCall, problems: Problems) -> None:
-    if encode.number("code").high < 2:
+    if encode.role_type("code").high < 2:
         problems.add(encode.place("code"), f"codes are 0, 1 and 2, and '{encode.roles['code']}' has 1 bit",
                      f"store '{encode.roles['code']}' as u2")
 
 
 def _check_progressive(encode: EncodeCall, problems: Problems) -> None:
     """Scales and zeros of all ranges of integers up to the divisor."""
-    code, scale, zero = (encode.number(role) for role in ("code", "scale", "zero"))
+    code, scale, zero = (encode.role_type(role) for role in ("code", "scale", "zero"))
     [(divisor, _)] = encode.divisors()
     largest = max(1, round(2 * divisor / code.high))
     farthest = max(min(round(divisor / step), code.high) * step for step in range(1, largest + 1))
@@ -153,9 +153,9 @@ def _check_progressive(encode: EncodeCall, problems: Problems) -> None:
                      "store it as a signed integer of enough bits, or write a smaller divisor")
 
 
-def _check_units(encode: EncodeCall, problems: Problems) -> None:
+def _check_unit_levels(encode: EncodeCall, problems: Problems) -> None:
     """Levels of a unit are those of weights over the largest of their block."""
-    largest = max(map(abs, encode.table("level")))
+    largest = max(map(abs, encode.table_numbers("level")))
     if abs(largest - 1) > NARROW:
         table = next(table for table in encode.program.spec.tables if table.name.value == encode.constants["level"])
         problems.add(table.name.span, f"'{encode.call.name}' needs levels up to 1 or down to -1; here the largest is {largest:g}",
@@ -164,5 +164,5 @@ def _check_units(encode: EncodeCall, problems: Problems) -> None:
 
 CHECKS: Mapping[str, Callable[[EncodeCall, Problems], None]] = {
     "absmax": _check_reach, "nested_absmax": _check_reach, "unit_absmax": _check_reach, "signmax": _check_signed_reach,
-    "minmax": _check_zero, "ternary": _check_ternary, "progressive": _check_progressive, "unit_level": _check_units,
-    "unit_level_nested": _check_units}
+    "minmax": _check_zero_point, "ternary": _check_ternary, "progressive": _check_progressive,
+    "unit_level": _check_unit_levels, "unit_level_nested": _check_unit_levels}

@@ -42,30 +42,31 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
 
     divisor: the number that K is a multiple of in all storages.
     """
-    fields = [field for field in program.fields if _columns(field) is not None and field.index != (name("k"),)]
+    fields = [field for field in program.fields if _columns_per_value(field) is not None and field.index != (name("k"),)]
     if not fields:
         return program
     if [field.index for field in fields] == [(name("n"), name("k"))]:
-        return _paired(program, fields[0])
+        return _pair_levels(program, fields[0])
     if any(value.op == "digit" for value in program.values):
         return "decode reads digits of the column, which a code per weight does not know"
     if stored := next((field for field in program.fields if field.table), None):
         return f"decode reads rows of '{stored.name}', whose numbers are stored with the weight"
     for field in fields:
-        if field.number is None or field.number.kind != "unsigned" or len(field.index) != 2 or divisor % (_columns(field) or 1):
+        if field.number is None or field.number.kind != "unsigned" or len(field.index) != 2 \
+                or divisor % (_columns_per_value(field) or 1):
             return f"'{field.name}' is no unsigned integer of whole runs of columns in every row"
     names = {field.name for field in fields}
-    part = _part(program.spec.decode, names, {field.name for field in program.fields})
+    part = _part_reading(program.spec.decode, names, {field.name for field in program.fields})
     if part is None:
         return f"decode reads {', '.join(sorted(names))} in several parts of its formula"
     if _rounds(part):
         return f"decode rounds what it makes of {', '.join(sorted(names))}"
-    factors = [_factor(program, field, part) for field in fields]
+    factors = [_field_factor(program, field, part) for field in fields]
     wrong = next((factor for factor in factors if isinstance(factor, str)), None)
-    return _expanded(program, part, [one for one in factors if isinstance(one, Factor)]) if wrong is None else wrong
+    return _replace_part_by_code(program, part, [one for one in factors if isinstance(one, Factor)]) if wrong is None else wrong
 
 
-def _columns(field: Field) -> int | None:
+def _columns_per_value(field: Field) -> int | None:
     """How many columns share a value, if fewer than a kernel's group; else None."""
     if field.number is None or not field.index:
         return None
@@ -78,13 +79,13 @@ def _columns(field: Field) -> int | None:
     return atom.args[1].const if atom.args[1].const < GROUP else None
 
 
-def _part(expr: g.Expr, names: set[str], fields: set[str]) -> g.Expr | None:
+def _part_reading(expr: g.Expr, names: set[str], fields: set[str]) -> g.Expr | None:
     """The largest part of decode that reads all of these fields and no others; None if others are in between."""
-    read = set(_reads(expr)) & fields
+    read = set(_field_names(expr)) & fields
     if read == names:
         return expr
-    parts = [part for part in _operands(expr) if names & set(_reads(part))]
-    return _part(parts[0], names, fields) if len(parts) == 1 else None
+    parts = [part for part in _operands(expr) if names & set(_field_names(part))]
+    return _part_reading(parts[0], names, fields) if len(parts) == 1 else None
 
 
 def _operands(expr: g.Expr) -> tuple[g.Expr, ...]:
@@ -95,31 +96,31 @@ def _operands(expr: g.Expr) -> tuple[g.Expr, ...]:
             return (value,)
         case g.Subscript(_, index):
             return index
-        case g.Apply(_, arguments):                              # round(value, type)
+        case g.CallExpr(_, arguments):                              # round(value, type)
             return arguments[:1]
     return ()
 
 
 def _rounds(expr: g.Expr) -> bool:
     """Whether a part of decode rounds to a type."""
-    return isinstance(expr, g.Apply) or any(map(_rounds, _operands(expr)))
+    return isinstance(expr, g.CallExpr) or any(map(_rounds, _operands(expr)))
 
 
-def _reads(expr: g.Expr) -> Iterator[str]:
+def _field_names(expr: g.Expr) -> Iterator[str]:
     """The names of fields in an expression, once per occurrence."""
     if isinstance(expr, g.Name):
         yield expr.name
     for part in _operands(expr):
-        yield from _reads(part)
+        yield from _field_names(part)
 
 
-def _factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
+def _field_factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
     """A field's factor of a weight, or why the field could not be recovered from it."""
     assert field.number is not None
-    columns, count = _columns(field) or 1, field.number.high + 1
-    if Counter(_reads(part))[field.name] != 1:
+    columns, count = _columns_per_value(field) or 1, field.number.high + 1
+    if Counter(_field_names(part))[field.name] != 1:
         return f"decode reads '{field.name}' more than once"
-    word = _table_of(part, field.name)
+    word = _row_table(part, field.name)
     if word == "":
         return Factor(field.name, "", columns, tuple(range(count))) if count ** columns <= MAX_ROWS else \
             f"'{field.name}' has more values than can be looked for"
@@ -135,17 +136,17 @@ def _factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
     return Factor(field.name, word, columns, numbers)
 
 
-def _table_of(expr: g.Expr, field: str) -> str:
+def _row_table(expr: g.Expr, field: str) -> str:
     """The table whose rows a field selects; '' if the field is the number."""
     for part in _operands(expr):
-        if isinstance(expr, g.Subscript) and field in _reads(expr.index[0]):
+        if isinstance(expr, g.Subscript) and field in _field_names(expr.index[0]):
             return expr.name
-        if field in _reads(part):
-            return _table_of(part, field)
+        if field in _field_names(part):
+            return _row_table(part, field)
     return ""
 
 
-def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
+def _evaluate(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
     """The number of a part of decode for these field values, rounded as in decode: integers exactly, floats to float32."""
     match expr:
         case g.Number(value):
@@ -153,17 +154,17 @@ def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
         case g.Name(word):
             return numbers[word]
         case g.Negate(value):
-            return -_number(value, numbers)
+            return -_evaluate(value, numbers)
         case g.Subscript(_, index):
-            return numbers[next(word for word in _reads(index[0]))]
+            return numbers[next(word for word in _field_names(index[0]))]
         case g.Binary(op, left, right):
-            return _computed(OPS[op], (_number(left, numbers), _number(right, numbers)))
-        case g.Apply(op, arguments) if op in OPS:
-            return _computed(OPS[op], [_number(argument, numbers) for argument in arguments])
+            return _evaluate_operation(OPS[op], (_evaluate(left, numbers), _evaluate(right, numbers)))
+        case g.CallExpr(op, arguments) if op in OPS:
+            return _evaluate_operation(OPS[op], [_evaluate(argument, numbers) for argument in arguments])
     raise AssertionError("a part that rounds is not computed")
 
 
-def _computed(op: Op, numbers: Sequence[int | float]) -> int | float:
+def _evaluate_operation(op: Op, numbers: Sequence[int | float]) -> int | float:
     result: int | float
     if op.bounds is not None and all(isinstance(number, int) for number in numbers):
         result = op.value(*numbers)
@@ -172,9 +173,9 @@ def _computed(op: Op, numbers: Sequence[int | float]) -> int | float:
     return 0.0 if op.name == "/" and not floats[1] else round_to_f32(op.value(*floats))
 
 
-def _paired(program: Program, code: Field) -> Program:
+def _pair_levels(program: Program, code: Field) -> Program:
     """The program with sixteen floats that the code indexes in pairs; unchanged if they have no such order."""
-    part = _part(program.spec.decode, {code.name}, {field.name for field in program.fields})
+    part = _part_reading(program.spec.decode, {code.name}, {field.name for field in program.fields})
     table = next((t for t in program.spec.tables if isinstance(part, g.Subscript) and t.name.value == part.name), None)
     if part is None or table is None or code.number is None or code.number.bits != 4 or len(table.values) != 16:
         return program
@@ -182,23 +183,23 @@ def _paired(program: Program, code: Field) -> Program:
     if order is None:
         return program
     factor, numbers = Factor(code.name, "", 1, tuple(range(16))), tuple(table.values[place] for place in order)
-    paired = _with_code(program, part, [factor], order, numbers, 1, ("code", "paired"))
+    paired = _program_with_code(program, part, [factor], order, numbers, 1, ("code", "paired"))
     assert isinstance(paired, Program)
     return paired
 
 
-def _expanded(program: Program, part: g.Expr, factors: list[Factor]) -> Program | str:
+def _replace_part_by_code(program: Program, part: g.Expr, factors: list[Factor]) -> Program | str:
     """The program of the spec in which a code replaces the part."""
-    joint = [_number(part, dict(zip([factor.field for factor in factors], numbers, strict=True)))
+    joint = [_evaluate(part, dict(zip([factor.field for factor in factors], numbers, strict=True)))
              for numbers in product(*(factor.numbers for factor in factors))]
     if len(joint) > MAX_NUMBERS:
         return f"a weight's code would have {len(joint)} values, and matrix units take {MAX_NUMBERS}"
     order = tuple(sorted(range(len(joint)), key=lambda place: (joint[place], place)))
-    return _with_code(program, part, factors, order, *_as_integers([joint[place] for place in order]))
+    return _program_with_code(program, part, factors, order, *_scale_to_integers([joint[place] for place in order]))
 
 
-def _with_code(program: Program, part: g.Expr, factors: list[Factor], order: tuple[int, ...], numbers: Numbers,
-               unit: float, words: tuple[str, str] = ("q", "levels")) -> Program | str:
+def _program_with_code(program: Program, part: g.Expr, factors: list[Factor], order: tuple[int, ...], numbers: Numbers,
+                       unit: float, words: tuple[str, str] = ("q", "levels")) -> Program | str:
     """The program of the spec in which the part is a code's number times a unit.
 
     order: the joint number of each code.  words: names of the code and the table, if they are not taken.
@@ -212,13 +213,13 @@ def _with_code(program: Program, part: g.Expr, factors: list[Factor], order: tup
     code, word = (_fresh(word, taken) for word in words)
     bits = max(1 if is_even else 3, (len(numbers) - 1).bit_length())
     levels = Table(Text(word, (span,)), (*numbers, *[numbers[-1]] * ((1 << bits) - len(numbers))), (1 << bits,))
-    read = _even(code, numbers, span) if is_even else g.Subscript(word, (g.Name(code, span),), span)
+    read = _evenly_spaced(code, numbers, span) if is_even else g.Subscript(word, (g.Name(code, span),), span)
     read = read if unit == 1 else g.Binary("*", g.Number(unit, span), read, span)
-    decode = _replaced(program.spec.decode, part, read)
+    decode = _replace_part(program.spec.decode, part, read)
     gone = {factor.field for factor in factors}
     fields = [field for field in program.spec.fields if field.name.value not in gone]
     declared = SpecField(Text(code, (span,)), g.typed(Text(f"u{bits}[n, k]", (span,))))
-    tables = _read_tables([*program.spec.tables, levels], decode)
+    tables = _tables_read([*program.spec.tables, levels], decode)
     spec = replace(program.spec, fields=(*fields, declared), tables=tables, decode=decode, encode=None, claims=())
     expanded = replace(program, spec=spec, encode=None, row_codes=RowCodes(code, tuple(factors), order))
     for step in (type_fields, type_decode, factor_decode):
@@ -228,7 +229,7 @@ def _with_code(program: Program, part: g.Expr, factors: list[Factor], order: tup
     return expanded
 
 
-def _as_integers(numbers: list[int | float]) -> tuple[Numbers, float | int]:
+def _scale_to_integers(numbers: list[int | float]) -> tuple[Numbers, float | int]:
     """The numbers as integers times a power of two, if possible; else unchanged, times 1."""
     for bits in range(FRACTION):
         scaled = [number * 2 ** bits for number in numbers]
@@ -237,7 +238,7 @@ def _as_integers(numbers: list[int | float]) -> tuple[Numbers, float | int]:
     return tuple(float(number) for number in numbers), 1
 
 
-def _even(code: str, numbers: Numbers, span: Span) -> g.Expr:
+def _evenly_spaced(code: str, numbers: Numbers, span: Span) -> g.Expr:
     """step * code + first."""
     first, step = int(numbers[0]), int(numbers[1] - numbers[0])
     read: g.Expr = g.Name(code, span)
@@ -245,21 +246,21 @@ def _even(code: str, numbers: Numbers, span: Span) -> g.Expr:
     return g.Binary("+" if first > 0 else "-", read, g.Number(abs(first), span), span) if first else read
 
 
-def _replaced(expr: g.Expr, part: g.Expr, by: g.Expr) -> g.Expr:
+def _replace_part(expr: g.Expr, part: g.Expr, by: g.Expr) -> g.Expr:
     """An expression in which `by` replaces a part."""
     if expr is part:
         return by
     match expr:
         case g.Binary(_, left, right):
-            return replace(expr, left=_replaced(left, part, by), right=_replaced(right, part, by))
+            return replace(expr, left=_replace_part(left, part, by), right=_replace_part(right, part, by))
         case g.Negate(value):
-            return replace(expr, value=_replaced(value, part, by))
-        case g.Apply(_, (value, *others)):
-            return replace(expr, arguments=(_replaced(value, part, by), *others))
+            return replace(expr, value=_replace_part(value, part, by))
+        case g.CallExpr(_, (value, *others)):
+            return replace(expr, arguments=(_replace_part(value, part, by), *others))
     return expr
 
 
-def _read_tables(tables: list[Table], decode: g.Expr) -> tuple[Table, ...]:
+def _tables_read(tables: list[Table], decode: g.Expr) -> tuple[Table, ...]:
     """The tables that decode reads, and the tables that these are computed from."""
     wanted = set(g.names(decode))
     for table in reversed(tables):

@@ -29,28 +29,28 @@ def factor_decode(program: Program, problems: Problems) -> Program:
     >>> shown(decode="d * q * q")
     nothing
     """
-    affine = _affine(program)
+    affine = _affine_form(program)
     return replace(program, affine=None if isinstance(affine, str) else affine)
 
 
 def why_not_affine(program: Program) -> str:
     """Why decode is not affine in a code; '' if it is."""
-    affine = _affine(program)
+    affine = _affine_form(program)
     return affine if isinstance(affine, str) else ""
 
 
-def _affine(program: Program) -> Affine | str:
+def _affine_form(program: Program) -> Affine | str:
     """The affine form, or why there is none."""
     codes = [field.name for field in program.fields if field.index == (ix.name("n"), ix.name("k"))]
     if len(codes) != 1:
         return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
-    sums = _expanded(program)
+    sums = _sum_of_products(program)
     if sums is None and (stored := next((value.name for value in program.values if value.op == "entry"), "")):
         return f"decode looks up '{stored}', a table that is stored with the weight"
     if sums is None:
         return ("decode is no sum of products: it divides by a sum, rounds to another type, or reads another table than that of "
                 "the code, or rows of one")
-    columns = _columns(program, sums)
+    columns = _column_factor(program, sums)
     sums = {tuple(name for name in product if name != columns): c for product, c in sums.items()}
     read = {name for product in sums for name in product if name == codes[0] or name.endswith(f"[{codes[0]}]")}
     factors = {name for product in sums for name in product}
@@ -68,15 +68,15 @@ def _affine(program: Program) -> Affine | str:
     others = {product: c for product, c in sums.items() if code not in product}
     if not scale:
         return f"decode does not depend on '{codes[0]}'"
-    zero = _quotient(others, scale)
-    terms = [kept for part in (scale, zero or {}, others if zero is None else {}) if (kept := _terms(part)) is not None]
+    zero = _divide_by_sum(others, scale)
+    terms = [kept for part in (scale, zero or {}, others if zero is None else {}) if (kept := _float_terms(part)) is not None]
     if len(terms) < 3:
         return "decode has a constant that float32 does not hold"
     table = code.partition("[")[0] if code != codes[0] else ""
     return Affine(codes[0], terms[0], terms[1], terms[2], table, columns, lookups)
 
 
-def _columns(program: Program, sums: _Sum) -> str:
+def _column_factor(program: Program, sums: _Sum) -> str:
     """The field of [k] that every product contains once, '/name' if it divides; '' for none."""
     names = [field.name for field in program.fields if field.index == (ix.name("k"),) and field.number is not None]
     return next((factor for name in names for factor in (name, f"/{name}")
@@ -88,16 +88,16 @@ def _looked_up(name: str) -> str:
     return name[:-1].partition("[")[2] if "[" in name else name
 
 
-def _expanded(program: Program) -> _Sum | None:
+def _sum_of_products(program: Program) -> _Sum | None:
     """Decode as a sum of products; None if it divides by a sum, or is too long."""
     sums: list[_Sum | None] = []
     for value in program.values:
         args = [part for arg in value.args if (part := sums[arg]) is not None]
-        sums.append(_step(program, value, args) if len(args) == len(value.args) else None)
+        sums.append(_step_as_sum(program, value, args) if len(args) == len(value.args) else None)
     return sums[-1]
 
 
-def _step(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
+def _step_as_sum(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
     """A step of decode as a sum of products, from those of its arguments; None if it has no such form."""
     match value.op, args:
         case "field", _:
@@ -117,9 +117,9 @@ def _step(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
             sign = 1 if value.op == "+" else -1
             return _kept({p: left.get(p, Fraction(0)) + sign * right.get(p, Fraction(0)) for p in {**left, **right}})
         case "*", [left, right]:
-            return _multiplied(left, right)
+            return _multiply(left, right)
         case "/", [left, right] if len(right) == 1:
-            return _divided(left, right)
+            return _divide_by_product(left, right)
     return None
 
 
@@ -150,7 +150,7 @@ def _step_of_parts(numbers: Sequence[int | float], length: int) -> Fraction | No
     return steps.pop() if len(steps) == 1 else None
 
 
-def _multiplied(left: _Sum, right: _Sum) -> _Sum | None:
+def _multiply(left: _Sum, right: _Sum) -> _Sum | None:
     """The product of two sums of products."""
     total: dict[tuple[str, ...], Fraction] = {}
     for a, x in left.items():
@@ -160,7 +160,7 @@ def _multiplied(left: _Sum, right: _Sum) -> _Sum | None:
     return _kept(total)
 
 
-def _divided(left: _Sum, right: _Sum) -> _Sum | None:
+def _divide_by_product(left: _Sum, right: _Sum) -> _Sum | None:
     """A sum of products divided by one product; None if that has a quotient or a table.
 
     A quotient of numbers is rounded to float32, because kernels multiply by it.
@@ -178,7 +178,7 @@ def _kept(terms: _Sum) -> _Sum | None:
     return kept if len(kept) <= MAX_TERMS and all(len(product) <= MAX_TERMS for product in kept) else None
 
 
-def _quotient(dividend: _Sum, scale: _Sum) -> _Sum | None:
+def _divide_by_sum(dividend: _Sum, scale: _Sum) -> _Sum | None:
     """dividend / scale if that is a sum of products, found by the longest product of scale; else None."""
     if not dividend:
         return {}
@@ -195,10 +195,10 @@ def _quotient(dividend: _Sum, scale: _Sum) -> _Sum | None:
             left.remove(factor)
         else:
             quotient[tuple(left)] = coefficient / c
-    return quotient if _multiplied(quotient, scale) == dividend else None
+    return quotient if _multiply(quotient, scale) == dividend else None
 
 
-def _terms(total: _Sum) -> Terms | None:
+def _float_terms(total: _Sum) -> Terms | None:
     """Coefficients as floats; None if float32 does not hold one exactly."""
     if any(c != Fraction(float(c)) or abs(float(c)) > 2.0 ** 100 for c in total.values()):
         return None

@@ -26,10 +26,10 @@ def infer_layouts(program: Program, problems: Problems) -> Program:
     bits 0..15 at (1):(0)@0
     bits 0..3 at (32):(4)@16
     """
-    return replace(program, tensors=tuple(_infer(tensor, problems) for tensor in program.tensors))
+    return replace(program, tensors=tuple(_infer_placements(tensor, problems) for tensor in program.tensors))
 
 
-def _infer(tensor: Tensor, problems: Problems) -> Tensor:
+def _infer_placements(tensor: Tensor, problems: Problems) -> Tensor:
     pieces = list(walk(tensor.lines))
     if (bit := next((piece.at for piece in pieces if piece.place is not None and piece.at % BYTE), None)) is not None:
         problems.add(tensor.record_span, f"a byte of digits in '{tensor.name}' begins at bit {bit} of the record, which is no "
@@ -37,7 +37,7 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
         return tensor
     placements: list[Placement] = []
     for placement in tensor.placements:
-        slices, copies = _slices(tensor.lines, placement.field), _copies(tensor.lines, placement.field)
+        slices, copies = _slices(tensor.lines, placement.field), _copied_slices(tensor.lines, placement.field)
         if copies is None:
             problems.add(tensor.record_span, f"the record of '{tensor.name}' holds bits of some elements of '{placement.field}' "
                                              "again, and not of others", "copies of all elements that a record has are strided")
@@ -66,7 +66,7 @@ def _slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
 
 
 @lru_cache(maxsize=256)
-def _copies(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
+def _copied_slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
     """The slices of second copies, third copies, and so on; None if some are incomplete or not strided."""
     groups: list[list[Piece]] = []
     count: Counter[tuple[tuple[int, ...], int]] = Counter()

@@ -45,7 +45,7 @@ def read_branches(program: Program, problems: Problems) -> Program:
     if any(tensor.stream for tensor in program.tensors):
         problems.add(spec.plus[0].kind.span, "a weight in an entropy code has no branch beside it")
     _check_names(program, problems)
-    branches = [_branch(program, branch, problems) for branch in spec.plus]
+    branches = [_read_branch(program, branch, problems) for branch in spec.plus]
     return replace(program, plus=tuple(branch for branch in branches if branch is not None))
 
 
@@ -68,11 +68,11 @@ def _check_names(program: Program, problems: Problems) -> None:
                 problems.add(branch.kind.span, f"'{role}' is a field of '{branch.kind}', and of the format too")
 
 
-def _branch(program: Program, branch: model.Branch, problems: Problems) -> Branch | None:
+def _read_branch(program: Program, branch: model.Branch, problems: Problems) -> Branch | None:
     """The branch with its tensors in the order of its fields; None if some are wrong."""
     roles = BRANCHES[branch.kind.value].roles
-    read = [_tensor(program, branch, tensor, item, half, problems) for tensor in branch.tensors
-            for item, half in _items(tensor, roles)]
+    read = [_read_tensor(program, branch, tensor, item, half, problems) for tensor in branch.tensors
+            for item, half in _record_fields(tensor, roles)]
     tensors = {tensor.role: tensor for tensor in read if tensor is not None}
     if None in read:
         return None
@@ -94,8 +94,8 @@ def _shown(field: str, role: Role) -> str:
     return f"'{field}' [{', '.join(role.extents)}]"
 
 
-def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.Item | None, half: tuple[str, int] | None,
-            problems: Problems) -> BranchTensor | None:
+def _read_tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.Item | None, half: tuple[str, int] | None,
+                 problems: Problems) -> BranchTensor | None:
     """The tensor of a branch's field; None, with a problem, if it is wrong.  half: how words hold the field."""
     roles = BRANCHES[branch.kind.value].roles
     if item is None or item.field is None or tensor.shape is None:
@@ -119,7 +119,7 @@ def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: 
         if len(digits) == len(loops):
             problems.add(tensor.shape.span, "a tensor of a branch has no records, and so no 'word'")
         return None
-    order = _order(item, field, [loop.name for loop in loops], digits, roles[field], constants, problems)
+    order = _subscripts(item, field, [loop.name for loop in loops], digits, roles[field], constants, problems)
     if order is None:
         return None
     place = dict(zip((loop.name for loop in loops), digits, strict=True))
@@ -133,7 +133,7 @@ def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: 
                         tuple(alias.value for alias in tensor.aliases), half)
 
 
-def _items(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item | None, tuple[str, int] | None]]:
+def _record_fields(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item | None, tuple[str, int] | None]]:
     """The single item of a record, with None; or two halves of a 32-bit word with their places.
 
     The low half is a list's index, the high half its value in f16.
@@ -165,8 +165,8 @@ def _check_type(program: Program, kind: g.Type, field: str, role: Role, problems
     return number.name in allowed
 
 
-def _order(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Index], role: Role, constants: dict[str, Index],
-           problems: Problems) -> tuple[tuple[int, ...], ...] | None:
+def _subscripts(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Index], role: Role, constants: dict[str, Index],
+                problems: Problems) -> tuple[tuple[int, ...], ...] | None:
     """For every subscript its digits, slowest first, as indices into all digits; None, with a problem, if they do not match."""
     if len(item.index) != len(role.extents):
         problems.add(item.span, f"{_shown(field, role)} has {len(role.extents)} subscripts, not {len(item.index)}")
@@ -178,7 +178,7 @@ def _order(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Inde
         if index is None:
             return None
         steps = sorted(((coefficient, names.index(atom.name)) for atom, coefficient in index.terms if atom.op == "name"))
-        if len(steps) < len(index.terms) or index.const or not _covers(steps, digits, whole):
+        if len(steps) < len(index.terms) or index.const or not _digits_cover(steps, digits, whole):
             problems.add(expr.span, f"variables of '{field}' do not run through {whole}, each position once")
             return None
         order.append(tuple(place for _, place in reversed(steps)))
@@ -188,7 +188,7 @@ def _order(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Inde
     return tuple(order)
 
 
-def _covers(steps: Sequence[tuple[int, int]], digits: Sequence[Index], whole: str) -> bool:
+def _digits_cover(steps: Sequence[tuple[int, int]], digits: Sequence[Index], whole: str) -> bool:
     """Whether digits, fastest first, each step by the product of faster extents, up to the extent of a subscript."""
     extent = name("N") + 1 if whole == "N + 1" else name(whole)
     reach = 1

@@ -13,11 +13,11 @@ from math import gcd, lcm, prod
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Atom, Domain, Index, name
-from qdsl.compiler.ir.program import Axis, Change, Field, Placement, Program, Stream, Tensor, Var
-from qdsl.compiler.passes.record_lines import RecordReader, Weights, expanded
-from qdsl.compiler.passes.samples import divisor_of, size_axis
+from qdsl.compiler.ir.program import Axis, Field, Placement, Program, StoredChange, Stream, Tensor, Var
+from qdsl.compiler.passes.record_lines import RecordReader, Weights, expand_products
+from qdsl.compiler.passes.samples import axis_divisor, size_axis
 from qdsl.compiler.passes.scope import Scope
-from qdsl.compiler.passes.sections import placed_sections, planes
+from qdsl.compiler.passes.sections import bit_planes, place_sections
 from qdsl.compiler.passes.type_fields import AXES, axis_of, group_size, number_of, parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
@@ -41,7 +41,7 @@ def read_records(program: Program, problems: Problems) -> Program:
     where = _fixed_values(program, storage, problems)
     tensors: list[Tensor] = []
     defaults: dict[str, Index] = {}
-    items = [part for item in storage.tensors for part in planes(program, item, problems)]
+    items = [part for item in storage.tensors for part in bit_planes(program, item, problems)]
     for item, constants in items:
         tensor = _TensorReader(program, item, problems, constants).read()
         if tensor is None:
@@ -51,25 +51,25 @@ def read_records(program: Program, problems: Problems) -> Program:
             stored = sorted({p.field for p in tensor.placements})
             if len(stored) != 1:
                 problems.add(item.name.span, f"optional tensor '{item.name}' must store one field, not {', '.join(stored)}")
-            elif (value := _value(program, program.field(stored[0]), item.optional, problems)) is not None:
+            elif (value := _unstored_value(program, program.field(stored[0]), item.optional, problems)) is not None:
                 defaults[stored[0]] = value
-    placed = placed_sections(tensors, [item for item, _ in items], problems)
-    return replace(program, tensors=placed, where=where, defaults=defaults, domain=_domain(program, tensors))
+    placed = place_sections(tensors, [item for item, _ in items], problems)
+    return replace(program, tensors=placed, where=where, defaults=defaults, domain=_size_domain(program, tensors))
 
 
-def _domain(program: Program, tensors: list[Tensor]) -> Domain:
+def _size_domain(program: Program, tensors: list[Tensor]) -> Domain:
     """The domain of size parameters: a size that may be the whole axis (-1) is divided only by divisors of the axis.
 
     Quotients by it are those of its other values.
     """
     extents = [var.extent for tensor in tensors for var in tensor.vars]
     whole = {param.name.value for param in program.spec.params if -1 in param.values}
-    divisors = {size: gcd(divisor, divisor_of(size_axis(program, size), extents)) if size in whole else divisor
+    divisors = {size: gcd(divisor, axis_divisor(size_axis(program, size), extents)) if size in whole else divisor
                 for size, divisor in program.domain.divisors.items()}
     return Domain(program.domain.bounds, divisors, {size: program.domain.divisors[size] for size in whole & divisors.keys()})
 
 
-def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> Index | None:
+def _unstored_value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> Index | None:
     """The value of a field that is not stored: groups in order for an index field, a constant for other fields."""
     names = {"n": name("n"), "k": name("k"), **parameters(program)}
     value = Scope(names, f"the value of '{field.name}'", problems, program.domain).index(expr)
@@ -102,7 +102,7 @@ def _fixed_values(program: Program, storage: model.Storage, problems: Problems) 
             problems.add(key.span, f"'{key}' is a size: where fixes parameters that shape the bits, and fields")
     for key, expr in storage.where:
         if key.value in fields:
-            value = _value(program, program.field(key.value), expr, problems)
+            value = _unstored_value(program, program.field(key.value), expr, problems)
             if value is not None:
                 values[key.value] = value
         elif key.value not in params:
@@ -112,11 +112,11 @@ def _fixed_values(program: Program, storage: model.Storage, problems: Problems) 
     for key, _ in storage.least:
         if key.value not in program.dims or program.dims[key.value].is_const:
             problems.add(key.span, f"'{key}' is no extent of dims{did_you_mean(key.value, program.dims)}")
-    _check_order(program, storage, values, problems)
+    _check_column_order(program, storage, values, problems)
     return values
 
 
-def _check_order(program: Program, storage: model.Storage, values: Mapping[str, Index], problems: Problems) -> None:
+def _check_column_order(program: Program, storage: model.Storage, values: Mapping[str, Index], problems: Problems) -> None:
     """Checks an order of columns: one index field, whose value the storage fixes, must give the groups of columns.
 
     Tensors whose columns stay in order must hold one field of [k], element by element.
@@ -168,7 +168,7 @@ class _TensorReader:
 
     def read(self) -> Tensor | None:
         item = self.item
-        shape = self.shaped(item.shape) if item.shape is not None else self.run(item.run)
+        shape = self.read_shape(item.shape) if item.shape is not None else self.read_run(item.run)
         if shape is None:
             return None
         element, variables, axes, lines = shape
@@ -187,12 +187,12 @@ class _TensorReader:
             return None
         kept = tuple(p for p in placements if p is not None)
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
-        return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
+        return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored_change(element, lines),
                       item.optional is not None, item.omitted, tuple(alias.value for alias in (item.inside or item).aliases),
-                      item.name.span, item.record_text.span, self.stream(element, variables, axes), (item.inside or item).seen,
-                      within=self.within(element))
+                      item.name.span, item.record_text.span, self.entropy_code(element, variables, axes),
+                      (item.inside or item).seen, within=self.file_integer(element))
 
-    def within(self, element: Number) -> str:
+    def file_integer(self, element: Number) -> str:
         """The integer type in files that holds several elements; '' if files hold single elements."""
         kind = self.item.shape.within if self.item.shape is not None else None
         if kind is None:
@@ -203,7 +203,7 @@ class _TensorReader:
                                          f"{kind.name}")
         return kind.name
 
-    def stream(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
+    def entropy_code(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
         """The entropy code of the tensor, which holds bytes [N, K], or [N * K]."""
         call = self.item.stream
         if call is None:
@@ -237,7 +237,7 @@ class _TensorReader:
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
-    def shaped(self, shape: g.Shape) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+    def read_shape(self, shape: g.Shape) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
         element = number_of(self.program, shape.type, self.problems, stored=True)
         scope = Scope({"N": name("N"), "K": name("K"), **self.constants, **self.program.dims},
                       f"the shape of '{self.item.name}'", self.problems, self.program.domain)
@@ -267,38 +267,39 @@ class _TensorReader:
             return None
         dense = self.dense_loop()
         if dense is not None and element is not None and words:
-            return self.dense(element, tuple(variables), tuple(axes), *dense)
+            return self.read_dense(element, tuple(variables), tuple(axes), *dense)
         names = {digit.name for axis in shape.axes for digit in axis.digits if digit is not None}
-        lines = self.records.lines(self.item.record, names)              # also catches variables with a wrong extent
+        lines = self.records.read_lines(self.item.record, names)              # also catches variables with a wrong extent
         if element is None or lines is None or len(variables) < len(names):
             return None
         return element, tuple(variables), tuple(axes), lines
 
-    def run(self, axis: Text | None) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+    def read_run(self, axis: Text | None) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
         """Bytes in records of consecutive elements along k: `u8[n<N, t<K/R word]` with local subscripts."""
         if axis is None:
             return None
         if axis.value != "k":
             self.problems.add(axis.span, f"a record runs along k, not '{axis}'")
             return None
-        lines = self.records.lines(self.item.record, set(), local=True)
+        lines = self.records.read_lines(self.item.record, set(), local=True)
         element = number("u8")
         if lines is None or element is None:
             return None
-        covered = {field: self.columns(self.fields[field]) * (1 + self.highest(lines, field)) for field in self.records.used}
+        covered = {field: self.shared_by(self.fields[field]) * (1 + self.highest(lines, field)) for field in self.records.used}
         if 0 in covered.values():
             return None
         run = max(covered.values())
         for field in covered:
-            if run % self.columns(self.fields[field]):
+            if run % self.shared_by(self.fields[field]):
                 self.problems.add(self.item.record_text.span, f"a record of '{self.item.name}' holds {run} columns, which is "
-                                  f"not a multiple of the {self.columns(self.fields[field])} that share one '{field}'")
+                                  f"not a multiple of the {self.shared_by(self.fields[field])} that share one '{field}'")
                 return None
-            self.records.used[field] = [(Affine(0, (("n", 1),)), Affine(0, (("t", run // self.columns(self.fields[field])),)))]
+            step = run // self.shared_by(self.fields[field])
+            self.records.used[field] = [(Affine(0, (("n", 1),)), Affine(0, (("t", step),)))]
         extent = ix.exact(name("K"), run)
         return element, (Var("n", name("N"), True), Var("t", extent, True)), (Axis(("n",)), Axis(("t", ""))), lines
 
-    def columns(self, field: Field) -> int:
+    def shared_by(self, field: Field) -> int:
         """How many columns share a value of a field; 0, with a problem, if that is not constant."""
         last = field.index[-1] if field.index else Index()
         if last == name("k"):
@@ -325,9 +326,9 @@ class _TensorReader:
             moves = [tuple(term for term in form[axis].terms if term[0] not in loops) for form in forms]
             box = 1 + max(p.index[axis] for p in walk(lines) if p.field == field)
             if any(unit for factors in units for unit in factors.values()) or any(len(terms) > 1 for terms in moves):
-                carrying = self.chain(field, [dict(terms) for terms in moves], units, loops, box, variables)
+                carrying = self.carrying_digits(field, [dict(terms) for terms in moves], units, loops, box, variables)
             else:
-                carrying = self.carried(field, moves, box)
+                carrying = self.carrying_loop(field, moves, box)
             if carrying is None:
                 return None
             digits.append(carrying[0])
@@ -335,7 +336,7 @@ class _TensorReader:
         flat = len(forms[0]) == 1 and len(self.fields[field].index) == 2
         return Placement(field, tuple(digits), tuple(tiles), flat)
 
-    def carried(self, field: str, moves: list[tuple[tuple[str, int], ...]], box: int) -> tuple[tuple[str, ...], int] | None:
+    def carrying_loop(self, field: str, moves: list[tuple[tuple[str, int], ...]], box: int) -> tuple[tuple[str, ...], int] | None:
         """The single variable that steps from record to record, or none."""
         if len(set(moves)) > 1:
             self.problems.add(self.item.record_text.span,
@@ -343,8 +344,8 @@ class _TensorReader:
             return None
         return ((moves[0][0][0], ""), moves[0][0][1]) if moves[0] else (("",), box)
 
-    def chain(self, field: str, moves: list[dict[str, int]], units: list[Weights], loops: set[str], box: int,
-              variables: tuple[Var, ...]) -> tuple[tuple[str, ...], int] | None:
+    def carrying_digits(self, field: str, moves: list[dict[str, int]], units: list[Weights], loops: set[str], box: int,
+                        variables: tuple[Var, ...]) -> tuple[tuple[str, ...], int] | None:
         """Variables and a record's elements as digits of one number, each stepping by the product of faster extents."""
         span = self.item.record_text.span
         inside = {unit for factors in units for moving, unit in factors.items() if not moving or moving in loops}
@@ -352,10 +353,10 @@ class _TensorReader:
                 factors.get(var) != units[0].get(var) for factors in units for var in moves[0]):
             self.problems.add(span, f"items of '{field}' must all move by the same step from record to record")
             return None
-        left = {var: _product(unit, moves[0][var]) for var, unit in units[0].items() if var in moves[0]}
+        left = {var: _product_index(unit, moves[0][var]) for var, unit in units[0].items() if var in moves[0]}
         between = [var for var, weight in left.items() if weight.is_const and 0 < weight.const < box and not any(inside)]
         if box > 1 or inside:
-            left[""] = _product(inside.pop() if inside else (), 1)
+            left[""] = _product_index(inside.pop() if inside else (), 1)
         if between:
             inner, extent = between[0], next(var.extent for var in variables if var.name == between[0])
             self.problems.add(span, f"items of '{field}' lie between those of the next record: '{inner}' steps by {left[inner]}, "
@@ -365,7 +366,7 @@ class _TensorReader:
         digits: list[str] = []
         reach = Index(1)
         while left:
-            step = next((digit for digit, weight in left.items() if expanded(weight) == expanded(reach)), None)
+            step = next((digit for digit, weight in left.items() if expand_products(weight) == expand_products(reach)), None)
             if step is None:
                 shown = ", ".join(f"'{digit or 'the record'}' by {weight}" for digit, weight in left.items())
                 self.problems.add(span,
@@ -390,14 +391,14 @@ class _TensorReader:
             return None if extent is None else (loop, extent)
         return None
 
-    def dense(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...], loop: g.Loop, extent: Index,
-              ) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
+    def read_dense(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...], loop: g.Loop, extent: Index,
+                   ) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
         """A stream without gaps along a whole axis, cut into the shortest records of whole elements: `t<ceil(K/P) word`.
 
         The last record may be partial, and ends with the stream.
         """
         line = self.item.record[0]
-        lines = self.records.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
+        lines = self.records.read_lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
         if lines is None:
             return None
         if any(unit for forms in self.records.weights.values() for form in forms for units in form for unit in units.values()):
@@ -418,9 +419,9 @@ class _TensorReader:
 
     # -- stored operations --------------------------------------------------------------------------------------------
 
-    def stored(self, element: Number, lines: tuple[Line, ...]) -> Change | None:
+    def stored_change(self, element: Number, lines: tuple[Line, ...]) -> StoredChange | None:
         """The rule of `stored` that applies to this program's parameters."""
-        changes: list[Change] = []
+        changes: list[StoredChange] = []
         for rule in self.item.stored:
             params = self.program.params
             for key, _ in rule.when:
@@ -437,18 +438,18 @@ class _TensorReader:
                 continue
             if not all(params.get(key.value) in values for key, values in rule.when):
                 continue
-            operation = self.operation(rule)
+            operation = self.change_operation(rule)
             if operation is not None:
                 op, amount = operation
                 half = 1 << (element.bits if target == "word" else self.fields[target].bits) - 1
                 signed = op == "+" or element.kind == "signed" or target != "word"
                 amount = (amount + half) % (2 * half) - half if signed else amount % (2 * half)
-                changes.append(Change(None if target == "word" else target, op, amount))
+                changes.append(StoredChange(None if target == "word" else target, op, amount))
         if len(changes) > 1:
             self.problems.add(self.item.stored[0].target.span, "two rules of 'stored' hold for the same parameters")
         return changes[0] if changes else None
 
-    def operation(self, rule: model.Stored) -> tuple[str, int] | None:
+    def change_operation(self, rule: model.StoredOperation) -> tuple[str, int] | None:
         """'+' or '^' and the constant of `word - constant` or `word ^ constant`; other operations might not be reversible."""
         value = rule.value
         if isinstance(value, g.Binary) and value.op in ("+", "-", "^") and isinstance(value.left, g.Name) \
@@ -459,7 +460,7 @@ class _TensorReader:
         return None
 
 
-def _product(unit: tuple[Atom, ...], by: int) -> Index:
+def _product_index(unit: tuple[Atom, ...], by: int) -> Index:
     index = Index(by)
     for atom in unit:
         index = index * Index(0, ((atom, 1),))

@@ -42,19 +42,19 @@ class RecordReader:
         self.weights: dict[str, list[tuple[Weights, ...]]] = {}
         self.what = f"the record of '{item.name}'"
 
-    def lines(self, record: tuple[g.Line, ...], variables: set[str], local: bool = False) -> tuple[Line, ...] | None:
+    def read_lines(self, record: tuple[g.Line, ...], variables: set[str], local: bool = False) -> tuple[Line, ...] | None:
         """The record with constant loops, widths and linear subscripts."""
         lines: list[Line] = []
         kept: list[g.Line] = []
         pieces = 0
         for line in record:
-            loops = self.loops(line.loops, variables)
+            loops = self.read_loops(line.loops, variables)
             if loops is None:
                 return None
             if 0 in (extent for _, extent in loops):
                 continue                                         # a line that does not exist for these parameters
             names = variables | {loop for loop, _ in loops}
-            read = [self.bits(item, names, local) for item in line.items]
+            read = [self.read_items(item, names, local) for item in line.items]
             items = tuple(item for some in read for item in some or ())
             if None in read:
                 return None
@@ -83,7 +83,7 @@ class RecordReader:
                 return False
         return True
 
-    def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
+    def read_loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
         """Name and extent of each loop; None, with a problem, if an extent is not a constant in range."""
         extents: list[tuple[str, int]] = []
         for loop in loops:
@@ -104,19 +104,19 @@ class RecordReader:
             extents.append((loop.name, extent))
         return extents
 
-    def bits(self, item: g.Item | g.Group, names: set[str], local: bool) -> list[RecordItem] | None:
+    def read_items(self, item: g.Item | g.LineGroup, names: set[str], local: bool) -> list[RecordItem] | None:
         """An item, or the items of a group in order, with its loops unrolled; None if one has a problem."""
         if isinstance(item, g.Item):
-            read = self.part(item, names, local)
+            read = self.read_item(item, names, local)
             return None if read is None else [read]
-        loops, is_byte = self.loops(item.line.loops, names), isinstance(item, g.Digits)
+        loops, is_byte = self.read_loops(item.line.loops, names), isinstance(item, g.Digits)
         if loops is None:
             return None
         inner = [loop for loop, _ in loops]
-        forms = [(self.digit if is_byte else self.part)(part, names | set(inner), local) for part in item.line.fields]
+        forms = [(self.read_digit if is_byte else self.read_item)(part, names | set(inner), local) for part in item.line.fields]
         kept = [form for form in forms if form is not None]
         size = len(kept) * prod(extent for _, extent in loops)
-        if len(kept) < len(forms) or (is_byte and not self.fits_byte(item.span, kept, size)):
+        if len(kept) < len(forms) or (is_byte and not self.has_room_in_byte(item.span, kept, size)):
             return None
         if size > MAX_GROUP:
             self.problems.add(item.span, f"a group has at most {MAX_GROUP} items, its loops written out, not {size}")
@@ -126,7 +126,7 @@ class RecordReader:
                    for values in choices for form in kept]
         return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(written)] if is_byte else written
 
-    def fits_byte(self, span: Span, digits: Sequence[RecordItem], size: int) -> bool:
+    def has_room_in_byte(self, span: Span, digits: Sequence[RecordItem], size: int) -> bool:
         """Whether a byte has room for this number of digits, all of one field; adds a problem if not."""
         if not 1 <= size <= PLACES:
             self.problems.add(span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
@@ -136,7 +136,7 @@ class RecordReader:
             return True
         return False
 
-    def digit(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
+    def read_digit(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
         """An item of a byte of base-3 digits: a whole element of two bits."""
         if item.field is None:
             self.problems.add(item.span, f"digits of base {BASE} are fields, not padding", "places after the last digit are 0")
@@ -144,7 +144,7 @@ class RecordReader:
         if item.part != "whole":
             self.problems.add(item.span, f"a digit of base {BASE} is a whole field, without .lo, .hi or .at")
             return None
-        read = self.part(item, names, local)
+        read = self.read_item(item, names, local)
         number = self.fields[item.field.name].number if read is not None else None
         if number is not None and number.name == f"u{DIGIT_BITS}":
             return read
@@ -153,25 +153,25 @@ class RecordReader:
                                          f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
         return None
 
-    def part(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
+    def read_item(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
         """An item with its subscripts, lowest bit and width; None, with a problem, if one is wrong."""
         scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
         if item.field is None:
             width = scope.const(item.width, "a width") if item.width is not None else None
-            return None if not self.fits(width, MAX_WIDTH, item.span) else RecordItem(None, (), Affine(), width or 0)
+            return None if not self.is_width_in_range(width, MAX_WIDTH, item.span) else RecordItem(None, (), Affine(), width or 0)
         field = self.fields.get(item.field.name)
         if field is None:
             self.problems.add(item.field.span,
                               f"unknown field '{item.field.name}' in {self.what}{did_you_mean(item.field.name, self.fields)}")
             return None
         rows = scope if local else Scope({**scope.names, **self.extents}, self.what, self.problems, self.program.domain)
-        read = [self.linear(rows, expr, names) for expr in item.index]
+        read = [self.read_subscript(rows, expr, names) for expr in item.index]
         index = [linear[0] if linear is not None else None for linear in read]
         width = field.bits if item.width is None else scope.const(item.width, "a width")
-        if None in index or not self.fits(width, field.bits, item.span):
+        if None in index or not self.is_width_in_range(width, field.bits, item.span):
             return None
         assert width is not None
-        lo = self.bit(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
+        lo = self.read_bit(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
         rank = len(field.extents)
         by_weight = rank == 2 and not field.table
         allowed = (0, 1) if local else (rank, 1) if by_weight else (rank,)
@@ -186,14 +186,14 @@ class RecordReader:
         forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
         return RecordItem(field.name, (Affine(), *forms) if local else forms, lo, width, again=item.again)
 
-    def fits(self, width: int | None, most: int, span: Span) -> bool:
+    def is_width_in_range(self, width: int | None, most: int, span: Span) -> bool:
         """Whether a width is from 1 to `most` bits; adds a problem if not."""
         if width is not None and not 1 <= width <= most:
             self.problems.add(span, f"a width of {width} bits: expected 1 to {most}")
             return False
         return width is not None
 
-    def bit(self, scope: Scope, expr: g.Expr) -> Affine | None:
+    def read_bit(self, scope: Scope, expr: g.Expr) -> Affine | None:
         """A bit of an element, which may depend on loops."""
         index = scope.index(expr)
         if index is not None and all(atom.op == "name" for atom, _ in index.terms):
@@ -202,14 +202,14 @@ class RecordReader:
             self.problems.add(expr.span, f"a bit is linear in the loops of its line, not {index}")
         return None
 
-    def linear(self, scope: Scope, expr: g.Expr, names: set[str]) -> tuple[Affine, Weights] | None:
+    def read_subscript(self, scope: Scope, expr: g.Expr, names: set[str]) -> tuple[Affine, Weights] | None:
         """A subscript as the elements of a record, and the factors of its variables and of these elements."""
         index = scope.index(expr)
         if index is None:
             return None
         parts: dict[str, int] = {}
         units: Weights = {}
-        for factors, coefficient in expanded(index).items():
+        for factors, coefficient in expand_products(index).items():
             moving = [atom.name for atom in factors if atom.op == "name" and atom.name in names]
             unit = tuple(atom for atom in factors if atom.op != "name" or atom.name not in names)
             if len(moving) > 1 or any(Index(0, ((atom, 1),)).names() & names for atom in unit) or "".join(moving) in parts:
@@ -220,13 +220,13 @@ class RecordReader:
         return Affine(parts.pop("", 0), tuple(parts.items())), units
 
 
-def expanded(index: Index) -> dict[tuple[Atom, ...], int]:
+def expand_products(index: Index) -> dict[tuple[Atom, ...], int]:
     """An index as a sum of products: coefficient by atoms, none of which is a product."""
     sums: dict[tuple[Atom, ...], int] = {(): index.const} if index.const else {}
     for atom, coefficient in index.terms:
         parts: dict[tuple[Atom, ...], int] = {(atom,): 1}
         if atom.op == "mul":
-            left, right = (expanded(argument) for argument in atom.args)
+            left, right = (expand_products(argument) for argument in atom.args)
             parts = {}
             for (a, x), (b, y) in product(left.items(), right.items()):
                 key = tuple(sorted((*a, *b), key=lambda atom: atom.key))

@@ -43,7 +43,7 @@ def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[
         alone = {"N": [extent for extent in extents if extent.names().isdisjoint(whole["K"])],
                  "K": [extent for extent in extents if extent.names().isdisjoint(whole["N"])]}
         both = [extent for extent in extents if extent not in alone["N"] and extent not in alone["K"]]
-        rows, columns = ([length for length in fixed.get(axis) or _candidates(divisor_of(axis, solid), _large(solid))
+        rows, columns = ([length for length in fixed.get(axis) or _candidates(axis_divisor(axis, solid), _large(solid))
                           if _are_defined(alone[axis], {**dict.fromkeys(whole[axis], length), **chosen})] for axis in ("N", "K"))
         for n, k in sorted(product(rows, columns), key=lambda shape: shape[0] * shape[1]):
             lengths = {size: {"N": n, "K": k}[axis] for size, axis, _ in sizes if size not in chosen}
@@ -60,7 +60,7 @@ def _are_defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
         return False
 
 
-def distinct(samples: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[Mapping[str, int]]:
+def distinct_samples(samples: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[Mapping[str, int]]:
     """The samples without those that repeat an earlier one in the values of these names."""
     firsts: dict[tuple[int, ...], Mapping[str, int]] = {}
     for sample in samples:
@@ -68,7 +68,7 @@ def distinct(samples: Sequence[Mapping[str, int]], names: Sequence[str]) -> list
     return list(firsts.values())
 
 
-def divisor_of(axis: str, extents: Sequence[Index]) -> int:
+def axis_divisor(axis: str, extents: Sequence[Index]) -> int:
     """The divisor of an axis that makes every exact division of it by a constant possible."""
     common = 1
     for extent in extents:

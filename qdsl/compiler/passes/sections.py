@@ -16,7 +16,7 @@ from qdsl.compiler.spec.source import Problems
 MOST_PLANES = 32                                                 # of bits, one tensor each
 
 
-def planes(program: Program, item: model.Tensor, problems: Problems) -> list[tuple[model.Tensor, dict[str, Index]]]:
+def bit_planes(program: Program, item: model.Tensor, problems: Problems) -> list[tuple[model.Tensor, dict[str, Index]]]:
     """The tensor and value for each value of an axis whose variable selects the stored bit, as in `.at(3 - p):1`.
 
     The tensor itself if there is no such axis.
@@ -38,19 +38,19 @@ def planes(program: Program, item: model.Tensor, problems: Problems) -> list[tup
         problems.add(item.name.span, f"'{item.name}' has an axis that chooses bits: it is no section, not optional and no stream")
         return []
     shape = replace(item.shape, axes=(*axes[:place], *axes[place + 1:]))
-    inside = model.Sectioned(item.name, place == 1, item.aliases, item.seen, is_planes=True)
+    inside = model.SectionHolder(item.name, place == 1, item.aliases, item.seen, is_planes=True)
     return [(replace(item, name=replace(item.name, value=f"{item.name}_{i}"), shape=shape, inside=inside),
              {loops[0].name: Index(i)}) for i in range(count)]
 
 
-def placed_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], problems: Problems) -> tuple[Tensor, ...]:
+def place_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], problems: Problems) -> tuple[Tensor, ...]:
     """The tensors of a storage; those inside of others get their places.  written: the tensors as the spec has them."""
     inside = {item.name.value: item.inside for item in written if item.inside is not None}
     placed: list[Tensor] = []
     for tensor in tensors:
         holder = inside.get(tensor.name)
         sections = [other for other in tensors if inside.get(other.name) is holder is not None]
-        if holder is None or not _fits(holder, sections, problems if tensor is sections[0] else Problems()):
+        if holder is None or not _have_equal_rows(holder, sections, problems if tensor is sections[0] else Problems()):
             placed.append(tensor)
             continue
         lengths = [_length(other, holder.by_rows) for other in sections]
@@ -60,7 +60,7 @@ def placed_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], 
     return tuple(placed)
 
 
-def _fits(holder: model.Sectioned, sections: Sequence[Tensor], problems: Problems) -> bool:
+def _have_equal_rows(holder: model.SectionHolder, sections: Sequence[Tensor], problems: Problems) -> bool:
     """Whether sections have elements of one type, and the same rows; adds a problem if not."""
     first = sections[0]
     for tensor in sections:

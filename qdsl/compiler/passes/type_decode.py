@@ -79,31 +79,31 @@ class _Builder:
         match expr:
             case g.Number(value, span):
                 fixed = (value, value) if isinstance(value, int) else None
-                return self.checked(self.add("const", (), span, const=value, range=fixed))
+                return self.check_value(self.add("const", (), span, const=value, range=fixed))
             case g.Name():
                 return self.name(expr)
             case g.Negate(inner, span):
                 arg = self.value(inner)
                 return None if arg is None else self.negate(arg, span)
-            case g.Binary() if _is_digit(expr):
+            case g.Binary() if _is_column_digit(expr):
                 return self.digit(expr)
             case g.Binary():
                 left, right = self.value(expr.left), self.value(expr.right)
                 return None if left is None or right is None else self.binary(expr, left, right)
             case g.Subscript():
-                return self.table(expr)
-            case g.Apply():
-                return self.called(expr)
+                return self.table_lookup(expr)
+            case g.CallExpr():
+                return self.call(expr)
         return None
 
-    def called(self, expr: g.Apply) -> int | None:
+    def call(self, expr: g.CallExpr) -> int | None:
         """A value rounded to a type, or a function of values."""
         op = functions().get(expr.name)
         match expr:
-            case g.Apply("round", (inner, g.Name() as kind), ()):
+            case g.CallExpr("round", (inner, g.Name() as kind), ()):
                 arg = self.value(inner)
-                return None if arg is None else self.rounded(expr, arg, kind)
-            case g.Apply("round"):
+                return None if arg is None else self.round_value(expr, arg, kind)
+            case g.CallExpr("round"):
                 self.problems.add(expr.span, "round takes a value and the type that it is rounded to: round(s * q, bf16)")
             case _ if op is None:
                 word, spec = expr.name, self.program.spec
@@ -112,7 +112,7 @@ class _Builder:
                     f"'{word}' is a table: its entries are {word}[...]" if word in tables else ""
                 near = "" if note else did_you_mean(word, ["round", *functions()])
                 self.problems.add(expr.span, f"unknown function '{word}' in decode{near}", *([note] if note else []))
-            case g.Apply(_, arguments, ()) if len(arguments) == op.operands:
+            case g.CallExpr(_, arguments, ()) if len(arguments) == op.operands:
                 args = [arg for argument in arguments if (arg := self.value(argument)) is not None]
                 return self.operation(op, expr.span, tuple(args)) if len(args) == op.operands else None
             case _:
@@ -147,9 +147,9 @@ class _Builder:
         if field.table:
             self.problems.add(expr.span, f"'{expr.name}' is a stored table: it has a value by its subscripts, {expr.name}[...]")
             return None
-        return self.add("field", (), expr.span, name=field.name, range=_limits(field), index=_reach(program, field.index))
+        return self.add("field", (), expr.span, name=field.name, range=_integer_range(field), index=_reach(program, field.index))
 
-    def rounded(self, expr: g.Apply, arg: int, kind: g.Name) -> int | None:
+    def round_value(self, expr: g.CallExpr, arg: int, kind: g.Name) -> int | None:
         """A value rounded to f16 or bf16, or to the type of a parameter, as a stored tensor has it."""
         program = self.program
         listed = next((param.values for param in program.spec.params if param.name.value == kind.name), (kind.name,))
@@ -165,11 +165,11 @@ class _Builder:
         value = self.to_float(arg)
         return None if value is None else self.add("round", (value,), expr.span, name=kind.name, index=self.values[value].index)
 
-    def table(self, expr: g.Subscript) -> int | None:
+    def table_lookup(self, expr: g.Subscript) -> int | None:
         """A table lookup by an integer that stays in range; for a table of rows, the column's number in a row."""
         stored = next((field for field in self.program.fields if field.name == expr.name and field.table), None)
         if stored is not None:
-            return self.entry(expr, stored)
+            return self.stored_table_lookup(expr, stored)
         table = next((table for table in self.program.spec.tables if table.name.value == expr.name), None)
         if table is None:
             names = [table.name.value for table in self.program.spec.tables]
@@ -181,7 +181,7 @@ class _Builder:
             wanted = "one subscript" if len(table.shape) == 1 else "two subscripts"
             self.problems.add(expr.span, f"table '{expr.name}' has {wanted}, not {len(expr.index)}")
             return None
-        arg = self.row(expr, expr.index[0], table.shape)
+        arg = self.row_subscript(expr, expr.index[0], table.shape)
         if arg is None:
             return None
         by = self.values[arg]
@@ -189,12 +189,12 @@ class _Builder:
         index = by.index if len(table.shape) == 1 else _columns(by)
         return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=index)
 
-    def entry(self, expr: g.Subscript, field: Field) -> int | None:
+    def stored_table_lookup(self, expr: g.Subscript, field: Field) -> int | None:
         """A lookup in a stored table: its block as in the field, planes by constants, then an entry or a column of a row."""
         if len(expr.index) != len(field.extents):
             self.problems.add(expr.span, f"stored table '{expr.name}' has {len(field.extents)} subscripts, not {len(expr.index)}")
             return None
-        if not self.is_block(expr, field):
+        if not self.has_field_blocks(expr, field):
             return None
         at = expr.index[len(field.index):]
         rows = {"n", "k"} & set(g.names(at[-1])) and len(at) > 1
@@ -206,15 +206,15 @@ class _Builder:
                                              f"from 0 to {extent - 1}")
                 return None
             plane = plane * extent + part.value
-        arg = self.row(expr, at[-len(shape)], shape)
+        arg = self.row_subscript(expr, at[-len(shape)], shape)
         if arg is None:
             return None
         by = self.values[arg]
-        index = _finer(field.index, _columns(by, "n" if "n" in g.names(at[-1]) else "k") if rows else by.index)
-        return self.add("row" if rows else "entry", (arg,), expr.span, name=field.name, const=plane, range=_limits(field),
+        index = _finer_index(field.index, _columns(by, "n" if "n" in g.names(at[-1]) else "k") if rows else by.index)
+        return self.add("row" if rows else "entry", (arg,), expr.span, name=field.name, const=plane, range=_integer_range(field),
                         index=index)
 
-    def is_block(self, expr: g.Subscript, field: Field) -> bool:
+    def has_field_blocks(self, expr: g.Subscript, field: Field) -> bool:
         """Whether the first subscripts of a stored table are those of its field."""
         places = sorted(place_fields(self.program))[:field.by_places]
         for part, index in zip(expr.index, field.index, strict=False):
@@ -229,10 +229,10 @@ class _Builder:
         names = {word: ix.name(word) for word in ("n", "k", "N", "K")} | parameters(self.program) | dict(self.program.dims)
         return Scope(names | dict.fromkeys(places, ix.name("k")), "a subscript", Problems(), self.program.domain).index(expr)
 
-    def row(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
+    def row_subscript(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
         """The subscript that selects the row, or the entry of a table without columns: an integer that stays in range."""
         arg = self.value(at)
-        if arg is None or (len(shape) > 1 and not self.is_column(expr, at, shape[1], self.values[arg])):
+        if arg is None or (len(shape) > 1 and not self.reads_table_row(expr, at, shape[1], self.values[arg])):
             return None
         limits = self.values[arg].range
         if limits is None or limits[0] < 0 or limits[1] >= shape[0]:
@@ -241,7 +241,7 @@ class _Builder:
             return None
         return arg
 
-    def is_column(self, expr: g.Subscript, at: g.Expr, columns: int, by: Value) -> bool:
+    def reads_table_row(self, expr: g.Subscript, at: g.Expr, columns: int, by: Value) -> bool:
         """Whether a lookup reads a row of a table: by a field of whole runs of columns, each column at its index in the row."""
         axes = ("n", "k") if any(field.name == expr.name for field in self.program.fields) else ("k",)
         match expr.index[-1]:
@@ -287,7 +287,7 @@ class _Builder:
         """An operation on integers if all operands are, and it has bounds; else on floats."""
         values = [self.values[arg] for arg in args]
         if op.bounds is not None and all(value.is_int for value in values):
-            return self.integer(op, span, args)
+            return self.integer_operation(op, span, args)
         if not op.torch:
             self.problems.add(span, f"'{op.name}' is for integers")
             return None
@@ -300,9 +300,9 @@ class _Builder:
                 self.problems.add(span, "the constant does not fit float32")
                 return None
             return self.add("const", (), span, const=folded)
-        return self.add(op.name, floats, span, index=reduce(_finer, (value.index for value in values)))
+        return self.add(op.name, floats, span, index=reduce(_finer_index, (value.index for value in values)))
 
-    def integer(self, op: Op, span: Span, args: tuple[int, ...]) -> int | None:
+    def integer_operation(self, op: Op, span: Span, args: tuple[int, ...]) -> int | None:
         """The same on integers, whose bounds must fit 32 bits."""
         values = [self.values[arg] for arg in args]
         bounds = [value.range for value in values if value.range is not None]
@@ -318,7 +318,7 @@ class _Builder:
             return None
         if all(value.op == "const" for value in values):
             return self.add("const", (), span, const=int(op.value(*(value.const for value in values))), range=(low, high))
-        return self.add(op.name, args, span, range=(low, high), index=reduce(_finer, (value.index for value in values)))
+        return self.add(op.name, args, span, range=(low, high), index=reduce(_finer_index, (value.index for value in values)))
 
     def to_float(self, number: int) -> int | None:
         """The value as float32; integers must be exact there."""
@@ -334,7 +334,7 @@ class _Builder:
             return self.add("const", (), value.span, const=float(value.const))
         return self.add("float", (number,), value.span, index=value.index)
 
-    def checked(self, number: int) -> int | None:
+    def check_value(self, number: int) -> int | None:
         value = self.values[number]
         if value.range is not None and abs(int(value.const)) >= INT32:
             self.problems.add(value.span, f"{value.const} does not fit 32 bits")
@@ -342,7 +342,7 @@ class _Builder:
         return number
 
 
-def _is_digit(expr: g.Expr) -> bool:
+def _is_column_digit(expr: g.Expr) -> bool:
     """Whether an expression divides the column k, or takes a remainder of it."""
     while isinstance(expr, g.Binary) and expr.op in ("//", "%"):
         expr = expr.left
@@ -351,7 +351,7 @@ def _is_digit(expr: g.Expr) -> bool:
     return False
 
 
-def _limits(field: Field) -> tuple[int, int] | None:
+def _integer_range(field: Field) -> tuple[int, int] | None:
     """The integers that a field can be; None for a float."""
     number = field.number
     assert number is not None
@@ -375,7 +375,7 @@ def _reach(program: Program, index: tuple[Index, ...]) -> tuple[Index, ...]:
     return tuple(ix.name("k") if i.names() & indices else i for i in index)
 
 
-def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
+def _finer_index(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
     """The subscripts of a value computed from two others; blocks of the flat position meet single weights and each other."""
     flat = [i for i in (*a, *b) if ix.flat_of(i) is not None]
     if flat:
@@ -385,7 +385,7 @@ def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
     for axis in ("n", "k"):
         both = {i for i in (*a, *b) if axis in i.names()}
         if both:
-            subscripts.append(both.pop() if len(both) == 1 else _finest(both, axis))
+            subscripts.append(both.pop() if len(both) == 1 else _finest_block(both, axis))
     return tuple(subscripts)
 
 
@@ -395,7 +395,7 @@ def _flat_size(index: Index) -> int:
     return by.terms[0][1] if by.terms else by.const
 
 
-def _finest(both: set[Index], axis: str) -> Index:
+def _finest_block(both: set[Index], axis: str) -> Index:
     """Of two subscripts along one axis, the one with nested blocks, else the axis itself."""
     by = {i: i.terms[0][0].args[1].const if i.terms[0][0].op == "div" and i.terms[0][0].args[1].is_const else 0 for i in both}
     small, large = sorted(both, key=lambda i: by[i])
@@ -404,7 +404,7 @@ def _finest(both: set[Index], axis: str) -> Index:
 
 def _power_remedy(expr: g.Binary, a: Value, b: Value) -> str:
     """What to write instead of a power that is not computed."""
-    base, power = (_text_of(side) for side in (expr.left, expr.right))
+    base, power = (_expression_text(side) for side in (expr.left, expr.right))
     if a.op == b.op == "const":
         value = a.const ** b.const if abs(b.const) < 128 and a.const else 0
         return f"write the number, {value:.9g}" if value and abs(value) < 1e38 else "no weight in float32 is that large"
@@ -418,7 +418,7 @@ def _power_remedy(expr: g.Binary, a: Value, b: Value) -> str:
     return "powers of other numbers than 2 are tables: tables: {power: [1, 3, 9, 27]}, and power[code] in decode"
 
 
-def _text_of(expr: g.Expr) -> str:
+def _expression_text(expr: g.Expr) -> str:
     """An expression as the spec has it, in parentheses unless it is one word."""
     span = expr.span
     written = span.source.text.split("\n")[span.line - 1][span.column - 1:span.column - 1 + span.length]

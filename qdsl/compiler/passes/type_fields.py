@@ -32,7 +32,7 @@ def type_fields(program: Program, problems: Problems) -> Program:
     s      f16      [n, k // 64]         of [N, cdiv(K, 64)]
     q      u3       [n, k]               of [N, K]
     """
-    domain = _domain(program)
+    domain = _size_domain(program)
     names = {**{axis: name(axis) for axis in ("N", "K")}, **parameters(program)}
     dims: dict[str, Index] = {}
     for dim in program.spec.dims:
@@ -40,14 +40,14 @@ def type_fields(program: Program, problems: Problems) -> Program:
         if value is not None:
             dims[dim.name.value] = value
     program = replace(program, dims=dims, domain=domain)
-    fields = tuple(field for item in program.spec.fields if (field := _field(program, item, problems)) is not None)
+    fields = tuple(field for item in program.spec.fields if (field := _type_field(program, item, problems)) is not None)
     for axis in AXES:
         _check_blocks(program, fields, axis, problems)
-    _check_flat(fields, problems)
+    _check_flat_blocks(fields, problems)
     return replace(program, fields=fields)
 
 
-def _check_flat(fields: tuple[Field, ...], problems: Problems) -> None:
+def _check_flat_blocks(fields: tuple[Field, ...], problems: Problems) -> None:
     """Checks that blocks of the flat position nest, and meet single weights and shared values, but no other blocks."""
     flat = [(field, atom) for field in fields for index in field.index if (atom := ix.flat_of(index)) is not None]
     if not flat:
@@ -58,11 +58,11 @@ def _check_flat(fields: tuple[Field, ...], problems: Problems) -> None:
                                      f"weights [n, k] and of all []; '{field.name}' is [{', '.join(map(str, field.index))}]")
     finest = min((atom.args[1] for _, atom in flat), key=lambda by: by.terms[0][1] if by.terms else by.const)
     for field, atom in flat:
-        if (atom.op, atom.args[1]) != (flat[0][1].op, finest) and (atom.op == "mod" or times(atom.args[1], finest) is None):
+        if (atom.op, atom.args[1]) != (flat[0][1].op, finest) and (atom.op == "mod" or quotient_of(atom.args[1], finest) is None):
             problems.add(field.span, f"blocks of {atom.args[1]} and of {finest} weights need not nest")
 
 
-def times(size: Index, by: Index) -> int | None:
+def quotient_of(size: Index, by: Index) -> int | None:
     """size / by, if that is an integer."""
     if size.is_const and by.is_const:
         return size.const // by.const if by.const and size.const % by.const == 0 else None
@@ -111,7 +111,7 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
     return number_type
 
 
-def _domain(program: Program) -> Domain:
+def _size_domain(program: Program) -> Domain:
     """Size parameters are at least 1, and multiples of what kernels may assume."""
     values = {p.name.value: listed(p.written) for p in program.spec.params if p.name.value in program.sizes}
     of_weights = [item.typed.type for item in program.spec.fields
@@ -122,7 +122,7 @@ def _domain(program: Program) -> Domain:
     return Domain(dict.fromkeys(values, (1, None)), {size: step for size, step in steps.items() if step})
 
 
-def _field(program: Program, item: SpecField, problems: Problems) -> Field | None:
+def _type_field(program: Program, item: SpecField, problems: Problems) -> Field | None:
     word = item.name.value
     kind = item.typed.type
     groups: Index | None = None
@@ -139,11 +139,11 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     else:
         number_type = number_of(program, kind, problems)
     shown = kind.name if number_type is None or kind.name in program.params else number_type.name
-    shape = _table(program, item) if number_type is not None else ()
+    shape = _table_extents(program, item) if number_type is not None else ()
     if any(extent.const < 1 for extent in shape):
         problems.add(item.typed.span, f"stored table '{word}' has an extent that is not positive")
         return None
-    index = [_subscript(program, item, expr, problems) for expr in item.typed.index[:len(item.typed.index) - len(shape)]]
+    index = [_type_subscript(program, item, expr, problems) for expr in item.typed.index[:len(item.typed.index) - len(shape)]]
     if None in index or (number_type is None and groups is None):
         return None
     subscripts = tuple(i for i in index if i is not None)
@@ -160,12 +160,12 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     if groups is not None and subscripts != (name("k"),):
         problems.add(item.typed.span, f"index field '{word}' is subscripted by k alone: which group a column belongs to")
         return None
-    extents = (*(_extent(program, i) for i in subscripts), *shape)
+    extents = (*(_subscript_extent(program, i) for i in subscripts), *shape)
     by_places = not place_fields(program).isdisjoint(word for expr in item.typed.index for word in g.names(expr))
     return Field(word, shown, number_type, subscripts, extents, groups, item.name.span, by_places)
 
 
-def _table(program: Program, item: SpecField) -> tuple[Index, ...]:
+def _table_extents(program: Program, item: SpecField) -> tuple[Index, ...]:
     """The extents of a stored table, which are constants and come last; () for other fields."""
     scope = Scope({"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
                    **parameters(program), **program.dims}, "", Problems(), program.domain)
@@ -201,13 +201,13 @@ def place_fields(program: Program) -> set[str]:
             and list(g.names(f.typed.type.extent)) == ["K"] and isinstance(f.typed.type.extent, g.Name)}
 
 
-def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Problems) -> Index | None:
+def _type_subscript(program: Program, item: SpecField, expr: g.Expr, problems: Problems) -> Index | None:
     names: Mapping[str, Index] = {"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
                                   **parameters(program), **program.dims}
     index = Scope(names, f"a subscript of field '{item.name}'", problems, program.domain).index(expr)
     if index is None:
         return None
-    if _is_flat(program, index):
+    if _is_flat_block(program, index):
         return index
     if isinstance(expr, g.Name) and expr.name in place_fields(program):
         problems.add(expr.span, f"'{expr.name}' has a place for every column, so that '{item.name}' is a field of k")
@@ -228,7 +228,7 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
     return index
 
 
-def _is_flat(program: Program, index: Index) -> bool:
+def _is_flat_block(program: Program, index: Index) -> bool:
     """Whether a subscript is (n*K + k) // size, the size a parameter or a number, or (n*K + k) % (N*K / size)."""
     atom = ix.flat_of(index)
     if atom is None:
@@ -251,7 +251,7 @@ def axis_of(program: Program, index: Index) -> str:
     return "n" if "n" in index.names() else "k"
 
 
-def _extent(program: Program, index: Index) -> Index:
+def _subscript_extent(program: Program, index: Index) -> Index:
     """The number of values of a subscript."""
     atom = index.terms[0][0]
     if atom.op == "name" and atom.name not in AXES:

@@ -14,7 +14,8 @@ KEYS = ("tensor", "record", "aliases", "seen", "ordered")        # keys of a bra
 Items = Callable[[Node | None, str], list[tuple[Text, Node]]]
 
 
-def branches(node: Node | None, named: Items, tensor: Callable[[Text, Node], Tensor], problems: Problems) -> tuple[Branch, ...]:
+def read_branches(node: Node | None, named: Items, tensor: Callable[[Text, Node], Tensor],
+                  problems: Problems) -> tuple[Branch, ...]:
     """The branches of `plus`, in order; adds a problem for each unknown kind.
 
     named: returns the items of a mapping whose keys are names.  tensor: reads one tensor.

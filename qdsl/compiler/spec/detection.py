@@ -34,7 +34,7 @@ def check_detection(problems: Problems, node: Node | None, params: Iterable[Para
             elif key == "words" and name.value in tensors and not _HEX.match(text):
                 problems.add(value.span, "a word has 32 bits, as 0x88888888")
             elif key == "spills" and name.value != "storage":
-                _check_overflowed(problems, name, value, params, tensors)
+                _check_overflowed_zeros(problems, name, value, params, tensors)
             elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
                 near = did_you_mean(name.value, tensors)
                 problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
@@ -51,7 +51,7 @@ def _check_repacked(problems: Problems, rules: Node, names: list[str]) -> None:
             problems.add(storage.span, f"there is no storage '{word}'{did_you_mean(word, names)}")
 
 
-def _check_overflowed(problems: Problems, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
+def _check_overflowed_zeros(problems: Problems, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
     """A tensor, and the parameter with the number of bits of its fields."""
     if name.value not in tensors:
         problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")

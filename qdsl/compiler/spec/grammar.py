@@ -46,7 +46,7 @@ class Subscript:
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class CallExpr:
     """`name(argument, ..., key=value, ...)`"""
 
     name: str
@@ -73,7 +73,7 @@ class Binary:
     span: Span
 
 
-Expr = Number | Name | Subscript | Apply | Negate | Binary
+Expr = Number | Name | Subscript | CallExpr | Negate | Binary
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LineGroup:
     """`(j<16: q[n, 16*t + j])`: the items of a line inside of another line."""
 
     line: Line
@@ -117,7 +117,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Digits(Group):
+class Digits(LineGroup):
     """`base3(j<5: q[l + 32*j])`: one byte of the line's items, the most significant digit first."""
 
 
@@ -126,21 +126,21 @@ class Line:
     """A line of a record: loops, and items in storage order."""
 
     loops: tuple[Loop, ...]
-    items: tuple[Item | Group, ...]
+    items: tuple[Item | LineGroup, ...]
     span: Span
 
     @property
     def fields(self) -> Iterator[Item]:
         """The items that are bits or digits, including those in groups."""
         for item in self.items:
-            yield from item.line.fields if isinstance(item, Group) else (item,)
+            yield from item.line.fields if isinstance(item, LineGroup) else (item,)
 
     @property
     def extents(self) -> Iterator[Expr]:
         """The extents of its loops, including those of groups."""
         yield from (loop.extent for loop in self.loops)
         for item in self.items:
-            yield from item.line.extents if isinstance(item, Group) else ()
+            yield from item.line.extents if isinstance(item, LineGroup) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class FieldType:
     """`f16[n, k // 32]`: a field's type and subscripts."""
 
     type: Type
@@ -179,7 +179,7 @@ def names(expr: Expr | None) -> Iterator[str]:
             yield word
             for part in index:
                 yield from names(part)
-        case Apply(_, arguments, keywords):
+        case CallExpr(_, arguments, keywords):
             for part in (*arguments, *(value for _, value in keywords)):
                 yield from names(part)
         case Negate(value):
@@ -191,35 +191,35 @@ def names(expr: Expr | None) -> Iterator[str]:
 
 def expression(text: Text) -> Expr:
     """`d * (q - 8)`"""
-    return _whole(text, _Parser.expression)
+    return _parse_whole(text, _Parser.expression)
 
 
 def changed(text: Text) -> Expr:
     """`word - 5` or `word ^ 5`"""
-    return _whole(text, lambda parser: parser.binary(("^",), parser.expression))
+    return _parse_whole(text, lambda parser: parser.binary(("^",), parser.expression))
 
 
-def call(text: Text) -> Apply:
+def call(text: Text) -> CallExpr:
     """`absmax(code=q, scale=s)`, or only a name."""
-    return _whole(text, _Parser.call)
+    return _parse_whole(text, _Parser.call)
 
 
-def typed(text: Text) -> Typed:
+def typed(text: Text) -> FieldType:
     """`f16[n, k // 32]`"""
-    return _whole(text, _Parser.typed)
+    return _parse_whole(text, _Parser.typed)
 
 
 def shape(text: Text) -> Shape:
     """`i32[t<K/8 word, n<N]`"""
-    return _whole(text, _Parser.shape)
+    return _parse_whole(text, _Parser.shape)
 
 
 def table(text: Text) -> tuple[tuple[Loop, ...], Expr]:
     """`i<256 j<8: level[codes[i] // 4**j % 4]`"""
-    return _whole(text, _Parser.table)
+    return _parse_whole(text, _Parser.table)
 
 
-def record(text: Text) -> tuple[Line, ...]:
+def parse_record(text: Text) -> tuple[Line, ...]:
     """Record lines: each line of the text with the lines after it that are indented further; empty lines are skipped."""
     parts: list[tuple[int, int, int]] = []                       # begin, end and indentation of each line
     begin = 0
@@ -236,7 +236,7 @@ def record(text: Text) -> tuple[Line, ...]:
     return tuple(_Parser(text, begin, end).line() for begin, end, _ in parts)
 
 
-def _whole(text: Text, rule: Callable[[_Parser], _T]) -> _T:
+def _parse_whole(text: Text, rule: Callable[[_Parser], _T]) -> _T:
     parser = _Parser(text, 0, len(text.value))
     result = rule(parser)
     parser.expect_end()
@@ -349,11 +349,11 @@ class _Parser:
             return Subscript(name.name, self.many(self.expression, "]"), self.span(begin))
         return self.apply(name, begin) if self.take("(") else name
 
-    def apply(self, name: Name, begin: int) -> Apply:
+    def apply(self, name: Name, begin: int) -> CallExpr:
         parts = self.many(self.argument, ")")
         arguments = tuple(value for key, value in parts if key is None)
         keywords = tuple((key, value) for key, value in parts if key is not None)
-        return Apply(name.name, arguments, keywords, self.span(begin))
+        return CallExpr(name.name, arguments, keywords, self.span(begin))
 
     def argument(self) -> tuple[Name | None, Expr]:
         if self.token.kind == "name" and self.tokens[self.at + 1].text == "=":
@@ -362,10 +362,10 @@ class _Parser:
             return key, self.expression()
         return None, self.expression()
 
-    def call(self) -> Apply:
+    def call(self) -> CallExpr:
         begin = self.at
         name = self.name("the name of an encode scheme")
-        return self.apply(name, begin) if self.take("(") else Apply(name.name, (), (), self.span(begin))
+        return self.apply(name, begin) if self.take("(") else CallExpr(name.name, (), (), self.span(begin))
 
     # -- types, fields and tensors ------------------------------------------------------------------------------------
 
@@ -381,11 +381,11 @@ class _Parser:
             self.expect(")")
         return Type(name.name, parameter, extent, self.span(begin))
 
-    def typed(self) -> Typed:
+    def typed(self) -> FieldType:
         begin = self.at
         kind = self.type()
         self.expect("[")
-        return Typed(kind, self.many(self.expression, "]"), self.span(begin))
+        return FieldType(kind, self.many(self.expression, "]"), self.span(begin))
 
     def shape(self) -> Shape:
         begin, kind = self.at, self.type()
@@ -432,7 +432,7 @@ class _Parser:
 
     def line(self) -> Line:
         loops = self.loops()
-        items: list[Item | Group] = [self.item()]
+        items: list[Item | LineGroup] = [self.item()]
         while self.token.kind != "end":
             if self.token.text == ",":
                 self.fail("the next item, without a comma between items")
@@ -455,10 +455,10 @@ class _Parser:
             items.append(self.field())
         return Line(tuple(loops), tuple(items), self.span(first))
 
-    def item(self) -> Item | Group:
+    def item(self) -> Item | LineGroup:
         begin = self.at
         if (begin == 0 or self.tokens[begin - 1].end < self.token.begin) and self.take("("):
-            return Group(self.inner(), self.span(begin))
+            return LineGroup(self.inner(), self.span(begin))
         if self.token.text == "base3" and self.tokens[self.at + 1].text == "(":
             self.at += 2
             return Digits(self.inner(), self.span(begin))

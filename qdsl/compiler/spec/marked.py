@@ -49,7 +49,7 @@ class _Refused(Exception):
     """Stops reading; the problem is already recorded."""
 
 
-def read(source: Source, problems: Problems) -> Node | None:
+def read_yaml(source: Source, problems: Problems) -> Node | None:
     """The document of a file, or None if it is not strict YAML; problems are added to `problems`."""
     start = Span(source, 1, 1)
     if len(source.text.encode()) > MAX_BYTES:
@@ -73,14 +73,14 @@ def read(source: Source, problems: Problems) -> Node | None:
         mark = error.problem_mark or error.context_mark
         place = Span(source, mark.line + 1, mark.column + 1) if mark else start
         problem = str(error.problem or error.context)
-        if problem.startswith("expected <block end>") and (message := _indentation(source, place)):
+        if problem.startswith("expected <block end>") and (message := _indentation_problem(source, place)):
             problems.add(place, message)
         else:
-            problems.add(place, f"not YAML: {problem}", *_remedy(problem))
+            problems.add(place, f"not YAML: {problem}", *_correction_note(problem))
     return None
 
 
-def _indentation(source: Source, place: Span) -> str:
+def _indentation_problem(source: Source, place: Span) -> str:
     """What is wrong with the indentation of a line that begins at a place; '' if it is that of an earlier line."""
     lines = source.text.split("\n")[:place.line]
     own = _indent(lines[-1])
@@ -97,7 +97,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
 
 
-def _remedy(problem: str) -> tuple[str, ...]:
+def _correction_note(problem: str) -> tuple[str, ...]:
     """A note with a correction for a common mistake, as in records: `record: j<16: q[j]`."""
     remedies = {"mapping values": "text with a colon and a space needs quotes, such as record: \"j<8: q[n, j]\"",
                 "found character '\\t'": "indent with spaces, not with a tab"}

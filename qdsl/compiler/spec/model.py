@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qdsl.compiler.spec.grammar import Apply, Expr, Line, Shape, Typed
+from qdsl.compiler.spec.grammar import CallExpr, Expr, FieldType, Line, Shape
 from qdsl.compiler.spec.source import Source, Span, Text
 from qdsl.core.shapes import ANY
 
@@ -61,11 +61,11 @@ class Field:
     """A field's name, type and subscripts."""
 
     name: Text
-    typed: Typed
+    typed: FieldType
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredOperation:
     """A stored operation: the file's value for a packed value; `target` is 'word' or a field, under conditions on parameters."""
 
     when: tuple[tuple[Text, tuple[int | str, ...]], ...]
@@ -74,7 +74,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Sectioned:
+class SectionHolder:
     """A stored tensor that holds others one after the other: in every row (by_rows), or in the whole tensor.
 
     seen: its shape in files.  is_planes: the sections are alike, and an axis of the tensor counts them.
@@ -102,11 +102,11 @@ class Tensor:
     record_text: Text
     optional: Expr | None
     aliases: tuple[Text, ...]
-    stored: tuple[Stored, ...]
-    stream: Apply | None = None
+    stored: tuple[StoredOperation, ...]
+    stream: CallExpr | None = None
     omitted: bool = False
     seen: tuple[Text, ...] = ()
-    inside: Sectioned | None = None
+    inside: SectionHolder | None = None
     ordered: bool | None = None
 
     @property
@@ -166,7 +166,7 @@ class Spec:
     fields: tuple[Field, ...]
     decode: Expr
     decode_text: str
-    encode: Apply | None
+    encode: CallExpr | None
     storages: tuple[Storage, ...]
     detect: Mapping[str, Data]
     claims: tuple[Claim, ...]

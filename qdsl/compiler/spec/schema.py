@@ -13,10 +13,10 @@ from qdsl.compiler.spec import branch_lines, grammar, marked
 from qdsl.compiler.spec.detection import check_detection
 from qdsl.compiler.spec.keys import DECODE, DETECT_KEYS, KEYS, SECTION_KEYS, TABLE, TENSOR_KEYS
 from qdsl.compiler.spec.marked import Mapping, Node, Sequence
-from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Sectioned, Spec, Storage, Stored, Table, Tensor
+from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, SectionHolder, Spec, Storage, StoredOperation, Table, Tensor
 from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
-from qdsl.compiler.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
+from qdsl.compiler.spec.tables import MAX_TABLE, is_number, parse_computed_table, parse_numbers, read_table
 from qdsl.compiler.spec.tokens import GrammarError
 from qdsl.core.places import regular
 from qdsl.core.shapes import ANY, is_axis
@@ -54,7 +54,7 @@ def parse(text: str, name: str = "spec.yaml", folder: Path | None = None) -> Spe
     """Parse a Spec from text; `folder` has its tables' files.  Raises SpecError with all problems of its shape."""
     source = Source(name, text)
     problems = Problems()
-    root = marked.read(source, problems)
+    root = marked.read_yaml(source, problems)
     problems.stop()
     if not isinstance(root, Mapping):
         raise SpecError([Problem("a spec is a mapping that begins with 'format: NAME'", Span(source, 1, 1))])
@@ -79,15 +79,15 @@ class _Reader:
             dashes = ", without dashes in front" if isinstance(node, Sequence) else ""
             self.problems.add(node.span, f"{what} must be a mapping, `key: value`{dashes}")
             return ()
-        return self.few(node.items, node.span, what)
+        return self.check_count(node.items, node.span, what)
 
-    def few(self, items: tuple[_T, ...], span: Span, what: str, most: int = MAX_ENTRIES) -> tuple[_T, ...]:
+    def check_count(self, items: tuple[_T, ...], span: Span, what: str, most: int = MAX_ENTRIES) -> tuple[_T, ...]:
         """At most `most` items; adds a problem if there are more."""
         if len(items) > most:
             self.problems.add(span, f"{what} has {len(items)} entries, and at most {most} are allowed")
         return items[:most]
 
-    def keys(self, node: Node, allowed: Iterable[str], what: str) -> dict[str, Node]:
+    def items_by_key(self, node: Node, allowed: Iterable[str], what: str) -> dict[str, Node]:
         """A mapping's items by key; adds a problem for each unknown key."""
         nodes: dict[str, Node] = {}
         for key, value in self.mapping(node, what):
@@ -110,9 +110,10 @@ class _Reader:
         if not isinstance(node, Sequence):
             self.problems.add(node.span, f"{what} is a list")
             return ()
-        return tuple(text for item in self.few(node.items, node.span, what, most) if (text := self.text(item, what)) is not None)
+        items = self.check_count(node.items, node.span, what, most)
+        return tuple(text for item in items if (text := self.text(item, what)) is not None)
 
-    def parsed(self, rule: Callable[[Text], _T], text: Text | None, *notes: str) -> _T | None:
+    def parse_text(self, rule: Callable[[Text], _T], text: Text | None, *notes: str) -> _T | None:
         if text is None:
             return None
         try:
@@ -121,7 +122,7 @@ class _Reader:
             self.problems.add(error.problem.span, error.problem.message, *(notes if "expected" in error.problem.message else ()))
             return None
 
-    def name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
+    def is_legal_name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
         """Whether an author's name may be an identifier of generated code; adds a problem if not."""
         word = text.value
         if not form.match(word):
@@ -156,15 +157,15 @@ class _Reader:
     # -- the parts of a spec ------------------------------------------------------------------------------------------
 
     def spec(self, root: Mapping) -> Spec | None:
-        parts = self.keys(root, KEYS, "a spec")
+        parts = self.items_by_key(root, KEYS, "a spec")
         for key in ("format", "weight", "fields", "decode", "storage"):
             if key not in parts:
                 self.problems.add(root.span, f"'{key}' is missing: {KEYS[key]}")
         name = self.text(parts.get("format"), "format")
         if name is not None:
-            self.name(name, "format")
+            self.is_legal_name(name, "format")
         decode_text = self.text(parts.get("decode"), "decode")
-        decode = self.parsed(grammar.expression, decode_text, DECODE)
+        decode = self.parse_text(grammar.expression, decode_text, DECODE)
         params = tuple(self.params(parts.get("params")))
         dims = tuple(self.dims(parts.get("dims")))
         tables = tuple(self.tables(parts.get("tables")))
@@ -172,19 +173,20 @@ class _Reader:
         storages = tuple(self.storage(key, node) for key, node in self.named(parts.get("storage"), "storage"))
         if "storage" in parts and not storages:
             self.problems.add(parts["storage"].span, "a format needs at least one storage")
-        encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
+        encode = self.parse_text(grammar.call, self.text(parts.get("encode"), "encode"))
         claims = tuple(self.claims(parts.get("claims")))
-        detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
+        detect = self.rules(self.items_by_key(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
         check_detection(self.problems, parts.get("detect"), params, storages)
         tensor = partial(self.tensor, allowed=branch_lines.KEYS)
-        plus = branch_lines.branches(parts.get("plus"), self.named, tensor, self.problems)
-        self.unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables), *(f.name for f in fields)])
-        self.arguments(params, tables, storages)
+        plus = branch_lines.read_branches(parts.get("plus"), self.named, tensor, self.problems)
+        self.check_unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables),
+                           *(f.name for f in fields)])
+        self.check_argument_names(params, tables, storages)
         fixed = self.fixed(parts.get("weight"))
         if name is None or decode is None or decode_text is None:
             return None
         title, origin = (self.text(parts.get(key), key) for key in ("title", "source"))
-        return Spec(self.source, name, self.line(title), self.line(origin), params, dims, tables, fields, decode,
+        return Spec(self.source, name, self.prose_line(title), self.prose_line(origin), params, dims, tables, fields, decode,
                     " ".join(decode_text.value.split()), encode, storages, detect, claims, fixed, plus)
 
     def fixed(self, node: Node | None) -> dict[str, int]:
@@ -202,7 +204,7 @@ class _Reader:
                 self.problems.add(texts["NK".index(dim)].span, f"a fixed {dim} is 1 to {MAX_FIXED}, not {extent}")
         return fixed
 
-    def line(self, text: Text | None) -> str:
+    def prose_line(self, text: Text | None) -> str:
         """One line of prose for headers; refuses text that could end a docstring or a comment."""
         if text is None:
             return ""
@@ -211,16 +213,16 @@ class _Reader:
         return text.value
 
     def named(self, node: Node | None, what: str) -> list[tuple[Text, Node]]:
-        return [(key, value) for key, value in self.mapping(node, what) if self.name(key, what)]
+        return [(key, value) for key, value in self.mapping(node, what) if self.is_legal_name(key, what)]
 
-    def unique(self, names: Iterable[Text]) -> None:
+    def check_unique(self, names: Iterable[Text]) -> None:
         seen: dict[str, Span] = {}
         for text in names:
             if text.value in seen:
                 self.problems.add(text.span, f"'{text.value}' already names something else", f"at {seen[text.value]}")
             seen.setdefault(text.value, text.span)
 
-    def arguments(self, params: Iterable[Param], tables: Iterable[Table], storages: Iterable[Storage]) -> None:
+    def check_argument_names(self, params: Iterable[Param], tables: Iterable[Table], storages: Iterable[Storage]) -> None:
         """Checks names of parameters and tables: arguments of generated functions and of `encode`, and constants."""
         tensors = {name.value: name.span for storage in storages for tensor in storage.tensors
                    for name in (tensor.name, tensor.stored_name)}
@@ -243,15 +245,15 @@ class _Reader:
 
     def dims(self, node: Node | None) -> Iterable[Dim]:
         for key, value in self.mapping(node, "dims"):
-            if self.name(key, "dim", _ANY_CASE):
-                parsed = self.parsed(grammar.expression, self.text(value, "a dim"))
+            if self.is_legal_name(key, "dim", _ANY_CASE):
+                parsed = self.parse_text(grammar.expression, self.text(value, "a dim"))
                 if parsed is not None:
                     yield Dim(key, parsed)
 
     def tables(self, node: Node | None) -> Iterable[Table]:
         tables: dict[str, Table] = {}
         for key, value in self.named(node, "table"):
-            table = self.listed(key, value) if isinstance(value, Sequence) else self.table(key, value, tables)
+            table = self.listed_table(key, value) if isinstance(value, Sequence) else self.table(key, value, tables)
             if table is not None:
                 tables[key.value] = table
         return tables.values()
@@ -259,13 +261,13 @@ class _Reader:
     def table(self, key: Text, value: Node, tables: dict[str, Table]) -> Table | None:
         """A table from a file, or computed from earlier tables."""
         if not isinstance(value, Mapping):
-            return self.parsed(lambda text: computed(key, text, tables), self.text(value, "a table"), TABLE)
-        node = self.keys(value, ["file"], f"table '{key}'").get("file")
+            return self.parse_text(lambda text: parse_computed_table(key, text, tables), self.text(value, "a table"), TABLE)
+        node = self.items_by_key(value, ["file"], f"table '{key}'").get("file")
         if node is None:
             self.problems.add(key.span, f"table '{key}' has no file", TABLE)
-        return self.parsed(lambda text: from_file(key, text, self.folder), self.text(node, "file"))
+        return self.parse_text(lambda text: read_table(key, text, self.folder), self.text(node, "file"))
 
-    def listed(self, key: Text, value: Node) -> Table | None:
+    def listed_table(self, key: Text, value: Node) -> Table | None:
         texts = self.texts(value, f"table '{key}'", MAX_TABLE)
         wrong = next((text for text in texts if not is_number(text.value)), None)
         if wrong is not None:
@@ -273,12 +275,12 @@ class _Reader:
         elif not texts:
             self.problems.add(key.span, f"table '{key}' needs a list of numbers")
         else:
-            return Table(key, numbers([text.value for text in texts]), (len(texts),))
+            return Table(key, parse_numbers([text.value for text in texts]), (len(texts),))
         return None
 
     def fields(self, node: Node | None) -> Iterable[Field]:
         for key, value in self.named(node, "field"):
-            parsed = self.parsed(grammar.typed, self.text(value, "a field"))
+            parsed = self.parse_text(grammar.typed, self.text(value, "a field"))
             if parsed is not None:
                 yield Field(key, parsed)
 
@@ -304,10 +306,10 @@ class _Reader:
         for key, value in parts:
             if key.value in ("where", "least", "encode") or (key.value in ("transient", "order") and isinstance(value, Text)):
                 settings[key.value] = value
-            elif self.name(key, "tensor", _ANY_CASE):
-                read = self.sectioned(key, value)
+            elif self.is_legal_name(key, "tensor", _ANY_CASE):
+                read = self.sections_of(key, value)
                 read = [self.tensor(key, value)] if read is None else read
-                if read and self.says_shape(read[0]):
+                if read and self.holds_shape(read[0]):
                     shapes.append(key)
                 else:
                     tensors += read
@@ -316,9 +318,9 @@ class _Reader:
         for other in shapes[1:]:
             self.problems.add(other.span, f"'{other}' says N and K, as '{shapes[0]}' does")
         where, only = self.where(settings.get("where"))
-        order, order_type = self.order(settings.get("order"))
+        order, order_type = self.column_order(settings.get("order"))
         holders = {tensor.inside.name.value: tensor.inside.name for tensor in tensors if tensor.inside is not None}
-        self.unique([*(tensor.name for tensor in tensors), *holders.values(), *shapes, *([order] if order else [])])
+        self.check_unique([*(tensor.name for tensor in tensors), *holders.values(), *shapes, *([order] if order else [])])
         return Storage(name, where, tuple(tensors), only, shapes[0] if shapes else None,
                        self.encode_options(settings.get("encode")), self.least(settings.get("least")),
                        self.is_transient(settings.get("transient")), order, order_type)
@@ -330,21 +332,21 @@ class _Reader:
         for name, value in self.mapping(node, "where"):
             if isinstance(value, Sequence):
                 only.append((name, self.values(value, "a parameter's value")))
-            elif (parsed := self.parsed(grammar.expression, self.text(value, "a value"))) is not None:
+            elif (parsed := self.parse_text(grammar.expression, self.text(value, "a value"))) is not None:
                 fixed.append((name, parsed))
         return tuple(fixed), tuple(only)
 
     def least(self, node: Node | None) -> tuple[tuple[Text, int], ...]:
         """The least extents of dims."""
         numbers = [(dim, self.text(number, "an extent")) for dim, number in self.mapping(node, "least")]
-        return tuple((dim, int(text.value)) for dim, text in numbers if text is not None and self.counted(text))
+        return tuple((dim, int(text.value)) for dim, text in numbers if text is not None and self.has_digits(text))
 
     def encode_options(self, node: Node | None) -> tuple[tuple[Text, Text], ...]:
         """Options of the encode scheme that a storage sets."""
         options = [(option, self.text(word, "an option's value")) for option, word in self.mapping(node, "encode")]
         return tuple((option, word) for option, word in options if word is not None)
 
-    def order(self, node: Node | None) -> tuple[Text | None, str]:
+    def column_order(self, node: Node | None) -> tuple[Text | None, str]:
         """The tensor of an order of columns and its type, i32 unless the spec says `NAME i16`, or `NAME i16 in i32`."""
         order = self.text(node, "order")
         if order is None:
@@ -354,7 +356,7 @@ class _Reader:
             self.problems.add(order.span, f"an order of columns is i32, i16 or i16 in i32, not {kind}")
             return None, "i32"
         order = Text(word, order.starts)
-        return (order if self.name(order, "tensor", _ANY_CASE) else None), kind or "i32"
+        return (order if self.is_legal_name(order, "tensor", _ANY_CASE) else None), kind or "i32"
 
     def is_transient(self, node: Node | None) -> bool:
         """Whether the storage is never in files."""
@@ -363,15 +365,15 @@ class _Reader:
             self.problems.add(transient.span, "transient is true, for a storage that no file has")
         return transient is not None
 
-    def sectioned(self, name: Text, node: Node) -> list[Tensor] | None:
+    def sections_of(self, name: Text, node: Node) -> list[Tensor] | None:
         """The sections of a tensor; None if it has none."""
         keys = {key.value for key, _ in node.items} if isinstance(node, Mapping) else set()
         by_rows = "sections" in keys
         if not by_rows and "regions" not in keys:
             return None
         what = f"tensor '{name}'"
-        parts = self.keys(node, ("sections" if by_rows else "regions", "aliases", "seen"), f"{what}, which holds others")
-        inside = Sectioned(name, by_rows, self.aliases(parts.get("aliases")), self.seen(parts.get("seen")))
+        parts = self.items_by_key(node, ("sections" if by_rows else "regions", "aliases", "seen"), f"{what}, which holds others")
+        inside = SectionHolder(name, by_rows, self.aliases(parts.get("aliases")), self.file_extents(parts.get("seen")))
         listed = self.named(parts["sections" if by_rows else "regions"], "tensor")
         if not listed:
             self.problems.add(name.span, f"{what} has no {'sections' if by_rows else 'regions'}")
@@ -385,7 +387,7 @@ class _Reader:
                 self.problems.add(alias.span, f"alias {alias.value!r} is not a name of letters, digits, '_' and '.'")
         return aliases
 
-    def seen(self, node: Node | None) -> tuple[Text, ...]:
+    def file_extents(self, node: Node | None) -> tuple[Text, ...]:
         """The extents of a tensor in files."""
         seen = self.texts(node, "seen")
         for extent in seen:
@@ -395,15 +397,15 @@ class _Reader:
             self.problems.add(extent.span, "one extent alone is '?', what the others leave")
         return seen
 
-    def tensor(self, name: Text, node: Node, inside: Sectioned | None = None, allowed: Iterable[str] = TENSOR_KEYS) -> Tensor:
+    def tensor(self, name: Text, node: Node, inside: SectionHolder | None = None, allowed: Iterable[str] = TENSOR_KEYS) -> Tensor:
         what = f"tensor '{name}'"
-        parts = self.keys(node, allowed if inside is None else SECTION_KEYS, what)
+        parts = self.items_by_key(node, allowed if inside is None else SECTION_KEYS, what)
         if "record" not in parts:
             self.problems.add(name.span, f"{what} has no record: {TENSOR_KEYS['record']}")
         if ("tensor" in parts) == ("run" in parts):
             self.problems.add(name.span, f"{what} needs either 'tensor' or 'run'")
         record_text = self.text(parts.get("record"), "a record") or name
-        record = self.parsed(grammar.record, record_text) if "record" in parts else ()
+        record = self.parse_text(grammar.parse_record, record_text) if "record" in parts else ()
         omit = self.text(parts.get("omit"), "omit")
         if omit is not None and (omit.value != "true" or "optional" not in parts):
             self.problems.add(omit.span, "omit is true, for an optional tensor")
@@ -412,21 +414,21 @@ class _Reader:
             self.problems.add(ordered.span, f"ordered is {word}, for columns " + ("in order" if word == "false" else "by places"))
         stored = parts.get("stored")
         rules = stored.items if isinstance(stored, Sequence) else () if stored is None else (stored,)
-        return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
+        return Tensor(name, self.parse_text(grammar.shape, self.text(parts.get("tensor"), "tensor")),
                       self.text(parts.get("run"), "run"), record or (), record_text,
-                      self.parsed(grammar.expression, self.text(parts.get("optional"), "optional")),
+                      self.parse_text(grammar.expression, self.text(parts.get("optional"), "optional")),
                       self.aliases(parts.get("aliases")),
-                      tuple(rule for item in rules if (rule := self.stored(item)) is not None),
-                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None,
-                      self.seen(parts.get("seen")), inside, None if ordered is None else ordered.value == "true")
+                      tuple(rule for item in rules if (rule := self.stored_operation(item)) is not None),
+                      self.parse_text(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None,
+                      self.file_extents(parts.get("seen")), inside, None if ordered is None else ordered.value == "true")
 
-    def counted(self, text: Text) -> bool:
+    def has_digits(self, text: Text) -> bool:
         if not _INTEGER.match(text.value) or int(text.value) < 1:
             self.problems.add(text.span, f"the least extent is a positive integer, not '{text}'")
             return False
         return True
 
-    def says_shape(self, tensor: Tensor) -> bool:
+    def holds_shape(self, tensor: Tensor) -> bool:
         """Whether a tensor holds N and K themselves: `i64[word]` with the record `N K`."""
         items = [item for line in tensor.record for item in line.items if isinstance(item, grammar.Item)]
         names = [item.field.name for item in items if item.field is not None and not item.index and item.part == "whole"]
@@ -439,25 +441,25 @@ class _Reader:
             self.problems.add(tensor.record_text.span, "a tensor that says the weight's shape is i64[word], with the record N K")
         return True
 
-    def stored(self, node: Node) -> Stored | None:
+    def stored_operation(self, node: Node) -> StoredOperation | None:
         """`{bits: [2, 4], word: word - 5}`: all keys but the last are conditions on parameters."""
         items = self.mapping(node, "a rule of 'stored'")
         if not items:
             return None
         *conditions, (target, node) = items
-        value = self.parsed(grammar.changed, self.text(node, "the stored value"))
+        value = self.parse_text(grammar.changed, self.text(node, "the stored value"))
         when = tuple((key, self.values(values, "a condition")) for key, values in conditions)
-        return None if value is None else Stored(when, target, value)
+        return None if value is None else StoredOperation(when, target, value)
 
     def rules(self, items: dict[str, Node]) -> dict[str, Data]:
-        return {key: self.plain(value) for key, value in items.items()}
+        return {key: self.plain_data(value) for key, value in items.items()}
 
-    def plain(self, node: Node) -> Data:
+    def plain_data(self, node: Node) -> Data:
         """Words, integers, booleans, lists and mappings of them, for detect."""
         if isinstance(node, Sequence):
-            return [self.plain(item) for item in node.items]
+            return [self.plain_data(item) for item in node.items]
         if isinstance(node, Mapping):
-            return self.rules({str(self.plain(key)): value for key, value in node.items})
+            return self.rules({str(self.plain_data(key)): value for key, value in node.items})
         if _INTEGER.match(node.value):
             return int(node.value)
         if node.value in ("true", "false"):

@@ -36,14 +36,14 @@ def is_number(word: str) -> bool:
     return _NUMBER.match(word) is not None and abs(float(word)) <= LARGEST
 
 
-def numbers(words: Sequence[str]) -> tuple[int, ...] | tuple[float, ...]:
+def parse_numbers(words: Sequence[str]) -> tuple[int, ...] | tuple[float, ...]:
     """The numbers of a table: integers if all of them are, else each rounded to float32."""
     if all(_INTEGER.match(word) for word in words):
         return tuple(map(int, words))
     return tuple(round_to_f32(float(word)) for word in words)
 
 
-def from_file(name: Text, place: Text, folder: Path | None) -> Table:
+def read_table(name: Text, place: Text, folder: Path | None) -> Table:
     """The numbers of a text file in the spec's folder or below it.  Raises GrammarError."""
     if not _FILE.match(place.value):
         _fail(place.span, f"a table's file is a .txt in the spec's folder or below it, not '{place}'")
@@ -67,10 +67,10 @@ def from_file(name: Text, place: Text, folder: Path | None) -> Table:
         words += row
     if not 0 < len(words) <= MAX_TABLE:
         _fail(place.span, f"'{place}' holds {len(words)} numbers: expected 1 to {MAX_TABLE}")
-    return Table(name, numbers(words), (len(words),))
+    return Table(name, parse_numbers(words), (len(words),))
 
 
-def computed(name: Text, text: Text, tables: Mapping[str, Table]) -> Table:
+def parse_computed_table(name: Text, text: Text, tables: Mapping[str, Table]) -> Table:
     """The table that a line such as `i<256 j<8: level[codes[i] // 4**j % 4]` describes.  Raises GrammarError."""
     loops, formula = g.table(text)
     extents = [_Reader({}, 1, tables).values(loop.extent)[0] for loop in loops]
@@ -79,10 +79,10 @@ def computed(name: Text, text: Text, tables: Mapping[str, Table]) -> Table:
     names = [loop.name for loop in loops]
     if len({*names, *tables}) < len(names) + len(tables):
         _fail(text.span, "a loop has the name of something else")
-    return evaluated(Table(name, (), tuple(extents), tuple(names), formula), tables)
+    return evaluate_table(Table(name, (), tuple(extents), tuple(names), formula), tables)
 
 
-def evaluated(table: Table, tables: Mapping[str, Table]) -> Table:
+def evaluate_table(table: Table, tables: Mapping[str, Table]) -> Table:
     """A computed table with its numbers.  Raises GrammarError if one of them is undefined."""
     assert table.formula is not None
     places = zip(*product(*map(range, table.shape)), strict=True)
@@ -128,12 +128,12 @@ class _Reader:
                 return self._binary(expr)
             case g.Subscript(word, index, span):
                 return self._entries(word, [self.values(part) for part in index], span)
-            case g.Apply("parity", (argument,), ()):
+            case g.CallExpr("parity", (argument,), ()):
                 numbers = self.values(argument)
                 if min(numbers) < 0:
                     _fail(expr.span, f"parity of {next(number for number in numbers if number < 0)}, which is negative")
                 return [number.bit_count() % 2 for number in numbers]
-            case g.Apply(word, _, _, span):
+            case g.CallExpr(word, _, _, span):
                 _fail(span, f"unknown function '{word}' in a table{did_you_mean(word, ['parity'])}")
         _fail(expr.span, "a computed table holds integers")
 

@@ -59,7 +59,7 @@ def _text(expr: g.Expr, kinds: Mapping[str, str], around: int = 0) -> str:
             return f"(-{_text(value, kinds, 3)})" if around > 2 else f"-{_text(value, kinds, 3)}"
         case g.Subscript(word, index):
             return f"{constant(word)}{'.numbers' if word in kinds else ''}[{_text(index[0], kinds)}]"
-        case g.Apply(_, arguments):
+        case g.CallExpr(_, arguments):
             body = f"{_text(arguments[0], kinds, 5)}.bit_count() % 2"
             return f"({body})" if around > 1 else body
         case g.Binary(op, left, right):

@@ -18,7 +18,7 @@ from qdsl.compiler.emit.torch.joint import Joint, joint
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program, Value
-from qdsl.compiler.passes.samples import divisor_of
+from qdsl.compiler.passes.samples import axis_divisor
 from qdsl.core.ops import OPS
 
 FLOATS = ("f32", "f16", "bf16")                                  # types that torch copies into float32
@@ -288,7 +288,7 @@ def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str, ext
 
 def _divisor(program: Program, axis: str) -> int:
     """A divisor of the axis that the storage guarantees."""
-    return divisor_of({"n": "N", "k": "K"}[axis], [var.extent for tensor in program.tensors for var in tensor.vars])
+    return axis_divisor({"n": "N", "k": "K"}[axis], [var.extent for tensor in program.tensors for var in tensor.vars])
 
 
 def _gathers(fields: Sequence[Field], optional: Collection[str]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count, groupby
 
 from qdsl.compiler.emit.lines import indent
-from qdsl.compiler.ir.program import Lane
+from qdsl.compiler.ir.program import UnrolledDigit
 
 AND = " and "                                                    # between the conditions of a line
 
@@ -57,7 +57,7 @@ def _exclude(one: str, other: str) -> bool:
     return any(a != b and a.split(" ")[0] == b.split(" ")[0] for a in _terms(one) for b in _terms(other))
 
 
-def nest(body: Body, lanes: list[Lane], tail: list[str]) -> list[str]:
+def nest(body: Body, lanes: list[UnrolledDigit], tail: list[str]) -> list[str]:
     """The levels of a unit as nested loops around `tail`."""
     lines = tail
     for level in reversed(range(1, len(body.levels))):

@@ -18,8 +18,8 @@ from qdsl.compiler.emit.triton.addresses import address, digits, is_aligned, poi
 from qdsl.compiler.emit.triton.body import Body, both
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
-from qdsl.compiler.ir.program import Field, Lane, Placement, Program, Tensor, Units, Value
-from qdsl.compiler.passes.samples import divisor_of
+from qdsl.compiler.ir.program import Field, IterationUnits, Placement, Program, Tensor, UnrolledDigit, Value
+from qdsl.compiler.passes.samples import axis_divisor
 from qdsl.core.layout import Layout, Slice, split
 
 PARAMETERS = ("tensors", "live", "N", "K", "sizes", "use", "state")
@@ -36,7 +36,7 @@ class Tile:
     n: Index
     k: Index
     digits: tuple[tuple[str, str], ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[UnrolledDigit, ...]
     row_count: Index
     unit_count: Index
     ragged: bool
@@ -45,7 +45,7 @@ class Tile:
 
 def tile(program: Program) -> Tile:
     """Names and coordinates of a program's kernels."""
-    units = program.units or Units("", "k", {"n": 1, "k": 1}, (("k", 1, None),), (), False)     # weight by weight
+    units = program.units or IterationUnits("", "k", {"n": 1, "k": 1}, (("k", 1, None),), (), False)     # weight by weight
     taken = {*PARAMETERS, "n", "k", "inside", *program.sizes, *taken_names(program), *(f.name for f in program.fields)}
     fresh = (letter for letter in "hijcbaefopvyz" if letter not in taken)
     lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
@@ -95,14 +95,14 @@ def _sum(parts: list[tuple[Index, int]]) -> Index:
     return ix.combine(parts)
 
 
-def _records(program: Program, units: Units, axis: str) -> tuple[Index, bool]:
+def _records(program: Program, units: IterationUnits, axis: str) -> tuple[Index, bool]:
     """The number of records along an axis, and whether they hold whole tiles."""
     size = units.tiles[axis]
     whole = name({"n": "N", "k": "K"}[axis])
     if size == 1:
         return whole, True
     if not units.tensor:                                         # rows that share a code
-        whole_rows = divisor_of("N", [var.extent for tensor in program.tensors for var in tensor.vars]) % size == 0
+        whole_rows = axis_divisor("N", [var.extent for tensor in program.tensors for var in tensor.vars]) % size == 0
         return (ix.exact if whole_rows else ix.ceil)(whole, Index(size)), whole_rows
     tensor = program.tensor(units.tensor)
     var = next(tensor.var(v) for placement in tensor.placements if placement.extents == (units.tiles["n"], units.tiles["k"])
