@@ -154,8 +154,8 @@ def test_blocks_that_predict_further_tokens(model_type: str, tmp_path: Path) -> 
     count, start = own.config.num_hidden_layers, f"{own.recorded.architecture}."
     blocks = {name.replace(f"blk.{count - 1}.", f"blk.{count}."): tensor for name, tensor in own.tensors.items()}
     further = {"block_count": Value.of("u32", count + 1), "nextn_predict_layers": Value.of("u32", 1)}
-    arrays = {key: Value.of(value.type, [*stated, stated[-1]]) for key, value in own.settings.items()
-              if isinstance(stated := value.decoded(), list) and len(stated) == count}
+    arrays = {key: Value.of(value.type, [*numbers, numbers[-1]]) for key, value in own.settings.items()
+              if isinstance(numbers := value.decoded(), list) and len(numbers) == count}
     changed = dataclasses.replace(own, tensors={**own.tensors, **blocks}, settings={
         **own.settings, **arrays, **{start + key: value for key, value in further.items()}})
     path = gguf_cases.write_case(tmp_path / "model.gguf", changed, gguf_cases.Case())
@@ -184,9 +184,9 @@ def test_sampling_of_a_file(tmp_path: Path) -> None:
         settings = {"general.sampling.temp": Value.of("f32", temperature), "general.sampling.top_k": Value.of("i32", 7)}
         path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, settings={**own.settings, **settings}),
                                      gguf_cases.Case())
-        stated = plugin.from_pretrained(path).generation_config
-        assert bool(stated.do_sample) == samples
-        assert not samples or (stated.temperature, stated.top_k) == (0.5, 7)
+        generation = plugin.from_pretrained(path).generation_config
+        assert bool(generation.do_sample) == samples
+        assert not samples or (generation.temperature, generation.top_k) == (0.5, 7)
 
 
 # -- configs given beside a file -----------------------------------------------------------------------------------------------
