@@ -112,6 +112,8 @@ def test_classes_of_characters() -> None:
      "tokenizer.ggml.add_bos_token is set, but the file does not name the token"),
     (scored({"▁": -9, "a": -9, "b": -9, "ab": -1, "ba": -1}), "have equal scores, and llama.cpp's choice between them cannot"),
     (characters("t5") | {"general.name": Value.of("string", "My Phi-3")}, "special tokens take spaces of ASCII with them"),
+    *((settings("t5", ["a", "b", own], [1, 1, kind], scores=("f32[]", [0.0, -1.0, 0.0])), f"'{own}' is a control token with")
+      for own, kind in (("▁x", CONTROL), ("“", vocabularies.USER_DEFINED))),
     (scored({"a": -1, "éa": -2}), "token 'éa' has a character that is no token"),
     (characters("t5", precompiled_charsmap=("u8[]", [1, 2, 3])), "precompiled_charsmap has 3 bytes, and its trie 3"),
     (settings("gemma4", ["\n", "\n\n"], [1, 1], merges=("string[]", [])), "newlines are a token that the merges do not make"),
@@ -126,6 +128,16 @@ def test_tokens_of_equal_scores_are_merged_from_the_left() -> None:
     core = gguf_tokenizer.core_tokenizer(read(scored({"a": -9, "b": -9, "c": -9, "bc": -1, "ab": -1, "aa": -2, "aaa": -2})))
     assert core.encode("abc").tokens == ["<s>", "ab", "c"]
     assert core.encode("aaaaa").tokens == ["<s>", "aaa", "aa"]
+
+
+def test_special_tokens_do_not_come_of_a_map() -> None:
+    """llama.cpp does not take those that come of a text in other characters; the package would."""
+    data = bytes(vocabularies.mapped()[GGML + "precompiled_charsmap"].decoded())
+    for special, text in (("fi", "a ﬁ"), ("12", "１２３")):
+        normalizer = gguf_tokenizer.normalizers.Normalizer.custom(gguf_tokenizer.Charsmap(data, [], [special]))
+        with pytest.raises(Exception, match=f"a text becomes the special token '{special}'"):
+            normalizer.normalize_str(text)
+        assert normalizer.normalize_str("f\u00a0i") == "f i"
 
 
 def test_named_templates() -> None:

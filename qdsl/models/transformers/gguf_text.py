@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,23 +18,25 @@ class Charsmap:
     """SentencePiece's normalizer: at each place of a text the longest text of a map is replaced.
 
     data: the bytes of a sparse trie, which their number precedes, and texts that end with 0.  fixed: texts of users in ASCII, of
-    which llama.cpp leaves each beginning as it is.  Raises ValueError for other bytes and texts.
+    which llama.cpp leaves each beginning as it is.  special: tokens that may not come of a text.
+    Raises ValueError for other bytes.
     """
 
-    def __init__(self, data: bytes, fixed: Iterable[str]) -> None:
+    def __init__(self, data: bytes, fixed: Iterable[str], special: Iterable[str]) -> None:
         size = struct.unpack_from("<I", data)[0] if len(data) >= 4 else len(data)
         if size + 4 >= len(data) or size % 4:
             raise ValueError(f"has {len(data)} bytes, and its trie {size}")
-        if wrong := [text for text in fixed if not text.isascii()]:
-            raise ValueError(f"cannot be expressed beside the user-defined token {wrong[0]!r}, which is not ASCII")
+        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._fixed = {text[:stop].encode() for text in fixed for stop in range(1, len(text) + 1)}
         self._nodes: tuple[int, ...] = struct.unpack_from(f"<{size // 4}I", data, 4)
         self._texts = data[size + 4:]
 
     def normalize(self, text: Any) -> None:
-        """Replace a text of the package."""
+        """Replace a text of the package.  Raises ValueError where a special token comes of it, which llama.cpp does not take."""
         if own := text.normalized:
-            text.replace(own, self.replaced(own))
+            text.replace(own, replaced := self.replaced(own))
+            if match := self._special.search(replaced):
+                raise ValueError(f"a text becomes the special token {match[0]!r} by the vocabulary's map: it cannot be divided")
 
     def replaced(self, text: str) -> str:
         """A text in the map's other texts."""

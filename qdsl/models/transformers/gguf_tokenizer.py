@@ -247,9 +247,10 @@ def _unigram(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.special.get("unk")
     if unknown is None:
         raise LoadError(f"{vocabulary.path}: has no tokenizer.ggml.unknown_token_id, which stands for unknown characters")
-    control = [token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind & kinds.CONTROL]
-    if wrong := next((token for token in control if SPACE in token), ""):
-        raise LoadError(f"{vocabulary.path}: control token {shown(wrong)} has a mark of spaces: it cannot be expressed: {BASE}")
+    if wrong := next((token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if (
+            kind & kinds.CONTROL and SPACE in token) or (kind & kinds.USER_DEFINED and not token.isascii())), ""):
+        raise LoadError(f"{vocabulary.path}: {shown(wrong)} is a control token with a mark of spaces, or a user's beyond ASCII, "
+                        f"by which llama.cpp divides characters: it cannot be expressed: {BASE}")
     scores = _unigram_scores(vocabulary)
     matched = kinds.NORMAL | kinds.UNUSED | SPECIAL              # in a text; others, as those of bytes, are marked not to be
     texts = [token if kind & matched else MARKS[0] + token
@@ -273,8 +274,9 @@ def _space_normalizers(vocabulary: Vocabulary) -> Iterator[Any]:
     """What SentencePiece's map replaces; spaces at the start, between words and at the end."""
     if vocabulary.charsmap:                                      # normalizers.Precompiled drops combining characters
         try:
-            fixed = [token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind & kinds.USER_DEFINED]
-            yield normalizers.Normalizer.custom(Charsmap(vocabulary.charsmap, fixed))
+            fixed, special = ([token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind & own]
+                              for own in (kinds.USER_DEFINED, SPECIAL))
+            yield normalizers.Normalizer.custom(Charsmap(vocabulary.charsmap, fixed, special))
         except ValueError as error:
             raise LoadError(f"{vocabulary.path}: tokenizer.ggml.precompiled_charsmap {error}") from error
     if vocabulary.flags["remove_extra_whitespaces"]:
