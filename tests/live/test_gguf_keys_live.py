@@ -26,6 +26,9 @@ def test_logits_are_those_of_this_library(model_type: str, tmp_path: Path) -> No
     for name in keys.ANSWERS[model_type]:
         path = gguf_cases.write_case(tmp_path / "model.gguf", own, gguf_cases.cases()[name])
         theirs = torch.from_numpy(llama_library.logits(path, gguf_cases.TOKENS))
+        if keys.ANSWERS[model_type][name] is None:               # no numbers
+            assert not theirs.isfinite().all()
+            continue
         recorded = torch.tensor(keys.ANSWERS[model_type][name] or keys.ANSWERS[model_type]["unchanged"])
         assert float((gguf_cases.sample(theirs) - recorded).norm() / recorded.norm()) < 1e-4
         try:
