@@ -290,7 +290,7 @@ def caught_whole(mutated: Spec, answers: Answers) -> str:
 def text_of(mutated: Spec) -> Mapping[str, str]:
     """Its module; of the kernels, the most of the text, the names alone, because nothing calls them (`make test-all`: whole)."""
     programs = compile_spec(mutated)
-    with patch("qdsl.compiler.emit.module.module.kernels", names_of_kernels) if not ALL else nullcontext():
+    with patch("qdsl.compiler.emit.module.module.kernel_functions", names_of_kernels) if not ALL else nullcontext():
         return module_text(programs)
 
 

@@ -45,7 +45,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SliceCut:
     """One slice, divided: byte digits with the largest stride first, bit digits in the order of the coordinates.
 
     first: the byte of the record at which the first container begins.
@@ -85,12 +85,12 @@ class Cut:
         return f"{first} {'-' if step < 0 else '+'} {times}" if first else times
 
 
-def cut(part: Slice) -> Cut | None:
+def cut(part: Slice) -> SliceCut | None:
     """The slice divided over bytes; None if byte digits and containers of up to eight bytes cannot represent it."""
     return _cut_places(part) if part.places else _cut_bits(part, False) or _cut_bits(part, True)
 
 
-def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
+def _cut_bits(part: Slice, is_whole: bool) -> SliceCut | None:
     """The same for bits.  is_whole: digits inside one container are lanes, because containers of their parts would overlap."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
@@ -116,10 +116,10 @@ def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
     lanes = tuple(Lane(values, bit // 8 if one else 0, bit % 8 if one else bit) for values, bit in at.items())
     if min(at.values()) < 0 or 8 * container > CONTAINER or any(d.stride < 8 * container for d in bytes_):
         return None
-    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes, low // 8)
+    return SliceCut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes, low // 8)
 
 
-def _cut_places(part: Slice) -> Cut | None:
+def _cut_places(part: Slice) -> SliceCut | None:
     """Divides a slice of base-3 digits: digits that change the place in a byte are lanes, whether or not they change the byte."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
@@ -142,4 +142,4 @@ def _cut_places(part: Slice) -> Cut | None:
                   for values in product(*(range(d.extent) for d in bits)))
     if min(lane.skip for lane in lanes) < 0 or any(d.stride < 8 for d in bytes_):
         return None
-    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), 1, lanes, part.offset // 8)
+    return SliceCut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), 1, lanes, part.offset // 8)

@@ -45,7 +45,7 @@ def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str]
 
     names: the texts of fields.  around: 2 if the text becomes the left side of a product.
     """
-    return _text(program, step % len(program.values), dialect, names or {}, around)
+    return _value_text(program, step % len(program.values), dialect, names or {}, around)
 
 
 def step_name(number: int) -> str:
@@ -53,22 +53,22 @@ def step_name(number: int) -> str:
     return f"step {number}"
 
 
-def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int = 0) -> str:
+def _value_text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int = 0) -> str:
     value = program.values[number]
     if known_name := names.get(step_name(number)):
         return known_name
     if value.op == "float":
-        return _text(program, value.args[0], dialect, names, around)
+        return _value_text(program, value.args[0], dialect, names, around)
     if value.op == "digit":
         return f"({value.name})" if around > _LEVEL["%"] else value.name
     if not value.args or value.op in ("table", "entry"):
         return _read_text(program, value, dialect, names)
     if value.op == "round":
-        return dialect.round(_text(program, value.args[0], dialect, names, 0), type_of(program, value, dialect))
+        return dialect.round(_value_text(program, value.args[0], dialect, names, 0), value_type(program, value, dialect))
     if value.op == "neg":
         sign = "-" if value.is_int else dialect.negate
         level = 2 if "*" in sign else 3
-        body = sign + _text(program, value.args[0], dialect, names, 3)
+        body = sign + _value_text(program, value.args[0], dialect, names, 3)
         return f"({body})" if around > level else body
     if value.op in OPS and (function := dialect.function(OPS[value.op])):
         operands = (_operand_text(program, side, dialect, names) for side in value.args)
@@ -77,7 +77,8 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
     if (bits := _bits_text(program, value, dialect, names)) is not None:
         return f"({bits})" if around > 0 else bits
     level = _LEVEL[value.op]
-    body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
+    parts = _value_text(program, left, dialect, names, level), _value_text(program, right, dialect, names, level + 1)
+    body = f"{parts[0]} {value.op} {parts[1]}"
     return f"({body})" if around > level else body
 
 
@@ -86,11 +87,11 @@ def _bits_text(program: Program, value: Value, dialect: Dialect, names: Mapping[
     left, right = value.args
     by = program.values[right]
     if value.op == "**":
-        return f"1 << {_text(program, right, dialect, names, 1)}"
+        return f"1 << {_value_text(program, right, dialect, names, 1)}"
     if value.op == "//" and by.op == "**":
-        return f"{_text(program, left, dialect, names, 1)} >> {_text(program, by.args[1], dialect, names, 1)}"
+        return f"{_value_text(program, left, dialect, names, 1)} >> {_value_text(program, by.args[1], dialect, names, 1)}"
     if value.op == "%" and by.op == "const" and int(by.const).bit_count() == 1:
-        return f"{_text(program, left, dialect, names, 0)} & {int(by.const) - 1}"
+        return f"{_value_text(program, left, dialect, names, 0)} & {int(by.const) - 1}"
     return None
 
 
@@ -101,14 +102,14 @@ def _read_text(program: Program, value: Value, dialect: Dialect, names: Mapping[
     if value.op == "const":
         return repr(value.const) if value.const >= 0 else f"({value.const!r})"
     if value.op == "entry":
-        table = f"{names.get(value.name, value.name)}{plane(program.field(value.name), value)}"
-        return f"lookup({table}, {_text(program, value.args[0], dialect, names, 0)})"
+        table = f"{names.get(value.name, value.name)}{plane_text(program.field(value.name), value)}"
+        return f"lookup({table}, {_value_text(program, value.args[0], dialect, names, 0)})"
     if len(program.spec.table(value.name).shape) > 1:
-        return row_entry(program, value, dialect, names)
-    return dialect.table(value.name, _text(program, value.args[0], dialect, names, 1 if dialect is TRITON else 0))
+        return row_entry_text(program, value, dialect, names)
+    return dialect.table(value.name, _value_text(program, value.args[0], dialect, names, 1 if dialect is TRITON else 0))
 
 
-def type_of(program: Program, value: Value, dialect: Dialect) -> str:
+def value_type(program: Program, value: Value, dialect: Dialect) -> str:
     """The type that a value is rounded to: a constant; for a parameter a variable in torch, and a tensor's type in Triton."""
     if value.name not in program.params:
         return f"{'tl' if dialect is TRITON else 'torch'}.{TORCH_FLOATS[value.name]}"
@@ -118,7 +119,7 @@ def type_of(program: Program, value: Value, dialect: Dialect) -> str:
     return value.name
 
 
-def plane(field: Field, value: Value) -> str:
+def plane_text(field: Field, value: Value) -> str:
     """The subscript of a stored table's rows or numbers in torch, with constants before them; '' without these."""
     columns = 2 if value.op == "row" else 1
     before = field.table[:-columns]
@@ -127,7 +128,7 @@ def plane(field: Field, value: Value) -> str:
     return f"[{', '.join(blocks)}]" if places else ""
 
 
-def row_entry(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
+def row_entry_text(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
     """An entry of a table of rows.  names: in torch the rows, in Triton the column's place in its row."""
     columns = program.spec.table(value.name).shape[1]
     row = program.values[value.args[0]].name
@@ -141,13 +142,13 @@ def _operand_text(program: Program, number: int, dialect: Dialect, names: Mappin
     value = program.values[number]
     kind = "int32" if value.is_int else "float32"
     if dialect is TRITON and (value.op == "float" or value.is_int) and value.op != "const":
-        return f"{_text(program, number, dialect, names, 4)}.to(tl.{kind})"
+        return f"{_value_text(program, number, dialect, names, 4)}.to(tl.{kind})"
     if dialect is TORCH and value.op == "const":
         return f'torch.tensor({value.const!r}, dtype=torch.{kind}, device="cpu")'
-    return _text(program, number, dialect, names, 0)
+    return _value_text(program, number, dialect, names, 0)
 
 
-def tables(program: Program) -> dict[str, str]:
+def table_types(program: Program) -> dict[str, str]:
     """The tables that decode reads, with the type of their numbers: i32 for integer arithmetic, else f32.
 
     Rows are i8 if every integer step on them fits.
@@ -170,7 +171,7 @@ def _above(program: Program, number: int) -> list[Value]:
     return [value, *(step for i in users for step in _above(program, i))]
 
 
-def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
+def step_lines(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
     """The formula as its first operand and the operations on it, each (op, left, right) with one side empty.
 
     For "round" the right side is a type.  Every step has a value per weight, so that one tensor can hold them one after the
@@ -185,17 +186,17 @@ def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[s
             break
         operand = next((arg for arg in sides if _is_step(values[arg])), sides[0])
         if values[at].op == "round":
-            operations.append(("round", "", type_of(program, values[at], TORCH)))
+            operations.append(("round", "", value_type(program, values[at], TORCH)))
             at = operand
             continue
-        text = _operand_text if OPS[values[at].op].is_called else _text
+        text = _operand_text if OPS[values[at].op].is_called else _value_text
         left, *others = ("" if arg == operand else text(program, arg, TORCH, names) for arg in values[at].args)
-        right = "".join(others) if left or not others or others[0] else _text(program, operand, TORCH, names, 0)   # a square
+        right = "".join(others) if left or not others or others[0] else _value_text(program, operand, TORCH, names)    # a square
         operations.append((values[at].op, left, right))
         at = operand
-    start = _text(program, at, TORCH, names, 0)
+    start = _value_text(program, at, TORCH, names, 0)
     inner = values[values[at].args[0]] if values[at].op == "float" else None
-    cast = inner is not None and not (inner.op == "table" and tables(program)[inner.name] == "f32")
+    cast = inner is not None and not (inner.op == "table" and table_types(program)[inner.name] == "f32")
     return f"as_float({start}, out)" if cast else start, operations[::-1]
 
 

@@ -16,7 +16,7 @@ def indent(lines: Iterable[str], levels: int = 1) -> list[str]:
     return [" " * 4 * levels + line if line else line for line in lines]
 
 
-def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[str]:
+def wrap_items(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[str]:
     """`head` + comma-separated items + `tail`, on as few lines as fit the width."""
     items = list(items)
     one = head + ", ".join(items) + tail
@@ -34,7 +34,7 @@ def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[
 
 def mapping(head: str, entries: list[str]) -> list[str]:
     """`head` and a dict of these entries, which end in commas: on up to three lines, else one entry per line."""
-    rows = wrapped(f"{head}{{", [entry.removesuffix(",") for entry in entries], "}", level=1)
+    rows = wrap_items(f"{head}{{", [entry.removesuffix(",") for entry in entries], "}", level=1)
     return rows if len(rows) <= 3 else [f"{head}{{", *indent(entries), "}"]
 
 
@@ -43,7 +43,7 @@ def names_read(lines: Iterable[str]) -> set[str]:
     return set(WORD.findall(TEXT.sub('""', "\n".join(lines))))
 
 
-def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) -> str:
+def assign_text(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) -> str:
     """A variable that holds `text`: an existing one, else a new one called `name`, numbered if the name is taken."""
     if text.isidentifier():
         return text
@@ -56,7 +56,7 @@ def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) 
     return free
 
 
-def folded(line: str, open: int = 0) -> list[str]:
+def fold_line(line: str, open: int = 0) -> list[str]:
     """A long statement over several lines, broken after a comma or before an operator; `open` brackets are open before it.
 
     A line breaks only inside brackets, at the outermost level possible, preferably before an operator.
@@ -75,4 +75,4 @@ def folded(line: str, open: int = 0) -> list[str]:
     if not places:
         return [line]
     depth, _, at = min(places)
-    return [line[:-at], *folded(" " * (margin if open else margin + 4) + line[1 - at:], depth)]
+    return [line[:-at], *fold_line(" " * (margin if open else margin + 4) + line[1 - at:], depth)]

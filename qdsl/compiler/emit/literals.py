@@ -36,36 +36,36 @@ def not_empty(**values: object) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value}
 
 
-def data(value: object) -> str:
+def literal_text(value: object) -> str:
     """Data as a literal."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{data(key)}: {data(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{literal_text(key)}: {literal_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple):
-        return f"({', '.join(map(data, value))}{',' * (len(value) == 1)})"
+        return f"({', '.join(map(literal_text, value))}{',' * (len(value) == 1)})"
     if isinstance(value, list):
-        return f"[{', '.join(map(data, value))}]"
+        return f"[{', '.join(map(literal_text, value))}]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def data_lines(value: object, room: int = 0, level: int = 0) -> list[str]:
+def literal_lines(value: object, room: int = 0, level: int = 0) -> list[str]:
     """Data as lines of a literal, the first without its margin, and with room for a text before it.
 
     Mappings that do not fit a line are broken: mappings inside of them have lines of their own.
     """
-    line = data(value)
+    line = literal_text(value)
     if len(line) + room + 4 * level < WIDTH or not isinstance(value, Mapping):
         return [line]
     if len(value) == 1:
         (inner,) = value.values()
-        first, *others = data_lines(inner, 0, level)
-        *before, last = [f"{{{data(*value)}: {first}", *others]
+        first, *others = literal_lines(inner, 0, level)
+        *before, last = [f"{{{literal_text(*value)}: {first}", *others]
         return [*before, f"{last}}}"]
     lines = ["{"]
     is_open = False                                              # whether the last line may have further items
     for key, item in value.items():
-        first, *others = data_lines(item, len(data(key)) + 2, level + 1)
+        first, *others = literal_lines(item, len(literal_text(key)) + 2, level + 1)
         is_short = not others and "{" not in first
-        text = f"{data(key)}: {first}"
+        text = f"{literal_text(key)}: {first}"
         if is_open and is_short and len(lines[-1]) + len(text) + 2 <= WIDTH:
             lines[-1] += f" {text},"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qdsl.compiler.emit.formula import constant
-from qdsl.compiler.emit.lines import wrapped
+from qdsl.compiler.emit.lines import wrap_items
 from qdsl.compiler.ir.program import Program
 
 
@@ -22,7 +22,7 @@ def constant_lines(program: Program) -> list[list[str]]:
         return []
     fields = [f"{factor.field}={constant(factor.table)}" if factor.table else
               f"{factor.field}=({len(factor.numbers)}, {factor.columns})" for factor in codes.factors]
-    return [wrapped(f"{constant_name(program)} = RowCodes(", [f"({', '.join(map(str, codes.order))},)", *fields], ")")]
+    return [wrap_items(f"{constant_name(program)} = RowCodes(", [f"({', '.join(map(str, codes.order))},)", *fields], ")")]
 
 
 def codes_lines(program: Program) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qdsl.compiler.emit.digits import Cut, cut
+from qdsl.compiler.emit.digits import SliceCut, cut
 from qdsl.compiler.emit.views import BYTES, Chain, Label
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.core import stored
@@ -25,7 +25,7 @@ def is_read_by_dtype(program: Program, field: Field) -> bool:
     return "e8m0" in listed and set(listed) <= {"f32", "f16", "bf16", "e8m0"}
 
 
-def is_stored_as_field(field: Field, cuts: Cut) -> bool:
+def is_stored_as_field(field: Field, cuts: SliceCut) -> bool:
     """Whether a slice stores the bytes of the field's torch tensor: whole values, and no i16 that is int32 in torch."""
     held_bits = 32 if field_dtype(field) == "int32" else field.bits
     return cuts.whole and cuts.part.width == field.bits == held_bits
@@ -57,13 +57,13 @@ def is_plain(program: Program, tensor: Tensor) -> bool:
         and [part.width for part in placement.slices] == [tensor.element.bits] == [program.field(placement.field).bits]
 
 
-def elements(program: Program, tensor: Tensor) -> list[Placement]:
+def element_placements(program: Program, tensor: Tensor) -> list[Placement]:
     """The fields of a record with one element of each field, stored along a last axis; else none."""
     by_place: dict[int, Placement] = {}
     for placement in tensor.placements:
         field = program.field(placement.field)
         if placement.flat or any(extent > 1 for extent in placement.extents) or len(placement.slices) > 1 or placement.copies \
-                or {*placement.vars} != {*variables(tensor)} or not all(tensor.var(name).exact for name in placement.vars) \
+                or {*placement.vars} != {*axis_labels(tensor)} or not all(tensor.var(name).exact for name in placement.vars) \
                 or (field.kind, field.bits) != (tensor.kind, placement.slices[0].width):
             return []
         by_place[placement.slices[0].offset // tensor.element.bits] = placement
@@ -73,7 +73,7 @@ def elements(program: Program, tensor: Tensor) -> list[Placement]:
 
 def records_name(program: Program, tensor: Tensor) -> str:
     """The variable for the bytes of a tensor's records: r if only one tensor needs it."""
-    alone = sum(not is_plain(program, t) and not elements(program, t) for t in program.tensors) == 1
+    alone = sum(not is_plain(program, t) and not element_placements(program, t) for t in program.tensors) == 1
     return "r" if alone and "r" not in arguments(program) else f"{tensor.name}_bytes"
 
 
@@ -82,7 +82,7 @@ def arguments(program: Program) -> set[str]:
     return {tensor.name for tensor in program.tensors} | {field.name for field in program.fields}
 
 
-def variables(tensor: Tensor) -> list[Label]:
+def axis_labels(tensor: Tensor) -> list[Label]:
     """A tensor's variables in the order of their coordinates, rows first."""
     order: list[Label] = []
     for placement in sorted(tensor.placements, key=lambda p: -len(p.digits)):
@@ -90,7 +90,7 @@ def variables(tensor: Tensor) -> list[Label]:
     return order
 
 
-def element_labels(placement: Placement, cuts: Cut) -> list[list[Label]]:
+def element_labels(placement: Placement, cuts: SliceCut) -> list[list[Label]]:
     """Per coordinate of a field: its variables, then its digits inside the record, slowest first."""
     inside = sorted([*cuts.bytes_, *cuts.bits], key=lambda digit: -digit.weight)
     return [[label for name in digits for label in ([name] if name else [digit for digit in inside if digit.axis == axis])]
@@ -102,7 +102,7 @@ def sizes(labels: list[Label]) -> list[int]:
     return [0 if isinstance(label, str) else label.extent for label in labels]
 
 
-def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
+def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> SliceCut:
     """The containers of up to 8 bytes that extract a slice from a record.  Raises Unsupported if none do."""
     containers = cut(part)
     if containers is None:
@@ -110,11 +110,11 @@ def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
     return containers
 
 
-def in_order(tensor: Tensor) -> Chain:
-    """The stored tensor with its axes in the order of `variables`; BYTES last if words have their own axis."""
-    order = variables(tensor)
+def digits_in_order(tensor: Tensor) -> Chain:
+    """The stored tensor with its axes in the order of `axis_labels`; BYTES last if words have their own axis."""
+    order = axis_labels(tensor)
     labels: list[Label] = [axis.digits[0] or BYTES if axis.digits else BYTES for axis in tensor.axes]
-    text = shifted(tensor, _filled_up(tensor), -1)
+    text = shifted(tensor, _pad_text(tensor), -1)
     for i in reversed(range(len(labels))):
         if labels[i] == BYTES and (tensor.words == 1 or not tensor.axes[i].digits):
             text += f".squeeze({i})"
@@ -128,7 +128,7 @@ def in_order(tensor: Tensor) -> Chain:
     return chain.permute(order)
 
 
-def _filled_up(tensor: Tensor) -> str:
+def _pad_text(tensor: Tensor) -> str:
     """The stored tensor padded to whole records, if the last may be partial."""
     cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
     if cut is None:
@@ -138,7 +138,7 @@ def _filled_up(tensor: Tensor) -> str:
 
 
 def to_axes(tensor: Tensor, chain: Chain) -> str:
-    """The inverse of in_order: from the order of `variables`, words last, to the stored tensor's axes."""
+    """The inverse of digits_in_order: from the order of `axis_labels`, words last, to the stored tensor's axes."""
     word: list[Label] = [BYTES] if tensor.words > 1 else []
     groups = [[digit or BYTES for digit in axis.digits if digit or word] for axis in tensor.axes]
     moved = chain.permute([label for group in groups for label in group])
@@ -146,10 +146,10 @@ def to_axes(tensor: Tensor, chain: Chain) -> str:
         moved = moved.call("contiguous()")
     for i, group in enumerate(groups):
         moved = moved.flatten(i, len(group), f"axis {i}")
-    return bare(shifted(tensor, _cut_off(tensor, moved.text), +1))
+    return strip_parens(shifted(tensor, _crop_text(tensor, moved.text), +1))
 
 
-def _cut_off(tensor: Tensor, text: str) -> str:
+def _crop_text(tensor: Tensor, text: str) -> str:
     """Whole records without trailing words that may be unused."""
     cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
     if cut is None:
@@ -176,7 +176,7 @@ def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:
     return f"(({shifted_bits} ^ {half}) - {half})" if field.kind.startswith("i") and sign < 0 else shifted_bits
 
 
-def bare(text: str) -> str:
+def strip_parens(text: str) -> str:
     """The text without parentheses around the whole."""
     if not (text.startswith("(") and text.endswith(")")):
         return text

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qdsl.compiler.emit.formula import constant
-from qdsl.compiler.emit.lines import wrapped
+from qdsl.compiler.emit.lines import wrap_items
 from qdsl.compiler.emit.literals import quoted, tupled
 from qdsl.compiler.emit.row_codes import constant_name
 from qdsl.compiler.ir.program import Affine, Field, Program, Terms
@@ -27,16 +27,16 @@ TAKEN = frozenset(("w", "at", "k", "scale", "offset", "codes", "levels"))
 
 def row_functions(programs: Sequence[Program]) -> list[list[str]]:
     """The constant with the C functions of a variant; none for a format that has none."""
-    program = _planar(programs)
+    program = _planar_program(programs)
     if program is None:
         return []
-    functions = [*_number(program), *_bytes(program), *_group(program)]
-    return [[f'{NAME} = """', *_comment(program), *_definitions(program), *functions, '"""']]
+    functions = [*_number_function(program), *_bytes_function(program), *_group_function(program)]
+    return [[f'{NAME} = """', *_comment(program), *_definition_lines(program), *functions, '"""']]
 
 
 def row_loops(programs: Sequence[Program]) -> list[str]:
     """The argument of a variant that describes its C functions; none for a format that has none."""
-    program = _planar(programs)
+    program = _planar_program(programs)
     if program is None:
         return []
     affine, code = _parts(program)
@@ -53,13 +53,13 @@ def row_loops(programs: Sequence[Program]) -> list[str]:
     return [f"row_loops=RowLoops({', '.join(arguments)})"]
 
 
-def _planar(programs: Sequence[Program]) -> Program | None:
+def _planar_program(programs: Sequence[Program]) -> Program | None:
     """The planar program of a variant, if vectors of rows serve it."""
     program = next((program for program in programs if program.storage == PLANAR and program.affine is not None), None)
     if program is None:
         return None
     affine, _ = _parts(program)
-    has_numbers = _numbers(program) or _levels(program) or _arithmetic(program)
+    has_numbers = _code_numbers(program) or _uses_levels(program) or _is_arithmetic(program)
     return program if has_numbers and len(affine.fields) <= MOST_FIELDS else None
 
 
@@ -68,7 +68,7 @@ def _parts(program: Program) -> tuple[Affine, Field]:
     return program.affine, program.field(program.affine.code)
 
 
-def _kind(program: Program) -> Number:
+def _code_type(program: Program) -> Number:
     """The type of the code."""
     assert program.affine is not None
     number = program.field(program.affine.code).number
@@ -77,43 +77,43 @@ def _kind(program: Program) -> Number:
 
 
 def _bits(program: Program) -> int:
-    return _kind(program).bits
+    return _code_type(program).bits
 
 
-def _zero(program: Program) -> float | None:
+def _constant_zero(program: Program) -> float | None:
     """The constant that is added to every code, 0 without one; None for a zero point that groups have."""
     assert program.affine is not None
     zero = program.affine.zero
     return 0.0 if not zero else zero[0][0] if [product for _, product in zero] == [()] else None
 
 
-def _numbers(program: Program) -> list[float]:
+def _code_numbers(program: Program) -> list[float]:
     """The number of every code, if a table in registers holds them; else none."""
     assert program.affine is not None
-    kind, table = _kind(program), program.affine.table
+    kind, table = _code_type(program), program.affine.table
     if kind.bits > 6 or is_stored(program, table) or (not table and not kind.is_float and kind.bits > 5):
         return []
     count = 1 << kind.bits
     values = program.spec.table(table).values[:count] if table else [kind.decode(code) for code in range(count)]
-    numbers = [float(value) + (_zero(program) or 0.0) for value in values]
+    numbers = [float(value) + (_constant_zero(program) or 0.0) for value in values]
     is_exact = all(round_to_f32(number) == number for number in numbers)
     return numbers if len(numbers) == count and is_exact else []
 
 
-def _levels(program: Program) -> bool:
+def _uses_levels(program: Program) -> bool:
     """Whether codes index a table that is stored with the weight, one for all rows."""
     assert program.affine is not None
     table = program.affine.table
-    if not is_stored(program, table) or _bits(program) > 6 or _zero(program) != 0:
+    if not is_stored(program, table) or _bits(program) > 6 or _constant_zero(program) != 0:
         return False
     field = program.field(table)
     return not field.index and field.table == (1 << _bits(program),)
 
 
-def _arithmetic(program: Program) -> bool:
+def _is_arithmetic(program: Program) -> bool:
     """Whether arithmetic makes numbers of codes: integers of 6 bits and more, and 8-bit floats."""
     assert program.affine is not None
-    kind = _kind(program)
+    kind = _code_type(program)
     return not program.affine.table and (kind.name in BYTE_FLOATS if kind.is_float else kind.bits > 5)
 
 
@@ -121,36 +121,36 @@ def _comment(program: Program) -> list[str]:
     return [f"/* w = {program.spec.decode_text} */"]
 
 
-def _definitions(program: Program) -> list[str]:
+def _definition_lines(program: Program) -> list[str]:
     """BITS, FIELDS and HAS_OFFSET; the table of numbers."""
     affine, _ = _parts(program)
     lines = [f"#define BITS {_bits(program)}", f"#define FIELDS {len(affine.fields)}"]
-    lines += ["#define HAS_OFFSET"] if affine.offset or _zero(program) is None else []
-    numbers = _numbers(program)
+    lines += ["#define HAS_OFFSET"] if affine.offset or _constant_zero(program) is None else []
+    numbers = _code_numbers(program)
     if numbers:
         size = next(size for size in LOOKED_UP if size >= len(numbers))
         shown = [_float(number) for number in numbers]
-        lines += wrapped(f"static const float numbers[{size}] = {{", shown, "};")
+        lines += wrap_items(f"static const float numbers[{size}] = {{", shown, "};")
     return lines
 
 
-def _number(program: Program) -> list[str]:
+def _number_function(program: Program) -> list[str]:
     """The function that makes numbers of a vector of codes."""
-    numbers = _numbers(program)
-    if numbers or _levels(program):
+    numbers = _code_numbers(program)
+    if numbers or _uses_levels(program):
         size = next(size for size in LOOKED_UP if size >= 1 << _bits(program))
         text = f"lookup_{size}({'numbers' if numbers else '(const float *)w->levels'}, codes)"
     else:
-        kind, zero = _kind(program), _zero(program) or 0.0
+        kind, zero = _code_type(program), _constant_zero(program) or 0.0
         text = f"float_of_{kind.name}((vi)(codes & 255))" if kind.is_float else f"{kind.kind}_number(codes)"
         text += f" {'-' if zero < 0 else '+'} {_float(abs(zero))}" if zero else ""
     return [f"INLINE vf number(const Weight *w, vu codes) {{ return {text}; }}"]
 
 
-def _bytes(program: Program) -> list[str]:
+def _bytes_function(program: Program) -> list[str]:
     """The function that makes bytes of a vector of codes, BASE and UNIT; none where numbers are no integers of 8 bits."""
     affine, _ = _parts(program)
-    kind, zero, numbers = _kind(program), _zero(program) or 0.0, _numbers(program)
+    kind, zero, numbers = _code_type(program), _constant_zero(program) or 0.0, _code_numbers(program)
     if numbers and kind.bits <= 5:
         unit = next((unit for unit in UNITS if all(number % unit == 0 for number in numbers)), 0.0)
         integers = [int(number / unit) for number in numbers] if unit else [0, 256]
@@ -160,7 +160,7 @@ def _bytes(program: Program) -> list[str]:
             return []
         shown = ", ".join(str(integer - base) for integer in integers)
         text = "codes" if is_linear else "lookup(vload_16(byte_numbers), codes)"
-        table = [] if is_linear else wrapped("static const uint8_t byte_numbers[16] = {", shown.split(", "), "};")
+        table = [] if is_linear else wrap_items("static const uint8_t byte_numbers[16] = {", shown.split(", "), "};")
     elif not numbers and not affine.table and not kind.is_float and zero == int(zero):
         high = 1 << kind.bits - 1 if kind.kind == "signed" else 0
         unit, base, text, table = 1.0, int(zero) - high, f"codes ^ {high}" if high else "codes", []
@@ -170,18 +170,18 @@ def _bytes(program: Program) -> list[str]:
             f"INLINE vb bytes_of_codes(vb codes) {{ return {text}; }}"]
 
 
-def _group(program: Program) -> list[str]:
+def _group_function(program: Program) -> list[str]:
     """The function that computes the scale and the offset of a group."""
     affine, _ = _parts(program)
     names = {field: f"{field}_" if field in TAKEN else field for field in affine.fields}
     fields = [f"    const vf {names[field]} = FIELD({place});" for place, field in enumerate(affine.fields)]
-    offset = [_sum(affine.offset, names)] if affine.offset else []
-    offset += [f"*scale * ({_sum(affine.zero, names)})"] if _zero(program) is None else []
+    offset = [_sum_text(affine.offset, names)] if affine.offset else []
+    offset += [f"*scale * ({_sum_text(affine.zero, names)})"] if _constant_zero(program) is None else []
     return ["INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {", *fields,
-            f"    *scale = {_sum(affine.scale, names)};", *([f"    *offset = {' + '.join(offset)};"] if offset else []), "}"]
+            f"    *scale = {_sum_text(affine.scale, names)};", *([f"    *offset = {' + '.join(offset)};"] if offset else []), "}"]
 
 
-def _sum(terms: Terms, names: dict[str, str]) -> str:
+def _sum_text(terms: Terms, names: dict[str, str]) -> str:
     """A sum of products as an expression of vectors."""
     text = ""
     for coefficient, product in terms:

@@ -14,9 +14,9 @@ from typing import Any
 import qdsl
 from qdsl.compiler.emit.axes import axis_text, field_axes, field_kinds
 from qdsl.compiler.emit.c.rows import row_functions
-from qdsl.compiler.emit.lines import WIDTH, folded, names_read, wrapped
-from qdsl.compiler.emit.literals import data as literal
-from qdsl.compiler.emit.literals import data_lines
+from qdsl.compiler.emit.lines import WIDTH, fold_line, names_read, wrap_items
+from qdsl.compiler.emit.literals import literal_lines
+from qdsl.compiler.emit.literals import literal_text as literal
 from qdsl.compiler.emit.module.functions import (
     Definition,
     definition,
@@ -29,9 +29,9 @@ from qdsl.compiler.emit.module.program import digest_of, format_data, variant_da
 from qdsl.compiler.emit.module.tables import constants
 from qdsl.compiler.emit.module.variant import variant
 from qdsl.compiler.emit.tensors import Unsupported
-from qdsl.compiler.emit.torch.decode import decode
-from qdsl.compiler.emit.torch.reference import decode_function, encode_function, reference
-from qdsl.compiler.emit.triton.kernel_functions import kernels
+from qdsl.compiler.emit.torch.decode import decode_body
+from qdsl.compiler.emit.torch.reference import decode_function, encode_function, reference_functions
+from qdsl.compiler.emit.triton.kernel_functions import kernel_functions
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text
 from qdsl.compiler.spec.model import Spec
@@ -101,13 +101,13 @@ def _part_name(by: Sequence[str], part: Part) -> str:
 
 
 def _finish(lines: Sequence[str]) -> str:
-    return "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
+    return "\n".join(row.rstrip() for line in lines for row in fold_line(line)) + "\n"
 
 
 def _import(source: str, words: Iterable[str]) -> list[str]:
     """An import of names, in parentheses if it does not fit a line."""
     one = f"from {source} import {', '.join(words)}"
-    return [one] if len(one) <= WIDTH else wrapped(f"from {source} import (", words, ")")
+    return [one] if len(one) <= WIDTH else wrap_items(f"from {source} import (", words, ")")
 
 
 # -- variants ---------------------------------------------------------------------------------------------------------
@@ -133,11 +133,11 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
 
 
 def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
-    first, decoded = programs[0], decode(programs)
-    packing = (part for program in programs for part in reference(program))
+    first, decoded = programs[0], decode_body(programs)
+    packing = (part for program in programs for part in reference_functions(program))
     lines = [*constants(programs), *row_functions(programs), *packing, decode_function(programs, decoded),
              *([encode_function(first)] if first.encode is not None else [])]
-    functions, names = shared_by_storages(programs, [definitions(kernels(program)) for program in programs])
+    functions, names = shared_by_storages(programs, [definitions(kernel_functions(program)) for program in programs])
     return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
                 tuple(renamed(variant(programs), names)), variant_data(programs, decoded))
 
@@ -158,9 +158,9 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
     spec = programs[0].spec
     variants = {tuple(part.params[key] for key in by): part for part in parts}
     data = format_data(programs, by, {key: part.data for key, part in variants.items()})
-    first, *others = data_lines(data, len("PROGRAM = "))
+    first, *others = literal_lines(data, len("PROGRAM = "))
     shown = [f"{literal(key)}: {f'{_part_name(by, part)}.' if by else ''}VARIANT" for key, part in variants.items()]
-    lines = [f"PROGRAM = {first}", *others, "", *wrapped("FORMAT = Format(PROGRAM, {", shown, "})")]
+    lines = [f"PROGRAM = {first}", *others, "", *wrap_items("FORMAT = Format(PROGRAM, {", shown, "})")]
     offered = (f"{', '.join(names)} = {', '.join(f'FORMAT.{name.lower() if name.isupper() else name}' for name in names)}"
                for names in SURFACE)
     for_device = ["for_device = FORMAT.for_device"] if any(storage.transient for storage in spec.storages) else []
@@ -214,7 +214,7 @@ def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:
     lines: list[str] = []
     for module, names in imported.items():
         one = f"from .{module} import {', '.join(names)}"
-        lines += [one] if len(one) <= WIDTH else wrapped(f"from .{module} import (", names, ")")
+        lines += [one] if len(one) <= WIDTH else wrap_items(f"from .{module} import (", names, ")")
     return ["", *lines] if lines else []
 
 

@@ -14,7 +14,7 @@ from qdsl.compiler.emit.literals import not_empty
 from qdsl.compiler.emit.module.slices import slices_of
 from qdsl.compiler.emit.show.page import bits_per_weight
 from qdsl.compiler.emit.tensors import is_plain
-from qdsl.compiler.emit.torch.decode import Decode
+from qdsl.compiler.emit.torch.decode import DecodeBody
 from qdsl.compiler.emit.triton.matrix_unit_layout import matrix_unit_plan
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
@@ -45,7 +45,7 @@ def digest_of(spec: Spec) -> str:
     return hashlib.sha256(spec.source.text.encode()).hexdigest()[:16]
 
 
-def variant_data(programs: Sequence[Program], decoded: Decode) -> Data:
+def variant_data(programs: Sequence[Program], decoded: DecodeBody) -> Data:
     """The fields and storages of a variant."""
     first = programs[0]
     fields = {field.name: (field.kind, *field_axes(programs, field), *options(groups=field.groups and axis_text(field.groups)))
@@ -70,7 +70,7 @@ def _tables(spec: Spec) -> Data:
     return {table.name.value: tuple(unpack("<f", pack("<f", value))[0] for value in table.values) for table in named}
 
 
-def _cuts(decoded: Decode) -> tuple[str, str]:
+def _cuts(decoded: DecodeBody) -> tuple[str, str]:
     """The axes whose steps are legal borders of a slice."""
     if decoded.scattered:
         return "1", "1"

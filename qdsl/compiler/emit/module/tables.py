@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from qdsl.compiler.emit import row_codes
-from qdsl.compiler.emit.formula import constant, tables
-from qdsl.compiler.emit.lines import wrapped
+from qdsl.compiler.emit.formula import constant, table_types
+from qdsl.compiler.emit.lines import wrap_items
 from qdsl.compiler.emit.torch import joint
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.spec import grammar as g
@@ -25,13 +25,13 @@ def constants(programs: Sequence[Program]) -> list[list[str]]:
 
 def _constants(program: Program) -> list[list[str]]:
     """The tables that decode reads, and those that they are computed from, in the order of the spec; then the joint table."""
-    kinds = tables(program)
+    kinds = table_types(program)
     wanted = set(kinds)
     for table in reversed(program.spec.tables):
         if table.name.value in wanted and table.formula is not None:
             wanted |= set(g.names(table.formula))
     lines = [_constant(table, kinds) for table in program.spec.tables if table.name.value in wanted]
-    return [*lines, *([line] if (line := joint.table(program)) else [])]
+    return [*lines, *([line] if (line := joint.joined_table_lines(program)) else [])]
 
 
 def _constant(table: Table, kinds: Mapping[str, str]) -> list[str]:
@@ -39,13 +39,13 @@ def _constant(table: Table, kinds: Mapping[str, str]) -> list[str]:
     name, kind = constant(table.name.value), kinds.get(table.name.value)
     head = [f'"{kind}"'] if kind else []
     if table.formula is None:
-        return wrapped(f"{name} = Table(" if kind else f"{name} = (", [*head, *map(repr, table.values)], ")")
+        return wrap_items(f"{name} = Table(" if kind else f"{name} = (", [*head, *map(repr, table.values)], ")")
     loops = " ".join(f"for {loop} in range({extent})" for loop, extent in zip(table.loops, table.shape, strict=True))
     values = f"{_text(table.formula, kinds)} {loops}"
     if not kind:
-        return wrapped(f"{name} = tuple(", [values], ")")
+        return wrap_items(f"{name} = tuple(", [values], ")")
     shape = [f"columns={table.shape[1]}"] if len(table.shape) > 1 else []
-    return wrapped(f"{name} = Table(", [*head, f"*({values})", *shape], ")")
+    return wrap_items(f"{name} = Table(", [*head, f"*({values})", *shape], ")")
 
 
 def _text(expr: g.Expr, kinds: Mapping[str, str], around: int = 0) -> str:

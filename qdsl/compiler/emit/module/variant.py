@@ -7,14 +7,14 @@ from math import prod
 
 from qdsl.compiler.emit.axes import axis_text
 from qdsl.compiler.emit.c.rows import row_loops
-from qdsl.compiler.emit.formula import constant, tables
-from qdsl.compiler.emit.lines import indent, wrapped
+from qdsl.compiler.emit.formula import constant, table_types
+from qdsl.compiler.emit.lines import indent, wrap_items
 from qdsl.compiler.emit.literals import literal, quoted, tupled
-from qdsl.compiler.emit.triton.arrangement import arrangement
-from qdsl.compiler.emit.triton.kernel import tile
-from qdsl.compiler.emit.triton.matrix_unit import record_of
+from qdsl.compiler.emit.triton.arrangement import store_arrangement
+from qdsl.compiler.emit.triton.kernel import tile_of
+from qdsl.compiler.emit.triton.matrix_unit import kernels_record
 from qdsl.compiler.emit.triton.matrix_unit_layout import matrix_unit_plan
-from qdsl.compiler.emit.triton.pairs import paired
+from qdsl.compiler.emit.triton.pairs import paired_decode
 from qdsl.compiler.ir.program import Encode, Program
 from qdsl.core.schemes import SCHEMES
 
@@ -25,9 +25,10 @@ def variant(programs: Sequence[Program]) -> list[str]:
     lines = ["VARIANT = Variant(", "    storages={"]
     for program in programs:
         name = program.storage
-        lines += indent(wrapped(f'"{name}": Storage(unpack_{name}, pack_{name}, Kernels(', _kernels(program), ")),", level=2), 2)
+        head = f'"{name}": Storage(unpack_{name}, pack_{name}, Kernels('
+        lines += indent(wrap_items(head, _kernels(program), ")),", level=2), 2)
     arguments = ["decode=decode", *(_encode(first) if first.encode is not None else []), *row_loops(programs)]
-    return [*lines, "    },", *indent(wrapped("", arguments, ",", level=1)), ")"]
+    return [*lines, "    },", *indent(wrap_items("", arguments, ",", level=1)), ")"]
 
 
 def _encode(program: Program) -> list[str]:
@@ -55,17 +56,17 @@ def _scheme(encode: Encode) -> list[str]:
 
 def _kernels(program: Program) -> list[str]:
     """The kernels of a storage, and their tiles of a weight."""
-    at = tile(program)
+    at = tile_of(program)
     sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
     arguments = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
-    if (arranged := arrangement(program)) is not None:
+    if (arranged := store_arrangement(program)) is not None:
         arguments += [f"{key}={tupled(part)}" for key, part in zip(("digits", "lanes", "order"), arranged, strict=True) if part]
     arguments += ["divides=True"] if _divides(program) else []
-    arguments += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
+    arguments += [f"tables=({', '.join(map(constant, table_types(program)))},)"] if table_types(program) else []
     if (plan := matrix_unit_plan(program)) is not None:
-        arguments.append(f"matrix_unit={record_of(plan)}")
-    if (two := paired(program)) is not None:
+        arguments.append(f"matrix_unit={kernels_record(plan)}")
+    if (two := paired_decode(program)) is not None:
         arguments.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.uncoded}")')
     return arguments
 

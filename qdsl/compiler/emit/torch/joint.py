@@ -15,7 +15,7 @@ MOST = 1 << 12                                                   # rows that fit
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class JoinedTable:
     """A step of decode that depends only on a row and on a field with a code for each row.
 
     rows, codes: the number of rows of the table, and of values of the field.
@@ -43,13 +43,13 @@ class Joint:
         return f"torch.add({self.row}, {self.field}, alpha={self.rows})"
 
 
-def joint(program: Program) -> Joint | None:
+def joint(program: Program) -> JoinedTable | None:
     """The last such step, if it contains all uses of the row or the field."""
-    candidates = [candidate for step in range(len(program.values)) if (candidate := _at(program, step)) is not None]
+    candidates = [candidate for step in range(len(program.values)) if (candidate := _joined_at(program, step)) is not None]
     return candidates[-1] if candidates else None
 
 
-def table(program: Program) -> list[str]:
+def joined_table_lines(program: Program) -> list[str]:
     """The constant that holds the joint table."""
     step = joint(program)
     if step is None:
@@ -59,7 +59,7 @@ def table(program: Program) -> list[str]:
     return [f"{constant(step.name)} = {of}.with_codes(lambda {step.table}, {step.field}: {text}, {step.codes})"]
 
 
-def _at(program: Program, step: int) -> Joint | None:
+def _joined_at(program: Program, step: int) -> JoinedTable | None:
     leaves = _leaves(program, step)
     rows = [leaf for leaf in leaves if leaf.op == "table"]
     fields = [program.field(leaf.name) for leaf in leaves if leaf.op == "field"]
@@ -71,7 +71,7 @@ def _at(program: Program, step: int) -> Joint | None:
     shape = program.spec.table(rows[0].name).shape
     if len(shape) < 2 or row.index != field.index or field.number is None or field.number.kind != "unsigned":
         return None
-    candidate = Joint(step, rows[0].name, row.name, field.name, shape[0], 1 << field.bits)
+    candidate = JoinedTable(step, rows[0].name, row.name, field.name, shape[0], 1 << field.bits)
     others = {*(other.name for other in program.fields), *(other.name.value for other in program.spec.tables)}
     return candidate if candidate.rows * candidate.codes <= MOST and candidate.name not in others else None
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from qdsl.compiler.emit.axes import field_axes, stored_axes
 from qdsl.compiler.emit.formula import constant
-from qdsl.compiler.emit.lines import indent, names_read, wrapped
+from qdsl.compiler.emit.lines import indent, names_read, wrap_items
 from qdsl.compiler.emit.literals import literal, quoted
 from qdsl.compiler.emit.tensors import tensor_dtype
-from qdsl.compiler.emit.torch.decode import Decode
+from qdsl.compiler.emit.torch.decode import DecodeBody
 from qdsl.compiler.emit.torch.pack import pack_body
 from qdsl.compiler.emit.torch.unpack import unpack_body
 from qdsl.compiler.ir import index as ix
@@ -19,7 +19,7 @@ from qdsl.compiler.ir.program import Encode, Field, Program
 from qdsl.core.schemes import SCHEMES
 
 
-def reference(program: Program) -> tuple[list[str], list[str]]:
+def reference_functions(program: Program) -> tuple[list[str], list[str]]:
     """Lines of `unpack_STORAGE`, from stored tensors to fields, and of its inverse `pack_STORAGE`.
 
     Both have keyword arguments for the extents that they need: N, K or sizes that shapes do not determine.
@@ -40,8 +40,8 @@ def _unpack_function(program: Program, body: list[str], extents: list[str]) -> l
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     stored = "; ".join(f"{name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(stored_axes(tensors))}]"
                        for name, tensors in program.stored.items() for t in tensors[:1])
-    return [*wrapped(f"def unpack_{program.storage}(", arguments, f") -> {_dict_type(body, optional)}:"),
-            *indent([*_doc(f"Fields of {stored}."), *body])]
+    return [*wrap_items(f"def unpack_{program.storage}(", arguments, f") -> {_dict_type(body, optional)}:"),
+            *indent([*_docstring_lines(f"Fields of {stored}."), *body])]
 
 
 def _pack_function(program: Program, body: list[str], extents: list[str]) -> list[str]:
@@ -53,8 +53,8 @@ def _pack_function(program: Program, body: list[str], extents: list[str]) -> lis
     arguments = [f"{field}: Tensor{' | None' if field in optional else ''}" for field in stored]
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     names = ", ".join(program.stored)
-    return [*wrapped(f"def pack_{program.storage}(", arguments, f") -> {_dict_type(body, optional)}:"),
-            *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *body])]
+    return [*wrap_items(f"def pack_{program.storage}(", arguments, f") -> {_dict_type(body, optional)}:"),
+            *indent([*_docstring_lines(f"{names} of the fields; the inverse of unpack_{program.storage}."), *body])]
 
 
 def _dict_type(body: Sequence[str], optional: Iterable[str]) -> str:
@@ -63,14 +63,14 @@ def _dict_type(body: Sequence[str], optional: Iterable[str]) -> str:
     return f"dict[str, Tensor{' | None' if entry and entry.search(' '.join(body)) else ''}]"
 
 
-def decode_function(programs: Sequence[Program], decoded: Decode) -> list[str]:
+def decode_function(programs: Sequence[Program], decoded: DecodeBody) -> list[str]:
     """Lines of `decode`, from fields to weights."""
     fields = sorted(decoded.fields, key=lambda f: f.name in decoded.optional)
     arguments = [f"{f.name}: Tensor{' | None = None' if f.name in decoded.optional else ''}" for f in fields]
     arguments.append("out: Tensor | None = None")
     shapes = ", ".join(f"{f.name} [{', '.join(field_axes(programs, f))}]" for f in fields)
     doc = f"Weights [N, K], float32 rounded after each operation: w = {programs[0].spec.decode_text}.  {shapes}."
-    return [*wrapped("def decode(", arguments, ") -> Tensor:"), *indent([*_doc(doc), *decoded.lines])]
+    return [*wrap_items("def decode(", arguments, ") -> Tensor:"), *indent([*_docstring_lines(doc), *decoded.lines])]
 
 
 def encode_function(program: Program) -> list[str]:
@@ -78,7 +78,7 @@ def encode_function(program: Program) -> list[str]:
     encode = program.encode
     assert encode is not None
     scheme = SCHEMES[encode.scheme]
-    run, apart = _flat(program, encode)
+    run, apart = _flat_run(program, encode)
     sizes = [f"{size}: int" for size in program.sizes]
     types = [f"{key}: str" for key, value in program.params.items() if isinstance(value, str)]
     named = [*sizes, *types, *(["importance: Tensor | None = None"] if encode.importance else [])]
@@ -87,18 +87,18 @@ def encode_function(program: Program) -> list[str]:
     doc += "  importance: float32 [K]." if encode.importance else ""
     doc += f"  options: {', '.join(encode.open)}." if encode.open else ""
     weight = "weight" if run is None else f"weight.reshape({run}, -1).t()" if apart else "weight.reshape(1, -1)"
-    call = [weight, *_types(program, encode), *_columns(program, encode, run), *_options(encode)]
+    call = [weight, *_types(program, encode), *_column_arguments(program, encode, run), *_option_arguments(encode)]
     order = [encode.roles[role] for role in scheme.roles if role in encode.roles]
     texts = {name: name for name in order}
     if run is not None:                                          # back from one row, or from a row per group
         texts = {name: f"{name}{'.t()' if apart else ''}.reshape(weight.shape)" if len(program.field(name).index) == 2 else
                 f"{name}.flatten()" if program.field(name).index else name for name in order}
-    return [*wrapped("def encode(", head, ") -> dict[str, Tensor]:"),
-            *indent([*_doc(doc), *wrapped(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
+    return [*wrap_items("def encode(", head, ") -> dict[str, Tensor]:"),
+            *indent([*_docstring_lines(doc), *wrap_items(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
                      f"return {{{', '.join(f'{quoted(name)}: {texts[name]}' for name in order)}}}"])]
 
 
-def _flat(program: Program, encode: Encode) -> tuple[Index | None, bool]:
+def _flat_run(program: Program, encode: Encode) -> tuple[Index | None, bool]:
     """How many weights share a value in blocks of the flat weight, or None; and whether those weights are apart.
 
     They are apart if they are a column of the matrix [group, -1].
@@ -114,25 +114,26 @@ def _types(program: Program, encode: Encode) -> list[str]:
     return [f"{role}={kind if kind in program.params else quoted(kind)}" for role, kind in kinds.items()]
 
 
-def _columns(program: Program, encode: Encode, run: Index | None) -> list[str]:
+def _column_arguments(program: Program, encode: Encode, run: Index | None) -> list[str]:
     """The numbers of rows and columns that share values of the fields."""
     roles = {role: program.field(name) for role, name in encode.roles.items()}
     scale, across = roles.get("scale") or roles.get("levels"), SCHEMES[encode.scheme].across
     if scale is None:
         return []
-    rows, axes = ("1", 2) if run is not None else (_block(program, scale, "n"), len(scale.index))
+    rows, axes = ("1", 2) if run is not None else (_block_extent(program, scale, "n"), len(scale.index))
     around = across or run is not None
     arguments = [f"rows={rows}"] if around else []
-    arguments += [f"columns={run or _block(program, scale, 'k')}"]
+    arguments += [f"columns={run or _block_extent(program, scale, 'k')}"]
     arguments += [f"axes={axes}"] if around else []
     more = {"super": "super_scale", "shift": "shift"} if run is not None or not across else {}
     more |= {"sums": "sums"}
     if SCHEMES[encode.scheme].of_rows:
         arguments.append(f"super_axes={len(roles['super_scale'].index)}")
-    return [*arguments, *(f"{word}_columns={_block(program, roles[role], 'k')}" for word, role in more.items() if role in roles)]
+    return [*arguments, *(f"{word}_columns={_block_extent(program, roles[role], 'k')}"
+                          for word, role in more.items() if role in roles)]
 
 
-def _options(encode: Encode) -> list[str]:
+def _option_arguments(encode: Encode) -> list[str]:
     """Options and constants of the scheme; options of the caller are passed on."""
     arguments = [f"{key}={literal(value)}" for key, value in encode.options.items() if key not in encode.open]
     arguments += [f"{key}={constant(value) if isinstance(value, str) else value}"
@@ -143,7 +144,7 @@ def _options(encode: Encode) -> list[str]:
     return [*arguments, chosen] if encode.open else arguments
 
 
-def _block(program: Program, field: Field, axis: str) -> str:
+def _block_extent(program: Program, field: Field, axis: str) -> str:
     """How many rows or columns share a value of the field, as text."""
     index = next((i for i in field.index if axis in i.names()), None)
     if index is None and axis == "k" and len(field.index) == 2:     # a gather: the block of groups in order
@@ -154,7 +155,7 @@ def _block(program: Program, field: Field, axis: str) -> str:
     return "1" if index.terms[0][0].op == "name" else str(index.terms[0][0].args[1])
 
 
-def _doc(text: str) -> list[str]:
+def _docstring_lines(text: str) -> list[str]:
     """A docstring, wrapped at the width."""
     words = text.split(" ")
     rows = ['"""']

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qdsl.compiler.emit.tensors import bare
+from qdsl.compiler.emit.tensors import strip_parens
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Program, Tensor
@@ -12,11 +12,11 @@ from qdsl.compiler.ir.program import Program, Tensor
 
 def cut_lines(program: Program) -> list[str]:
     """Statements that set every section, in its own axes."""
-    return [f"{tensor.name} = {_cut(tensor, place, len(sections))}"
+    return [f"{tensor.name} = {_section_text(tensor, place, len(sections))}"
             for sections in program.stored.values() for place, tensor in enumerate(sections) if tensor.section is not None]
 
 
-def _cut(tensor: Tensor, place: int, count: int) -> str:
+def _section_text(tensor: Tensor, place: int, count: int) -> str:
     section = tensor.section
     assert section is not None
     if section.is_plane:
@@ -30,18 +30,18 @@ def _cut(tensor: Tensor, place: int, count: int) -> str:
     return f"{text}.unflatten(-1, ({', '.join(map(ix.text, extents))}))" if extents else f"{text}.squeeze(-1)"
 
 
-def joined(sections: Sequence[Tensor], texts: Sequence[str]) -> str:
+def join_sections(sections: Sequence[Tensor], texts: Sequence[str]) -> str:
     """The stored tensor from the texts of its sections; a tensor without sections unchanged."""
     section = sections[0].section
     if section is None:
         return texts[0]
     if section.is_plane:
-        return f"torch.stack([{', '.join(map(bare, texts))}], {int(section.by_rows)})"
-    shown = [_flat(tensor, text) for tensor, text in zip(sections, texts, strict=True)]
-    return bare(shown[0]) if len(shown) == 1 else f"torch.cat([{', '.join(map(bare, shown))}], -1)"
+        return f"torch.stack([{', '.join(map(strip_parens, texts))}], {int(section.by_rows)})"
+    shown = [_flatten_text(tensor, text) for tensor, text in zip(sections, texts, strict=True)]
+    return strip_parens(shown[0]) if len(shown) == 1 else f"torch.cat([{', '.join(map(strip_parens, shown))}], -1)"
 
 
-def _flat(tensor: Tensor, text: str) -> str:
+def _flatten_text(tensor: Tensor, text: str) -> str:
     """A section with its elements along one axis, after that of the rows."""
     axes = len(_extents(tensor))
     if axes == 1:

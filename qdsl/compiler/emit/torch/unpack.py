@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from qdsl.compiler.emit import tensors as ts
-from qdsl.compiler.emit.digits import Cut, Digit, Lane
-from qdsl.compiler.emit.lines import indent, mapping, named
+from qdsl.compiler.emit.digits import Digit, Lane, SliceCut
+from qdsl.compiler.emit.lines import assign_text, indent, mapping
 from qdsl.compiler.emit.row_codes import field_entry
 from qdsl.compiler.emit.torch.sections import cut_lines
 from qdsl.compiler.emit.views import BYTES, Chain, Label, region
@@ -27,7 +27,7 @@ def unpack_body(program: Program) -> list[str]:
     parts: dict[str, list[tuple[int, str]]] = {}
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
         before = len(lines)
-        for name, lo, text in _fields_of(program, tensor, lines):
+        for name, lo, text in _unpack_fields(program, tensor, lines):
             parts.setdefault(name, []).append((lo, text))
         if tensor.optional:
             inside[tensor.name] = lines[before:]
@@ -35,49 +35,50 @@ def unpack_body(program: Program) -> list[str]:
     optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
     optional = {field: name for field, name in optional.items() if parts[field] != [(0, name)]}
     stored = [field for field in program.fields if field.name in parts]
-    entries = [field_entry(program, f.name, _join(f, parts[f.name])) for f in stored if f.name not in optional]
+    entries = [field_entry(program, f.name, _join_parts(f, parts[f.name])) for f in stored if f.name not in optional]
     if len(optional) == 0:
         return [*lines, *mapping("return ", entries)]
     lines += mapping("fields = ", entries)
     for field in stored:
         if field.name in optional:
             lines += [f"if {optional[field.name]} is not None:", *indent(inside.get(optional[field.name], [])),
-                      f'    fields["{field.name}"] = {_join(field, parts[field.name])}']
+                      f'    fields["{field.name}"] = {_join_parts(field, parts[field.name])}']
     return [*lines, "return fields"]
 
 
-def _fields_of(program: Program, tensor: Tensor, lines: list[str]) -> Iterator[tuple[str, int, str]]:
+def _unpack_fields(program: Program, tensor: Tensor, lines: list[str]) -> Iterator[tuple[str, int, str]]:
     """(field, its lowest bit here, text of those bits) for all fields of a tensor; appends the statements that they need."""
     taken = ts.arguments(program)
     if ts.is_plain(program, tensor):
         field = program.field(tensor.placements[0].field)
-        yield field.name, 0, _plain(tensor, tensor.placements[0], field, ts.in_order(tensor))
+        yield field.name, 0, _unpack_plain(tensor, tensor.placements[0], field, ts.digits_in_order(tensor))
         return
-    if placements := ts.elements(program, tensor):
+    if placements := ts.element_placements(program, tensor):
         for place, placement in enumerate(placements):
             yield placement.field, 0, _element(program, tensor, placement, place)
         return
-    records = _records(tensor)
+    records = _view_records(tensor)
     if records.text != tensor.name:
-        records = Chain(named(lines, ts.records_name(program, tensor), ts.bare(records.text), taken), records.labels)
+        text = assign_text(lines, ts.records_name(program, tensor), ts.strip_parens(records.text), taken)
+        records = Chain(text, records.labels)
     for placement in tensor.placements:
         field = program.field(placement.field)
         for ranges in placement.cuts:
-            text = _slices(field, tensor, placement, ranges, records, lines, taken)
+            text = _unpack_slices(field, tensor, placement, ranges, records, lines, taken)
             if ranges[0].width < field.bits:
-                text = named(lines, f"{field.name}_{'high' if ranges[0].lo else 'low'}", ts.bare(text), taken)
+                text = assign_text(lines, f"{field.name}_{'high' if ranges[0].lo else 'low'}", ts.strip_parens(text), taken)
             yield field.name, ranges[0].lo, text
 
 
 def _element(program: Program, tensor: Tensor, placement: Placement, place: int) -> str:
     chain = Chain(tensor.name, (*(axis.digits[0] for axis in tensor.axes[:-1]), BYTES)).pick({BYTES: str(place)})
-    return _plain(tensor, placement, program.field(placement.field), chain.permute(ts.variables(tensor)))
+    return _unpack_plain(tensor, placement, program.field(placement.field), chain.permute(ts.axis_labels(tensor)))
 
 
-def _plain(tensor: Tensor, placement: Placement, field: Field, chain: Chain) -> str:
+def _unpack_plain(tensor: Tensor, placement: Placement, field: Field, chain: Chain) -> str:
     for axis, digits in enumerate(placement.digits):
         chain = chain.flatten(axis, sum(map(bool, digits)), f"axis {axis}")
-    text = _cropped(tensor, placement, field, chain.text)
+    text = _cropped_text(tensor, placement, field, chain.text)
     if ts.tensor_dtype(tensor) == "int16" and ts.field_dtype(field) == "int32":
         text = f"({text}.to(torch.int32) & 65535)"
     elif ts.tensor_dtype(tensor) != ts.field_dtype(field):
@@ -85,20 +86,20 @@ def _plain(tensor: Tensor, placement: Placement, field: Field, chain: Chain) -> 
     return ts.field_shifted(tensor, field, text, -1)
 
 
-def _records(tensor: Tensor) -> Chain:
+def _view_records(tensor: Tensor) -> Chain:
     """The tensor as bytes, one record along the last axis; a record of one byte needs no axis."""
-    chain = ts.in_order(tensor)
-    order = ts.variables(tensor)
+    chain = ts.digits_in_order(tensor)
+    order = ts.axis_labels(tensor)
     if _runs_across(tensor):
-        text = f"as_type({ts.bare(ts.shifted(tensor, tensor.name, -1))}, torch.uint8).t().contiguous()"
+        text = f"as_type({ts.strip_parens(ts.shifted(tensor, tensor.name, -1))}, torch.uint8).t().contiguous()"
         return Chain(f"{text}.unflatten(0, (-1, {tensor.record_bits // 8}))", (order[0], BYTES, order[1]))
     if tensor.record_bits == 8:
         return chain if ts.tensor_dtype(tensor) == "uint8" else chain.call("view(torch.uint8)")
     text = chain.text
     if not chain.labels:
-        return Chain(f"as_type({ts.bare(text)}.unsqueeze(-1), torch.uint8)", (BYTES,))
+        return Chain(f"as_type({ts.strip_parens(text)}.unsqueeze(-1), torch.uint8)", (BYTES,))
     if ts.tensor_dtype(tensor) != "uint8":
-        text = f"as_type({ts.bare(text)}, torch.uint8)"
+        text = f"as_type({ts.strip_parens(text)}, torch.uint8)"
     if BYTES not in chain.labels:
         text = f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
     return Chain(text, (*order, BYTES))
@@ -111,34 +112,34 @@ def _runs_across(tensor: Tensor) -> bool:
     """
     placement, part = tensor.placements[0], tensor.placements[0].slices[0]
     alone = len(tensor.placements) == len(placement.slices) == tensor.words == 1 and part.filled == tensor.record_bits > 8
-    across = [axis.digits[:1] for axis in tensor.axes] == [(name,) for name in reversed(ts.variables(tensor))]
+    across = [axis.digits[:1] for axis in tensor.axes] == [(name,) for name in reversed(ts.axis_labels(tensor))]
     inside_byte = part.width in (1, 2, 4) and not part.places
     return alone and placement.plain and len(tensor.axes) == 2 and across and inside_byte and part.extents[-1] == 1
 
 
-def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], records: Chain, lines: list[str],
-            taken: set[str]) -> str:
+def _unpack_slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], records: Chain, lines: list[str],
+                   taken: set[str]) -> str:
     """The same bits of all elements, in the field's shape."""
     alone = len(ranges) == 1
-    chains = [_slice(field, tensor, placement, part, records, lines, taken, alone) for part in ranges]
+    chains = [_unpack_slice(field, tensor, placement, part, records, lines, taken, alone) for part in ranges]
     chain = chains[0]
     if not alone:
-        texts = [named(lines, f"{field.name}_{part.start}", ts.bare(part_chain.text), taken)
+        texts = [assign_text(lines, f"{field.name}_{part.start}", ts.strip_parens(part_chain.text), taken)
                  for part, part_chain in zip(ranges, chains, strict=True)]
         chain = Chain(f"torch.cat([{', '.join(texts)}], -1)", chain.labels)
         last = len(placement.digits) - 1
         chain = chain.flatten(last, len(chain.labels) - last, f"axis {last}")
-    return ts.field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
+    return ts.field_shifted(tensor, field, _cropped_text(tensor, placement, field, chain.text), -1)
 
 
-def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
-           taken: set[str], alone: bool) -> Chain:
+def _unpack_slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
+                  taken: set[str], alone: bool) -> Chain:
     """The bits of one slice with an axis per coordinate; if ranges follow, the last axis has its records apart."""
     cuts = ts.cut_slice(tensor, placement, part)
     if ts.is_stored_as_field(field, cuts):
-        chain = _typed(field, tensor, cuts, records)
+        chain = _view_as_type(field, tensor, cuts, records)
     else:
-        chain = _lanes(field, tensor, cuts, records, lines, taken)
+        chain = _unpack_lanes(field, tensor, cuts, records, lines, taken)
     wanted = ts.element_labels(placement, cuts)
     chain = chain.in_rising_order().permute([label for group in wanted for label in group])
     if not alone and not placement.plain:
@@ -150,7 +151,7 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
     return chain
 
 
-def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1) -> tuple[Chain, tuple[Digit, ...]]:
+def _record_region(tensor: Tensor, cuts: SliceCut, records: Chain, skip: int, size: int = 1) -> tuple[Chain, tuple[Digit, ...]]:
     """The bytes (or elements of `size` bytes) of a slice."""
     if BYTES not in records.labels:
         return records, ()
@@ -160,7 +161,7 @@ def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1)
     return view
 
 
-def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
+def _view_as_type(field: Field, tensor: Tensor, cuts: SliceCut, records: Chain) -> Chain:
     """Bytes as their elements; if they are aligned, the view covers all bytes of the record."""
     kind, size = ts.type_text(field, tensor, tensor.name, ts.field_dtype(field)), cuts.container
     steps = (cuts.first, tensor.record_bits // 8, *(digit.stride // 8 for digit in cuts.bytes_))
@@ -170,11 +171,11 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
                         bytes_=tuple(replace(d, stride=d.stride // size) for d in cuts.bytes_))
         if not cuts.bytes_:
             return wide.pick({BYTES: str(moved.first)})
-        chain, digits = _region(tensor, moved, wide, 0, size)
+        chain, digits = _record_region(tensor, moved, wide, 0, size)
         wide_digits = _digits(chain, digits, ts.sizes(list(digits)))
         back: dict[Label, Label] = dict(zip(moved.bytes_, cuts.bytes_, strict=True))
         return Chain(wide_digits.text, tuple(back.get(label, label) for label in wide_digits.labels))
-    chain, digits = _region(tensor, cuts, records, 0)
+    chain, digits = _record_region(tensor, cuts, records, 0)
     if kind != "torch.uint8":
         chain = Chain(f"as_type({chain.text}, {kind})", chain.labels)
     return _digits(chain, digits, ts.sizes(list(digits)))
@@ -185,26 +186,26 @@ def _digits(chain: Chain, labels: tuple[Label, ...], shape: list[int]) -> Chain:
     return chain.unflatten(chain.labels.index(BYTES), labels, shape) if BYTES in chain.labels else chain
 
 
-def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[str], taken: set[str]) -> Chain:
+def _unpack_lanes(field: Field, tensor: Tensor, cuts: SliceCut, records: Chain, lines: list[str], taken: set[str]) -> Chain:
     """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
-    sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
+    sources = {skip: _view_container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
     is_transposed = BYTES in records.labels[:-1]
-    if cuts.neighbours and not is_transposed and _place(one.labels, cuts.bits[0]) == len(one.labels):
+    if cuts.neighbours and not is_transposed and _label_place(one.labels, cuts.bits[0]) == len(one.labels):
         neighbours = Chain(f"spread({one.text}, {cuts.neighbours})", (*one.labels, cuts.bits[0]))
         return neighbours if field.bits <= 8 else neighbours.call("to(torch.int32)")
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
         # Extracting runs of a few bytes is slow if they are apart; one copy joins them.
         apart = cuts.container == 1 and "[" in one.text
-        name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}",
-                     f"{one.text}.contiguous()" if apart else one.text, taken)
+        name = assign_text(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}",
+                           f"{one.text}.contiguous()" if apart else one.text, taken)
         sources = {cuts.skips[0]: Chain(name, one.labels)}
-    texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
+    texts = [_extract_text(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else \
         ".to(torch.int32)" if cuts.container > 3 and field.bits > 8 else ""       # `integer` returns int64 for more than 3 bytes
     if len(texts) == 1:
         return Chain(f"{'first_trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
-    place = _place(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])
+    place = _label_place(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])
     listed = ", ".join(texts)
     text = sources[cuts.skips[0]].text
     if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:
@@ -216,16 +217,16 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])
 
 
-def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
+def _view_container(tensor: Tensor, cuts: SliceCut, records: Chain, skip: int) -> Chain:
     """The containers as integers, one axis per byte digit."""
-    chain, digits = _region(tensor, cuts, records, skip)
+    chain, digits = _record_region(tensor, cuts, records, skip)
     labels: tuple[Label, ...] = (*digits, BYTES) if cuts.container > 1 else digits
     shape = [*ts.sizes(list(digits)), cuts.container] if cuts.container > 1 else ts.sizes(list(digits))
     chain = _digits(chain, labels, shape)
     return Chain(f"integer({chain.text})", chain.labels[:-1]) if cuts.container > 1 else chain
 
 
-def _place(labels: tuple[Label, ...], lane: Digit) -> int:
+def _label_place(labels: tuple[Label, ...], lane: Digit) -> int:
     """The position of the new axis that keeps the digits of coordinates in order: before the first faster digit."""
     for place, label in enumerate(labels):
         if isinstance(label, Digit) and (label.axis, -label.weight) > (lane.axis, -lane.weight):
@@ -233,7 +234,7 @@ def _place(labels: tuple[Label, ...], lane: Digit) -> int:
     return len(labels)
 
 
-def _extract(text: str, lane: Lane, cuts: Cut) -> str:
+def _extract_text(text: str, lane: Lane, cuts: SliceCut) -> str:
     """`text >> shift & mask`, without parts that have no effect; or the bytes whose first digit is needed."""
     if cuts.part.places:
         return f"{text} * {3 ** lane.place}" if lane.place else text
@@ -242,7 +243,7 @@ def _extract(text: str, lane: Lane, cuts: Cut) -> str:
     return shown if top else f"{shown} & {(1 << cuts.part.width) - 1}"
 
 
-def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
+def _cropped_text(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
     """The text without the padding of the last record, if any; flat positions become rows again."""
     if placement.flat:
         return f"{text}[:N * K].unflatten(0, (N, K))"
@@ -251,12 +252,12 @@ def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> s
     return text if set(shown) <= {":"} else f"{text}[{', '.join(shown)}]"
 
 
-def _join(field: Field, parts: list[tuple[int, str]]) -> str:
+def _join_parts(field: Field, parts: list[tuple[int, str]]) -> str:
     """A field joined from its slices, low bits first, with its sign and type."""
     number = field.number
     typed = len(parts) == 1 and (number is None or not ts.is_signed(field) or number.bits == 8)
     if typed:
-        return ts.bare(parts[0][1])
+        return ts.strip_parens(parts[0][1])
     wide = ".to(torch.int32)" if field.bits > 8 else ""
     text = " | ".join(f"{text}{wide}" if lo == 0 else f"{text}{wide} << {lo}" for lo, text in sorted(parts))
     if ts.is_signed(field):
@@ -271,4 +272,4 @@ def _join(field: Field, parts: list[tuple[int, str]]) -> str:
 
 def _viewed(text: str, dtype: str) -> str:
     """The same bits in another dtype; as_type leaves 8-bit floats as bytes on devices that lack them."""
-    return f"as_type({ts.bare(text)}, torch.{dtype})" if dtype.startswith("float8") else f"{text}.view(torch.{dtype})"
+    return f"as_type({ts.strip_parens(text)}, torch.{dtype})" if dtype.startswith("float8") else f"{text}.view(torch.{dtype})"

@@ -18,14 +18,14 @@ def address(tensor: Tensor, records: Mapping[str, Index], step: Index) -> Index:
     """The position of element `step` of a record in the stored tensor.  records: the variables of the record."""
     section = tensor.section
     if section is None:
-        return _position(tensor, tensor.axes, records, step)
+        return _element_position(tensor, tensor.axes, records, step)
     if not section.by_rows:
-        return section.first + _position(tensor, tensor.axes, records, step)
-    row = _position(tensor, tensor.axes[:1], records, step)
-    return times(row, section.length) + section.first + _position(tensor, tensor.axes[1:], records, step)
+        return section.first + _element_position(tensor, tensor.axes, records, step)
+    row = _element_position(tensor, tensor.axes[:1], records, step)
+    return times(row, section.length) + section.first + _element_position(tensor, tensor.axes[1:], records, step)
 
 
-def _position(tensor: Tensor, axes: Sequence[Axis], records: Mapping[str, Index], step: Index) -> Index:
+def _element_position(tensor: Tensor, axes: Sequence[Axis], records: Mapping[str, Index], step: Index) -> Index:
     """The position along these axes in row-major order."""
     total = Index(0)
     for axis in axes:
@@ -49,7 +49,7 @@ def is_aligned(tensor: Tensor, size: int) -> bool:
     return all(ix.divisor(length, Domain()) % size == 0 for length in lengths)
 
 
-def digits(index: Index, extents: Sequence[Index], domain: Domain) -> list[Index]:
+def index_digits(index: Index, extents: Sequence[Index], domain: Domain) -> list[Index]:
     """The digits of a number, slowest first, with these extents; the slowest digit is not reduced."""
     lower: list[Index] = []
     for extent in reversed(extents[1:]):

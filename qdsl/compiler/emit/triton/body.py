@@ -12,7 +12,7 @@ AND = " and "                                                    # between the c
 
 
 @dataclass(slots=True)
-class Body:
+class KernelBody:
     """Lines by loop, each under conditions or '': level 0 is before the units, level 1 in a unit, then the lanes."""
 
     levels: list[list[tuple[str, str]]] = field(default_factory=list)
@@ -57,18 +57,18 @@ def _exclude(one: str, other: str) -> bool:
     return any(a != b and a.split(" ")[0] == b.split(" ")[0] for a in _terms(one) for b in _terms(other))
 
 
-def nest(body: Body, lanes: list[UnrolledDigit], tail: list[str]) -> list[str]:
+def print_nested(body: KernelBody, lanes: list[UnrolledDigit], tail: list[str]) -> list[str]:
     """The levels of a unit as nested loops around `tail`."""
     lines = tail
     for level in reversed(range(1, len(body.levels))):
-        lines = [*guarded(body.levels[level]), *lines]
+        lines = [*print_guarded(body.levels[level]), *lines]
         if level > 1:
             lane = lanes[level - 2]
             lines = [f"for {lane.name} in tl.static_range({lane.extent}):", *indent(lines)]
     return lines
 
 
-def guarded(rows: list[tuple[str, str]]) -> list[str]:
+def print_guarded(rows: list[tuple[str, str]]) -> list[str]:
     """Lines under their conditions; adjacent opposite conditions become if and else."""
     lines: list[str] = []
     for tensor, group in groupby(rows, key=lambda row: row[0].split(" ")[0]):
@@ -77,7 +77,7 @@ def guarded(rows: list[tuple[str, str]]) -> list[str]:
             lines += [line for _, _, line in split_rows]
             continue
         first = split_rows[0][0]
-        lines += [f"if {first}:", *indent(guarded([(inner, line) for guard, inner, line in split_rows if guard == first]))]
-        other = guarded([(inner, line) for guard, inner, line in split_rows if guard != first])
+        lines += [f"if {first}:", *indent(print_guarded([(inner, line) for guard, inner, line in split_rows if guard == first]))]
+        other = print_guarded([(inner, line) for guard, inner, line in split_rows if guard != first])
         lines += ["else:", *indent(other)] if other else []
     return lines

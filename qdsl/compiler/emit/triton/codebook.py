@@ -106,7 +106,7 @@ class StoredTable:
         return f"float_entries_of_{self.entries}" if self.entries <= IN_REGISTERS else loaded
 
 
-def codebook(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
+def table_form(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
     """The first entries of a table; None if it has fewer, or numbers that are too far apart for float16.
 
     A table in memory supports such numbers in bfloat16.

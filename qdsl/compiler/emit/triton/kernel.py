@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from qdsl.compiler.emit.formula import TRITON, formula, integer_fields, step_name, tables
+from qdsl.compiler.emit.formula import TRITON, formula, integer_fields, step_name, table_types
 from qdsl.compiler.emit.tensors import is_read_by_dtype
-from qdsl.compiler.emit.triton.addresses import address, digits, is_aligned, pointer, word_step
-from qdsl.compiler.emit.triton.body import Body, both
+from qdsl.compiler.emit.triton.addresses import address, index_digits, is_aligned, pointer, word_step
+from qdsl.compiler.emit.triton.body import KernelBody, both
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, IterationUnits, Placement, Program, Tensor, UnrolledDigit, Value
@@ -43,7 +43,7 @@ class Tile:
     domain: Domain
 
 
-def tile(program: Program) -> Tile:
+def tile_of(program: Program) -> Tile:
     """Names and coordinates of a program's kernels."""
     units = program.units or IterationUnits("", "k", {"n": 1, "k": 1}, (("k", 1, None),), (), False)     # weight by weight
     taken = {*PARAMETERS, "n", "k", "inside", *program.sizes, *taken_names(program), *(f.name for f in program.fields)}
@@ -70,15 +70,15 @@ def tile(program: Program) -> Tile:
     k = _sum([(name(digit), weight) for digit, (_, weight, _) in zip(names, units.digits, strict=True)]
              + [(name(lane.name), lane.weight) for lane in column_lanes])
     n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
-    row_count, row_exact = _records(program, units, "n")
-    records, exact = _records(program, units, "k")
+    row_count, row_exact = _tile_records(program, units, "n")
+    records, exact = _tile_records(program, units, "k")
     return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
                 _units_per(records, per_record), not (exact and row_exact), domain)
 
 
 def arguments(program: Program) -> list[str]:
     """The memory that a kernel reads weights from: the storage's tensors, and the lookup tables of decode."""
-    return [*program.stored, *tables(program)]
+    return [*program.stored, *table_types(program)]
 
 
 def taken_names(program: Program) -> list[str]:
@@ -95,7 +95,7 @@ def _sum(parts: list[tuple[Index, int]]) -> Index:
     return ix.combine(parts)
 
 
-def _records(program: Program, units: IterationUnits, axis: str) -> tuple[Index, bool]:
+def _tile_records(program: Program, units: IterationUnits, axis: str) -> tuple[Index, bool]:
     """The number of records along an axis, and whether they hold whole tiles."""
     size = units.tiles[axis]
     whole = name({"n": "N", "k": "K"}[axis])
@@ -135,7 +135,7 @@ class Decoder:
     A weight that is one field keeps its type, if Triton supports it.
     """
 
-    def __init__(self, program: Program, tile: Tile, body: Body) -> None:
+    def __init__(self, program: Program, tile: Tile, body: KernelBody) -> None:
         self.copies = len(program.values) == 1
         self.program = program
         self.tile = tile
@@ -171,7 +171,7 @@ class Decoder:
     def entry(self, value: Value, names: Mapping[str, str]) -> str:
         """A variable that holds a stored table's number, at decode's entry or row."""
         field = self.program.field(value.name)
-        at = [self.substituted(i, {"n": self.coordinate("n"), "k": self.coordinate("k")}) for i in field.index]
+        at = [self.substitute(i, {"n": self.coordinate("n"), "k": self.coordinate("k")}) for i in field.index]
         columns = field.table[-1:] if value.op == "row" else ()
         before = field.table[:-1 - len(columns)]
         at += [Index(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
@@ -244,7 +244,7 @@ class Decoder:
 
     def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
         """The value of a field for the weight at these coordinates."""
-        return self.load_at(field, [self.substituted(i, coordinates) for i in field.index], guard)
+        return self.load_at(field, [self.substitute(i, coordinates) for i in field.index], guard)
 
     def load_at(self, field: Field, at: list[Index], guard: str) -> str:
         """Loads and extracts all slices of an element of a field."""
@@ -254,7 +254,7 @@ class Decoder:
                 if placement.field == field.name:
                     index = [at[0] * name("K") + at[1]] if placement.flat else at
                     for ranges in placement.cuts:
-                        level, text = self.slice(field, tensor, placement, ranges, index, guard)
+                        level, text = self.load_slice(field, tensor, placement, ranges, index, guard)
                         parts.append((ranges[0].lo, level, text))
         level = max(level for _, level, _ in parts)
         if len(parts) == 1:
@@ -264,9 +264,9 @@ class Decoder:
             halves = [(lo, self.body.add(own, f"{field.name}_{'high' if lo else 'low'}", cast.format(text), guard))
                       for lo, own, text in sorted(parts)]
             text = " | ".join(f"{part} << {lo}" if lo else part for lo, part in halves)
-        return self.body.add(level, field.name, self.typed(field, text, len(parts) > 1), guard)
+        return self.body.add(level, field.name, self.cast_field(field, text, len(parts) > 1), guard)
 
-    def typed(self, field: Field, text: str, joined: bool) -> str:
+    def cast_field(self, field: Field, text: str, joined: bool) -> str:
         """Bits as a value for the formula."""
         number = field.number
         if number is None:
@@ -294,7 +294,7 @@ class Decoder:
         """The element types of the tensors that hold the field."""
         return {t.element.name for t in self.program.tensors for p in t.placements if p.field == field.name}
 
-    def substituted(self, index: Index, coordinates: Mapping[str, Index]) -> Index:
+    def substitute(self, index: Index, coordinates: Mapping[str, Index]) -> Index:
         """A subscript for the kernel's coordinates; blocks of the flat position become blocks of rows if rows hold whole ones."""
         atom = ix.flat_of(index)
         if atom is not None and atom.op == "div":
@@ -305,26 +305,27 @@ class Decoder:
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
-    def slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], index: list[Index],
-              guard: str) -> tuple[int, str]:
+    def load_slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], index: list[Index],
+                   guard: str) -> tuple[int, str]:
         """(loop, text) of a slice's bits, or digit; `ranges` are the slices of the same bits for all ranges of elements."""
         domain = self.tile.domain
         records: dict[str, Index] = {}
         local: list[Index] = []
         for i, words, size in zip(index, placement.digits, placement.extents, strict=True):
-            positions = digits(i, [tensor.var(word).extent if word else Index(size) for word in words], domain)
+            positions = index_digits(i, [tensor.var(word).extent if word else Index(size) for word in words], domain)
             records |= {word: position for word, position in zip(words, positions, strict=True) if word}
             local.append(positions[words.index("")])
         if not ranges[0].places:
-            return self.cut_bits(field, tensor, ranges, records, local, guard)
+            return self.load_bits(field, tensor, ranges, records, local, guard)
         whole = [replace(part, width=part.room, places=()) for part in ranges]
-        level, text = self.cut_bits(field, tensor, whole, records, local, guard)
-        place = self.chosen(f"{field.name}_place", [replace(part, offset=0, dims=part.places) for part in ranges], local, guard)
+        level, text = self.load_bits(field, tensor, whole, records, local, guard)
+        whole_places = [replace(part, offset=0, dims=part.places) for part in ranges]
+        place = self.choose_range(f"{field.name}_place", whole_places, local, guard)
         if self.level(place, guard=guard) > level:
             text = self.body.add(level, f"{field.name}_byte", text, guard)
         return max(level, self.level(place, guard=guard)), f"device.trit({text}, {shown(place)})"
 
-    def chosen(self, target: str, ranges: Sequence[Slice], local: Sequence[Index], guard: str) -> Index:
+    def choose_range(self, target: str, ranges: Sequence[Slice], local: Sequence[Index], guard: str) -> Index:
         """The place of an element by the slice for its range, as an expression or a variable."""
         bits = [self.bit(part, [*local[:-1], *(index - part.start for index in local[-1:])]) for part in ranges]
         if all(bit == bits[0] for bit in bits):
@@ -334,8 +335,8 @@ class Decoder:
             text = f"tl.where({shown(local[-1])} < {part.start}, {shown(bit)}, {text})"
         return name(self.body.add(self.level(*bits, *local[-1:], guard=guard), target, text, guard))
 
-    def cut_bits(self, field: Field, tensor: Tensor, ranges: Sequence[Slice], records: Mapping[str, Index], local: list[Index],
-                 guard: str) -> tuple[int, str]:
+    def load_bits(self, field: Field, tensor: Tensor, ranges: Sequence[Slice], records: Mapping[str, Index], local: list[Index],
+                  guard: str) -> tuple[int, str]:
         """(loop, text) of the bits of one slice."""
         part = ranges[0]
         number = field.number
@@ -343,26 +344,26 @@ class Decoder:
         if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits and len(ranges) == 1:
             whole = split(part, part.width)
             if whole is not None and whole[0].offset == 0 and is_aligned(tensor, part.width // bits):
-                return self.typed_load(tensor, whole[1], records, local, number.name, guard)
+                return self.load_as_type(tensor, whole[1], records, local, number.name, guard)
         cut = [pair for part in ranges if (pair := split(part, bits)) is not None]
         if len(cut) < len(ranges):
-            bit = self.chosen(f"{field.name}_bit", ranges, local, guard)
-            return self.straddling(field, tensor, part, records, bit, guard)
-        shift, step = (self.chosen(f"{field.name}_{what}", sides, local, guard)
+            bit = self.choose_range(f"{field.name}_bit", ranges, local, guard)
+            return self.load_straddling(field, tensor, part, records, bit, guard)
+        shift, step = (self.choose_range(f"{field.name}_{what}", sides, local, guard)
                        for what, sides in zip(("shift", "at"), zip(*cut, strict=True), strict=True))
-        loaded = self.load(tensor, records, step, guard)
+        loaded = self.load_word(tensor, records, step, guard)
         level = self.level(*records.values(), step, guard=guard)
         if part.width == bits and tensor.stored is None and not _is_in_integer(field, tensor):
             if number is not None and number.kind == "unsigned" and tensor.element.kind == "signed" and bits < 32:
                 return level, f"{loaded}.to(tl.uint{bits}, bitcast=True)"
             return level, loaded
         if self.level(shift, guard=guard) > level or tensor.stored is not None:
-            loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
+            loaded = self.body.add(level, f"{field.name}_word", self.undo_stored_change(tensor, loaded), guard)
             bits = 32 if tensor.stored is not None and tensor.stored.field is None else bits
         text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
         text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
         if tensor.stored is not None and tensor.stored.field == field.name:
-            text = self.stored_field(tensor, field, f"({text})")
+            text = self.undo_change(tensor, field, f"({text})")
         if _is_in_integer(field, tensor) and part.width == field.bits:
             text = f"({text}).to(tl.uint{field.bits}).to(tl.{TRITON_FLOATS[field.kind]}, bitcast=True)"
         return max(level, self.level(shift, guard=guard)), text
@@ -382,44 +383,44 @@ class Decoder:
             weight *= extent
         return total
 
-    def restored(self, tensor: Tensor, text: str) -> str:
+    def undo_stored_change(self, tensor: Tensor, text: str) -> str:
         """A stored word as packed; small words are widened, so that sums do not overflow."""
         if tensor.stored is not None and tensor.element.bits < 32:
             text = f"{text}.to(tl.int32)"
         return text if tensor.stored is None or tensor.stored.field is not None else tensor.stored.text(text, -1)
 
-    def typed_load(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
-                   guard: str) -> tuple[int, str]:
+    def load_as_type(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
+                     guard: str) -> tuple[int, str]:
         """A float that fills several elements of the tensor and is aligned to its size, loaded through its own pointer."""
         size = words.width // tensor.element.bits
         step = self.bit(words, local)
         typed = f"{pointer(tensor)}_{kind}"
-        rows = self.base(tensor, records)
-        self.ahead(tensor, f"{typed} = {pointer(tensor)}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
+        rows = self.record_base(tensor, records)
+        self.add_before_loop(tensor, f"{typed} = {pointer(tensor)}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
         level = self.level(*records.values(), step, guard=guard)
         offset = self.offset(tensor, records, step, size, rows)
         place = f"{typed} + {shown(offset)}" if offset != Index(0) else typed
         return level, f"tl.load({place}, {self.mask(level)}, 0)"
 
-    def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
-                   guard: str) -> tuple[int, str]:
+    def load_straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
+                        guard: str) -> tuple[int, str]:
         """Bits across elements: from all words of the record at a constant bit, or from the words around a variable bit."""
         units = self.program.units
         if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
             level = self.level(*records.values(), guard=guard)
-            words = [self.body.add(level, f"{field.name}_{i}", self.load(tensor, records, Index(i), guard), guard)
+            words = [self.body.add(level, f"{field.name}_{i}", self.load_word(tensor, records, Index(i), guard), guard)
                      for i in range(tensor.words)]
             words_name = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
-            return self.level(bit), self.stored_field(tensor, field, f"device.bits({words_name}, {shown(bit)}, {part.width})")
-        rows = self.base(tensor, records)
+            return self.level(bit), self.undo_change(tensor, field, f"device.bits({words_name}, {shown(bit)}, {part.width})")
+        rows = self.record_base(tensor, records)
         level = self.level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1, rows)
         step = word_step(tensor)
         text = (f"device.stream({pointer(tensor)} + {shown(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
                 f"{tensor.element.bits}, {self.mask(level)})")
-        return level, self.stored_field(tensor, field, text)
+        return level, self.undo_change(tensor, field, text)
 
-    def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
+    def undo_change(self, tensor: Tensor, field: Field, text: str) -> str:
         """A field's value, from the number that the file stores."""
         if tensor.stored is None or tensor.stored.field != field.name:
             return text
@@ -428,36 +429,36 @@ class Decoder:
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 
-    def load(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
+    def load_word(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
         """The load of an element of a tensor, for these indices of its records."""
-        rows = self.base(tensor, records)
+        rows = self.record_base(tensor, records)
         offset = self.offset(tensor, records, step, 1, rows)
         level = self.level(*records.values(), step, guard=guard)
         place = f"{pointer(tensor)} + {shown(offset)}" if offset != Index(0) else pointer(tensor)
         if not tensor.vars:
             return f"tl.load({place})"
-        return f"tl.load({place}, {self.mask(level)}{self.end(tensor, records, step)}, 0)"
+        return f"tl.load({place}, {self.mask(level)}{self.address_bound(tensor, records, step)}, 0)"
 
-    def end(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> str:
+    def address_bound(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> str:
         """A further condition for words after the first of a record, if the last record may be partial."""
         cut = next((axis for axis in tensor.axes if axis.extent is not None), None)
         if cut is None or cut.extent is None or step == Index(0):
             return ""
         return f" & ({shown(records[cut.digits[0]] * tensor.words + step)} < {shown(cut.extent)})"
 
-    def base(self, tensor: Tensor, records: Mapping[str, Index]) -> Index:
+    def record_base(self, tensor: Tensor, records: Mapping[str, Index]) -> Index:
         """Advance the tensor's pointer to its rows once, before the loop; regions begin at their holder's rows.
 
         Returns the distance.
         """
         if (name_here := pointer(tensor)) != tensor.stored_name:
-            self.ahead(tensor, f"{name_here} = {tensor.stored_name}")
+            self.add_before_loop(tensor, f"{name_here} = {tensor.stored_name}")
         rows = self.rows_part(address(tensor, records, Index(0)))
         if rows != Index(0):
-            self.ahead(tensor, f"{name_here} += {shown(rows)}")
+            self.add_before_loop(tensor, f"{name_here} += {shown(rows)}")
         return rows
 
-    def ahead(self, tensor: Tensor, line: str) -> None:
+    def add_before_loop(self, tensor: Tensor, line: str) -> None:
         """Add a line before the units, once, under the condition that the tensor exists."""
         entry = (f"{tensor.name} is not None" if tensor.optional else "", line)
         if entry not in self.body.levels[0]:

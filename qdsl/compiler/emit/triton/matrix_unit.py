@@ -31,26 +31,26 @@ def matrix_unit_functions(program: Program) -> list[str]:
     if plan is None:
         return []
     if plan.record is not None:
-        return _of_record(plan, plan.record)
+        return _record_functions(plan, plan.record)
     lines = render(
-        "lanes", storage=program.storage, code=_code(plan.affine), first=plan.first, bits=plan.code.bits, table=_table(plan),
-        line=_line(plan),
+        "lanes", storage=program.storage, code=_code(plan.affine), first=plan.first, bits=plan.code.bits, table=_table_code(plan),
+        line=_formula_line(plan),
         functions=[(name, what, bare_tuple(group.name for group in groups), body)
-                   for name, what, groups, body in _lines(plan) if not _shared(groups, body)])
+                   for name, what, groups, body in _sum_functions(plan) if not _shared_name(groups, body)])
     return lines if any(lines) else []
 
 
-def _of_record(plan: Plan, record: Record) -> list[str]:
+def _record_functions(plan: Plan, record: Record) -> list[str]:
     """The lines of the functions for records as they are stored."""
     loads = [line for name in plan.affine.fields
              for line in records.field_lines(record, plan.program.field(name), f"{argument(name)}_g")]
-    names, scale = [group.name for group in plan.groups], _line_of(plan, [])
-    return render("records", storage=plan.program.storage, line=_line(plan),
+    names, scale = [group.name for group in plan.groups], _scaled_sum_lines(plan, [])
+    return render("records", storage=plan.program.storage, line=_formula_line(plan),
                   start=records.start_text(record), fields=[*loads, f"return {bare_tuple(f'{name}_g' for name in names)}"],
-                  values=bare_tuple(names), scale=[] if _shared(plan.groups, scale) else scale)
+                  values=bare_tuple(names), scale=[] if _shared_name(plan.groups, scale) else scale)
 
 
-def record_of(plan: Plan) -> str:
+def kernels_record(plan: Plan) -> str:
     """The record of a storage's kernels (runtime/weight/matrix_unit.py)."""
     storage = plan.program.storage
     raw = {"raw": f"bitplanes.raw_{plan.code.name}"} if plan.has_parts and not plan.takes_sums else {}
@@ -76,19 +76,20 @@ def _call(name: str, *arguments: str) -> str:
 def _codes_record(plan: Plan) -> str:
     signed = plan.code.kind == "signed" and plan.integer and not plan.book
     return _call(
-        "Codes", _numbers(plan), f"words={_words(plan)}" if plan.record is None else "",
+        "Codes", _numbers_text(plan), f"words={_words(plan)}" if plan.record is None else "",
         f"width={plan.lies[0]}, bits={plan.lies[1]}" if plan.lies != (4, 4) else "", "signed=True" if signed else "",
         f"unit={plan.unit}" if plan.unit != (2.0 ** 24, 1.0) else "", f"base={plan.base}" if plan.base != (0, 128) else "",
-        _levels(plan), "in_order=True" if plan.stored else "")
+        _levels_text(plan), "in_order=True" if plan.stored else "")
 
 
 def _sums_record(plan: Plan) -> str:
     storage = plan.program.storage
     if plan.record is not None:
-        functions = [f"scale={_shared(plan.groups, _line_of(plan, [])) or f'_scale_{storage}'}"]
+        functions = [f"scale={_shared_name(plan.groups, _scaled_sum_lines(plan, [])) or f'_scale_{storage}'}"]
     else:
-        functions = [f"{name}={_shared(groups, body) or f'_{name}_{storage}'}" for name, _, groups, body in _lines(plan)]
-        functions += [f"{name}=({bare_tuple(map(_group_field, groups))})"
+        functions = [f"{name}={_shared_name(groups, body) or f'_{name}_{storage}'}"
+                     for name, _, groups, body in _sum_functions(plan)]
+        functions += [f"{name}=({bare_tuple(map(_group_text, groups))})"
                       for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
     takes_ones = plan.late and plan.record is None and (plan.integer or plan.takes_sums)
     return _call("Sums", *functions, f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}" if plan.blocks else "",
@@ -100,7 +101,7 @@ def _tile_options(plan: Plan) -> dict[str, object]:
     spans = LOOKED_UP_SPANS if plan.book and plan.code.high < IN_REGISTERS else SPANS
     steps = tuple(spans.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes)
     return {**({"point": plan.inner.index(plan.point)} if plan.point else {}),
-            **({"zero": _zero(plan)} if _zero(plan) != (0, -128) else {}),
+            **({"zero": _zero_fraction(plan)} if _zero_fraction(plan) != (0, -128) else {}),
             **not_empty(exact=bool(plan.affine.zero) and _is_exact(plan), sums=plan.sums_in_tiles, spans=any(steps) and steps,
                         tall=plan.tall)}
 
@@ -113,7 +114,7 @@ def _words(plan: Plan) -> str:
     return f"bitplanes.words_{plan.code.bits}" if plan.first == 0 else f"_words_{plan.program.storage}"
 
 
-def _numbers(plan: Plan) -> str:
+def _numbers_text(plan: Plan) -> str:
     """The function that turns codes into numbers."""
     if plan.book is not None:
         return f"bitplanes.{plan.book.function}"
@@ -125,7 +126,7 @@ def _is_exact(plan: Plan) -> bool:
     return plan.exact_zero is not None or plan.point is not None
 
 
-def _zero(plan: Plan) -> tuple[int, int]:
+def _zero_fraction(plan: Plan) -> tuple[int, int]:
     """The number to add to codes for operands of many rows, minus the operands' base: for float16 and bfloat16."""
     if not plan.integer or plan.point is not None:               # a zero point includes the operands' base
         return 0, 0
@@ -141,7 +142,7 @@ SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}
 LOOKED_UP_SPANS = {(2, 2): 2, (2, 1): 2, (4, 1): 1}              # the same for codes that index a table
 
 
-def _table(plan: Plan) -> list[str]:
+def _table_code(plan: Plan) -> list[str]:
     """Lines that return a table's words, and the byte that makes its integers numbers."""
     if not isinstance(plan.book, Codebook):
         return []
@@ -157,12 +158,12 @@ def _table_text(book: Codebook, kind: str) -> str:
     elif book.is_short or (book.is_int and kind == "f16"):
         first, words = 0 if kind == "f16" else 0x43434343, book.bytes
     else:
-        low, high = (_short(part) for part in book.floats(kind))
+        low, high = (_without_repeats(part) for part in book.floats(kind))
         first, words = 0, [*low, *high]                          # high bytes have separate words
     return f"codebook.table(g, N, {first:#x}, ({bare_tuple('None' if word is None else f'{word:#x}' for word in words)}))"
 
 
-def _short(words: list[int]) -> list[int | None]:
+def _without_repeats(words: list[int]) -> list[int | None]:
     """Words of a table's bytes, four or more; None for missing ones, and for an upper half equal to the lower one."""
     if len(words) > 4:
         return [*words]
@@ -174,7 +175,7 @@ def _short(words: list[int]) -> list[int | None]:
 # -- numbers of groups ------------------------------------------------------------------------------------------------
 
 
-def _levels(plan: Plan) -> str:
+def _levels_text(plan: Plan) -> str:
     """The argument with the lookup table of codes; '' without one."""
     book = plan.book
     if isinstance(book, StoredTable):
@@ -190,7 +191,7 @@ def _block(text: str) -> str:
     return (text if text.isdigit() else f'"{text}"') if text else "0"
 
 
-def _group_field(group: Group) -> str:
+def _group_text(group: Group) -> str:
     """How a family reads a field's values."""
     rows, columns = _block(group.rows), _block(group.columns)
     arguments = [f'"{group.tensor}"', rows, columns, *([group.kind] if group.kind != "0" else [])]
@@ -212,31 +213,31 @@ SHARED = {
 }
 
 
-def _shared(groups: Sequence[Group], body: Sequence[str]) -> str:
+def _shared_name(groups: Sequence[Group], body: Sequence[str]) -> str:
     """The shared function with these lines; '' if there is none."""
     places = {group.name: f"${place}" for place, group in enumerate(groups)}
     function = SHARED.get(tuple(WORD.sub(lambda word: places.get(word[0], word[0]), line) for line in body))
     return f"group_sums.{function}" if function else ""
 
 
-def _lines(plan: Plan) -> list[tuple[str, str, Sequence[Group], list[str]]]:
+def _sum_functions(plan: Plan) -> list[tuple[str, str, Sequence[Group], list[str]]]:
     """The functions that scale sums: name, kind of sum, numbers, and lines."""
-    scale = [] if plan.late else _line_of(plan, plan.outer)      # none where nothing varies along K
-    functions = (("scale", "group", plan.inner, scale), ("finish", "row", plan.outer, _finish(plan)))
+    scale = [] if plan.late else _scaled_sum_lines(plan, plan.outer)      # none where nothing varies along K
+    functions = (("scale", "group", plan.inner, scale), ("finish", "row", plan.outer, _finish_lines(plan)))
     return [function for function in functions if function[-1]]
 
 
-def _finish(plan: Plan) -> list[str]:
+def _finish_lines(plan: Plan) -> list[str]:
     """Lines that scale `sum` by the numbers that are constant along K."""
     if plan.late:
-        return _line_of(plan, [])
+        return _scaled_sum_lines(plan, [])
     names = [group.name for group in plan.outer]
     factors = [name for name in names if name not in plan.divisors]
     product = _quotient(factors, [name for name in names if name not in factors])
     return [f"return lanes.plus(total, sum * {_tight(product)})"] if names else []
 
 
-def _line_of(plan: Plan, without: list[Group]) -> list[str]:
+def _scaled_sum_lines(plan: Plan, without: list[Group]) -> list[str]:
     """Lines that compute scale * (sum + zero * ones) + offset * ones from a sum of products of codes, without some factors."""
     affine = plan.affine
     lines: list[str] = []
@@ -290,7 +291,7 @@ def _tight(text: str) -> str:
     return f"({text})" if " " in text or text.startswith("-") else text
 
 
-def _line(plan: Plan) -> str:
+def _formula_line(plan: Plan) -> str:
     """Decode's affine formula, for the docstring."""
     parts = (plan.affine.scale, plan.affine.zero, plan.affine.offset)
     scale, zero, offset = (_terms_text(part, [], plan.affine.lookups) for part in parts)

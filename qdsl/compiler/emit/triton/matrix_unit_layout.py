@@ -11,7 +11,7 @@ from math import frexp
 
 from qdsl.compiler.emit.tensors import is_read_by_dtype
 from qdsl.compiler.emit.triton import records
-from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable, codebook
+from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable, table_form
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
@@ -237,9 +237,9 @@ def matrix_unit_plan(program: Program) -> Plan | None:
     if affine is None or (affine.columns and program.storage != PLANAR):
         return None
     code = program.field(affine.code).number
-    record = records.record(program)
+    record = records.record_layout(program)
     if record is not None and code is not None:
-        groups = tuple(_group(program, program.field(name), record.tensor) for name in affine.fields)
+        groups = tuple(_group_of(program, program.field(name), record.tensor) for name in affine.fields)
         return Plan(program, affine, code, groups, record=record)
     tensors = {name: _tensor_holding_only(program, name) for name in (affine.code, *affine.fields)}
     shares = {}
@@ -252,25 +252,25 @@ def matrix_unit_plan(program: Program) -> Plan | None:
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if code is None or len(present) < len(tensors):
         return None
-    groups = tuple(replace(_group(program, program.field(name), present[name]), at=shares[name][1] if name in shares else None)
+    groups = tuple(replace(_group_of(program, program.field(name), present[name]), at=shares[name][1] if name in shares else None)
                    for name in affine.fields)
-    code, affine, power = _as_float(program, code, affine)
-    book = _book(program, affine.table, 1 << code.bits) if affine.table else None
+    code, affine, power = _codes_as_float(program, code, affine)
+    book = _codebook_of(program, affine.table, 1 << code.bits) if affine.table else None
     plan = Plan(program, affine, code, groups, present[affine.code], book, power=power)
     return plan if plan.supported and (book is not None or not affine.table) else None
 
 
-def _book(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
+def _codebook_of(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
     """The lookup table of codes; None if kernels do not support it."""
     if not is_stored(program, table):
-        return codebook(program, table, entries)
+        return table_form(program, table, entries)
     field = program.field(table)
     rows = dict(pair for index in field.index if (pair := coordinate(program, index)) is not None)
     return StoredTable(next(tensor.name for tensor in program.tensors if tensor.placements[0].field == table), rows.get("n", ""),
                        entries) if field.table == (entries,) else None
 
 
-def _as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine, float]:
+def _codes_as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine, float]:
     """The code's type, the affine formula, and a power of two to multiply it by.
 
     A table with the numbers of a small float times a power of two is treated as that float.
@@ -314,17 +314,17 @@ def _is_by_rows(program: Program, tensor: Tensor, field: Field) -> bool:
     return all(coordinate(program, i) or str(i) == "k" for i in field.index)
 
 
-def _group(program: Program, field: Field, tensor: str) -> Group:
+def _group_of(program: Program, field: Field, tensor: str) -> Group:
     assert field.number is not None and program.affine is not None
     blocks = dict(axis_blocks(program, field) or [])
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
-    return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""), _kind(program, field),
+    return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""), _group_kind(program, field),
                  None if default is None else str(default), program.affine.lookups.get(field.name, ""),
                  shared(program, field))
 
 
-def _kind(program: Program, field: Field) -> str:
+def _group_kind(program: Program, field: Field) -> str:
     """The kind of a field's numbers: an integer's width, the name of an 8-bit float, or 0 for other floats."""
     assert field.number is not None
     if not field.number.is_float:

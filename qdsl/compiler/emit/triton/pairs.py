@@ -17,7 +17,7 @@ COLUMNS, WORD, HALF = 8, 32, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class PairedDecode:
     """type: of the weights.  stream, uncoded: the tensors.  at: the bit of the field at which symbols begin."""
 
     type: str
@@ -27,7 +27,7 @@ class Paired:
     lines: tuple[str, ...]
 
 
-def paired(program: Program) -> Paired | None:
+def paired_decode(program: Program) -> PairedDecode | None:
     """The description of such a function; None if it cannot exist."""
     if len(program.values) != 1 or len(program.tensors) != 2 or program.field(program.values[0].name).kind not in ("bf16", "f16"):
         return None
@@ -40,12 +40,12 @@ def paired(program: Program) -> Paired | None:
     if len(parts) != 1 or parts[0].width != symbols.element.bits or not _is_eight(uncoded):
         return None
     placement = uncoded.placements[0]
-    words = [_pair(placement, uncoded.name, 2 * j) for j in range(COLUMNS // 2)]
+    words = [_pair_text(placement, uncoded.name, 2 * j) for j in range(COLUMNS // 2)]
     if None in words:
         return None
     lines = render("pairs", storage=program.storage, field=program.values[0].name, stream=symbols.name, uncoded=uncoded.name,
                    at=parts[0].lo, words=words)
-    return Paired(program.field(program.values[0].name).kind, symbols.name, parts[0].lo, uncoded.name, tuple(lines))
+    return PairedDecode(program.field(program.values[0].name).kind, symbols.name, parts[0].lo, uncoded.name, tuple(lines))
 
 
 def _is_eight(tensor: Tensor) -> bool:
@@ -57,7 +57,7 @@ def _is_eight(tensor: Tensor) -> bool:
         [axis.digits for axis in tensor.axes] == [(placement.tiles[0][0],), (placement.tiles[1][0], "")]
 
 
-def _pair(placement: Placement, name: str, column: int) -> str | None:
+def _pair_text(placement: Placement, name: str, column: int) -> str | None:
     """The bits of two adjacent weights, moved to their place in the field; None if they are not 16 bits apart."""
     terms: list[str] = []
     for part in placement.slices:

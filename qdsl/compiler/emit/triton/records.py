@@ -58,7 +58,7 @@ class Record:
         return self.loads.index(word // FOUR * FOUR) * FOUR + word % FOUR
 
 
-def record(program: Program) -> Record | None:
+def record_layout(program: Program) -> Record | None:
     """The layout of a storage's records; None if they do not meet the requirements."""
     affine = program.affine
     if affine is None or affine.table or affine.lookups or not affine.fields or len(program.tensors) != 1:
@@ -70,11 +70,11 @@ def record(program: Program) -> Record | None:
         return None
     if code.index != (name("n"), name("k")) or code.bits != 4 or not is_code(code.number):
         return None
-    runs = _codes(placed[code.name])
+    runs = _code_starts(placed[code.name])
     if runs is None:
         return None
     first, starts = runs
-    fields = {field: _parts(program, program.field(field), placed[field], starts) for field in affine.fields}
+    fields = {field: _field_parts(program, program.field(field), placed[field], starts) for field in affine.fields}
     parts_of = {field: parts for field, parts in fields.items() if parts is not None}
     layout = factor(starts)
     if layout is None or len(parts_of) < len(fields):
@@ -95,7 +95,7 @@ def _is_tile(tensor: Tensor, placement: Placement) -> bool:
     return not placement.flat and placement.plain and [var for var, _ in placement.tiles] == axes and placement.tiles[0][1] == 1
 
 
-def _codes(placement: Placement) -> tuple[int, list[int]] | None:
+def _code_starts(placement: Placement) -> tuple[int, list[int]] | None:
     """The start of a record's codes, aligned to a load, and the first column of each run."""
     if placement.extents[-1] != COLUMNS or [(part.lo, part.width) for part in placement.slices] != [(0, 4)]:
         return None
@@ -107,7 +107,7 @@ def _codes(placement: Placement) -> tuple[int, list[int]] | None:
     return first, [run[0] for run in runs]
 
 
-def _parts(program: Program, field: Field, placement: Placement, starts: Sequence[int]) -> tuple[Part, ...] | None:
+def _field_parts(program: Program, field: Field, placement: Placement, starts: Sequence[int]) -> tuple[Part, ...] | None:
     """The parts of a field with a number per row and group of columns, each inside words."""
     block = COLUMNS // placement.extents[-1]
     where = [coordinate(program, index) for index in field.index]
