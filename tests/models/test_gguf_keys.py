@@ -35,6 +35,7 @@ plugin = pytest.importorskip("qdsl.models.transformers")
 transformers = pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tests.support.tiny_models")
 rope = pytest.importorskip("qdsl.models.transformers.gguf_rope")
+gguf_config = pytest.importorskip("qdsl.models.transformers.gguf_config")
 gguf_additions = pytest.importorskip("qdsl.models.transformers.gguf_additions")
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -44,7 +45,7 @@ TABLED = {"falcon": 3e-3, "gemma": 3e-3, "gpt2": 3e-3}           # GELU of llama
 # Model types of which `make test` takes some cases, one for each kind of layer; `make test-all` and `make live` take all of all.
 SAMPLE = ("deepseek_v3", "falcon", "gemma3_text", "gpt_oss", "granitemoehybrid", "laguna", "lfm2_moe", "mamba", "olmo3",
           "qwen3_next")
-STEP = 6                                                         # between the cases that are taken
+STEP = 7                                                         # between the cases that are taken
 # Cases that classes cannot compute, or that only some architectures mean something by; all others have to be computed.
 REFUSED = {"norms of queries and keys", "a new key", "fewer heads of keys", "normed steps", "parallel"}
 # Keys by whose 0 llama.cpp computes no numbers.  Looking ahead, where a class cannot.  Groups of Llama 4, whose router gives no
@@ -167,6 +168,14 @@ def test_blocks_that_predict_further_tokens(model_type: str, tmp_path: Path) -> 
         logits = gguf_cases.sample(plugin.from_pretrained(path, dtype=torch.float32)(torch.tensor([gguf_cases.TOKENS])).logits[0])
     expected = torch.tensor(ANSWERS[model_type]["unchanged"])
     assert float((logits - expected).norm() / expected.norm()) < CLOSE
+
+
+@pytest.mark.parametrize(("layers", "tokens", "gate"), [(47, 154880, None), (48, 154880, None), (46, 154880, 1), (47, 154881, 1)])
+def test_gates_of_files_that_state_none(layers: int, tokens: int, gate: int | None) -> None:
+    """llama.cpp takes sigmoids for files of GLM 4.7 Flash alone, which early converters wrote without the key."""
+    config = SimpleNamespace(num_hidden_layers=layers, vocab_size=tokens, n_group=1, routed_scaling_factor=1.0)
+    rule = gguf_config._routing({"expert_weights_norm": True}, GgufMap.read(FOLDER / "glm4_moe_lite.json"), config)
+    assert rule.get("gate") == gate
 
 
 def test_tokens_are_as_many_as_rows(tmp_path: Path) -> None:

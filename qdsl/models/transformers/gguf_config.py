@@ -5,7 +5,8 @@ have to be a number, or true for any but 0, or to contain a text; `built` has en
 `fixed` has what llama.cpp does whatever the class has; `window_patterns` are its periods of layers with a window, true for those
 whose first layer has none; `windowed` have windows if a file states none; `sinks` have layers with a window of 0 tokens;
 `undefined` has keys by whose 0 llama.cpp computes no numbers; `routers` have the gate of a class, and whether it divides weights
-of experts by their sum, null for what its config says; `further` has places of tensors in other sizes of a model.
+of experts by their sum, null for what its config says; `softmax` has architectures whose usual gate that is;
+`further` has places of tensors in other sizes of a model.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ COUNTS = ("feed_forward_length", HEADS)                          # 0 in files of
 CAUSAL, GATE, NORMED, SCALE = "attention.causal", "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
 GROUPS, CHOSEN = "expert_group_count", "expert_group_used_count"
 SOFTMAX, SIGMOID = 1, 2                                          # gates
+WIDTH = "attention.key_length"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale")
 QKV = ("attn_q", "attn_k", "attn_v")
@@ -145,8 +147,9 @@ def _added(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> Iterator[t
 def _routing(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> dict[str, Any]:
     """How llama.cpp chooses and weighs experts; {} where the class does so."""
     gate, normed, *later = table()["routers"][own.model_type]
-    usual = SOFTMAX if own.architecture == "deepseek2" else SIGMOID
-    scale = metadata.get(SCALE) or 1.0
+    soft, scale = table()["softmax"].get(own.architecture), metadata.get(SCALE) or 1.0
+    is_sigmoid = soft is None or (config.num_hidden_layers in soft["but_layers"] and config.vocab_size == soft["but_tokens"])
+    usual = SIGMOID if is_sigmoid else SOFTMAX                   # where a file states none
     rule = {"gate": (metadata.get(GATE) or usual) if is_read(GATE, own.architecture) else gate,
             "normed": bool(metadata.get(NORMED)) if is_read(NORMED, own.architecture) else normed,
             "scale": 1.0 if later or not is_read(SCALE, own.architecture) else scale,
@@ -258,10 +261,10 @@ def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -
     place = f"{file.path}: {own.architecture}"
     if zero := next((key for key in table()["undefined"].get(own.model_type, ()) if metadata.get(key) == 0), ""):
         raise LoadError(f"{place}.{zero} is 0: llama.cpp computes no numbers by it")
-    tokens, rows = len(file.metadata.get("tokenizer.ggml.tokens", ())), file.tensors[EMBEDDING].logical_shape[0]
-    if tokens not in (0, rows):
-        raise LoadError(f"{file.path}: has {tokens} tokens, and {EMBEDDING} {rows} rows: llama.cpp loads no such file")
-    if isinstance(heads := metadata.get(HEADS), int) and heads > metadata["embedding_length"]:
+    tokens, rows = file.metadata.stored().get("tokenizer.ggml.tokens"), file.tensors[EMBEDDING].logical_shape[0]
+    if tokens is not None and tokens.count != rows:
+        raise LoadError(f"{file.path}: has {tokens.count} tokens, and {EMBEDDING} {rows} rows: llama.cpp loads no such file")
+    if isinstance(heads := metadata.get(HEADS), int) and heads > metadata["embedding_length"] and not metadata.get(WIDTH):
         raise LoadError(f"{place} has {heads} heads of attention for {metadata['embedding_length']} numbers")
     if wrong := next((key for key in POSITIVE if isinstance(value := metadata.get(key, 0), float) and value < 0), ""):
         raise LoadError(f"{place}.{wrong} is {metadata[wrong]}: it is below 0")
