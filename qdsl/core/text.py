@@ -26,10 +26,10 @@ def byte_text(count: int) -> str:
     return f"{size:.4g} {unit}" if count >= 1000 else counted(count, "byte")
 
 
-def shortened(lines: Sequence[str], most: int = ROWS) -> list[str]:
+def shortened(lines: Sequence[str]) -> list[str]:
     """The lines, each cut to LINE letters, or the first ones and how many more there are."""
     cut = [line if len(line) <= LINE else f"{line[:LINE - 4]} ..." for line in lines]
-    return cut if len(lines) <= most else [*cut[:most - 1], f"  ... and {len(lines) - most + 1} more"]
+    return cut if len(lines) <= ROWS else [*cut[:ROWS - 1], f"  ... and {len(lines) - ROWS + 1} more"]
 
 
 def html_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import qdsl
-from qdsl.compiler.spec.source import SpecError
 from qdsl.infer.fit import Blocks
 from qdsl.infer.numbers import Field
-from qdsl.infer.run import InferError, Inferred, stored_element
+from qdsl.infer.run import InferError, Inferred, stored_element, with_spec
 from qdsl.infer.solve import Solution
 from qdsl.infer.text import spec_text
 from qdsl.infer.tiles import Codes, Labels, match_layout
-from qdsl.runtime.weight.errors import FormatError
 
 DRAWS = 8                                                        # random weights that are used to match bits
 MOST_BITS = 8                                                    # bits of a code
@@ -48,7 +44,21 @@ def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bit
         raise InferError(f"the function flips the bits {flipped:#b} of codes, which no spec says")
     solution = Solution((Field("q", f"u{bits}", Blocks(1, 1), "packed", layout),), "q")
     text = spec_text(name, solution, {"packed": first}, shape) + stored[flipped]
-    problem, exact, count = _verify(text, pack, shape, bits)
+
+    def compared(module: Any) -> tuple[int, int]:
+        """How many bytes the spec packs as the function does, and all bytes."""
+        exact = count = 0
+        for codes in probe_codes(shape, bits):
+            wanted = stored_element("packed", _call_pack(pack, codes)).stored.data
+            packed = module.pack({"q": torch.from_numpy(codes.astype(np.uint8))})
+            got = stored_element("packed", packed.tensors["packed"]).stored.data
+            count += len(wanted)
+            exact += int((wanted == got).sum()) if len(wanted) == len(got) else 0
+        return exact, count
+
+    (exact, count), problem = with_spec(text, compared, (0, 1))
+    if not problem and exact < count:
+        problem = "the function packs some codes otherwise"
     return Inferred(text, exact, count, ("packed",), (problem,) if problem else ())
 
 
@@ -70,24 +80,3 @@ def probe_codes(shape: tuple[int, int], bits: int) -> Iterator[Codes]:
             yield ((position >> at & 1) << bit).astype(np.int16)
         yield np.full(shape, 1 << bit, np.int16)
     yield np.random.default_rng(1).integers(0, 1 << bits, shape).astype(np.int16)
-
-
-def _verify(text: str, pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bits: int) -> tuple[str, int, int]:
-    """A spec's fault, the number of bytes that it packs as the function does, and the number of all bytes."""
-    exact = count = 0
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "inferred.yaml")
-        path.write_text(text)
-        try:
-            module = qdsl.load(path)
-            for codes in probe_codes(shape, bits):
-                wanted = stored_element("packed", _call_pack(pack, codes)).stored.data
-                packed = module.pack({"q": torch.from_numpy(codes.astype(np.uint8))})
-                got = stored_element("packed", packed.tensors["packed"]).stored.data
-                count += len(wanted)
-                exact += int((wanted == got).sum()) if len(wanted) == len(got) else 0
-        except SpecError as error:
-            return "; ".join(problem.message for problem in error.problems), 0, 1
-        except FormatError as error:
-            return str(error), 0, 1
-    return "" if exact == count else "the function packs some codes otherwise", exact, count

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from qdsl.infer.tiles import StoredBytes
 from qdsl.runtime.weight.errors import FormatError
 
 KINDS = {name: kind for kind, name in (*TORCH_FLOATS.items(), *INTEGERS.items()) if kind not in ("index", "shape")}
+Result = TypeVar("Result")
 
 
 class InferError(ValueError):
@@ -63,7 +65,12 @@ def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str 
                          f"{values.numel()} values")
     text = spec_text(name, solution, elements, shape)
     names = tuple(dict.fromkeys(one.tensor for one in solution.fields))
-    exact, problem = _verify(text, {stored_name(key): tensors[key] for key in names}, values)
+
+    def count_exact(module: Any) -> int:
+        packed = module.FORMAT.wrap({stored_name(key): tensors[key] for key in names}, shape)
+        return int((module.dequantize(packed, torch.float32) == values).sum())
+
+    exact, problem = with_spec(text, count_exact, 0)
     return Inferred(text, exact, values.numel(), names, (*solution.problems, *([problem] if problem else [])))
 
 
@@ -76,16 +83,14 @@ def stored_element(name: str, tensor: Tensor) -> Element:
     return Element(kind, StoredBytes(data, tuple(tensor.shape), tensor.element_size()))
 
 
-def _verify(text: str, tensors: Mapping[str, Tensor], values: Tensor) -> tuple[int, str]:
-    """The number of values that the spec decodes exactly, and its fault."""
+def with_spec(text: str, use: Callable[[Any], Result], failed: Result) -> tuple[Result, str]:
+    """What a function returns for a spec's module, and ''; or `failed`, and the spec's fault."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "inferred.yaml")
         path.write_text(text)
         try:
-            module = qdsl.load(path)
-            packed = module.FORMAT.wrap(tensors, (values.shape[0], values.shape[1]))
+            return use(qdsl.load(path)), ""
         except SpecError as error:
-            return 0, "; ".join(problem.message for problem in error.problems)
+            return failed, "; ".join(problem.message for problem in error.problems)
         except FormatError as error:
-            return 0, str(error)
-        return int((module.dequantize(packed, torch.float32) == values).sum()), ""
+            return failed, str(error)

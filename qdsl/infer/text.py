@@ -40,9 +40,9 @@ class RecordBits:
         return (self.field, self.place) == (other.field, other.place) and (not self.field or self.bit == other.bit + other.width)
 
 
-def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], shape: tuple[int, int], title: str = "") -> str:
+def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], shape: tuple[int, int]) -> str:
     """The text of a spec for weights [N, K] of these sizes, and of multiples of them."""
-    lines = [f"format: {name}", *([f"title: {title}"] if title else []), "weight: [N, K]"]
+    lines = [f"format: {name}", "weight: [N, K]"]
     if solution.tables:
         lines.append("tables:")
         for table, entries in solution.tables.items():
@@ -58,7 +58,6 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
         stored += tensor_text(tensor, tensors[tensor], [one for one in solution.fields if one.tensor == tensor], shape, unread)
     lines += [f"  {name}: {kind}" for name, kind in unread.items()]
     return "\n".join([*lines, f"decode: {solution.decode}", "storage:", "  file:", *stored]) + "\n"
-
 
 
 def _field_subscripts(one: Field, shape: tuple[int, int]) -> list[str]:

@@ -225,12 +225,12 @@ class Experts(SpecializedModule):
         pieces = len(self.parts) // self.experts
         return self._linears()[expert * pieces:(expert + 1) * pieces]
 
-    def _dense(self, expert: int, dtype: torch.dtype | None = None) -> Tensor:
+    def _dense(self, expert: int) -> Tensor:
         packed = self._linears()[0].packed
         if len(self.parts) == 1 and packed.shape[0] // self.experts % packed.step("N"):
-            return self.dequantize(dtype)[expert]                # streams, whose rows are decoded together
+            return self.dequantize()[expert]                     # streams, whose rows are decoded together
         with onloaded_by_hooks(self._linears_of(expert) if len(self.parts) > 1 else self._linears()):
-            rows = [weight.format.dequantize(weight, dtype or self.dtype) for weight in self.weights(expert)]
+            rows = [weight.format.dequantize(weight, self.dtype) for weight in self.weights(expert)]
         dense = torch.cat(rows) if len(rows) > 1 else rows[0]
         return self._oriented(dense)
 
