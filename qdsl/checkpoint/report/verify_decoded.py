@@ -246,11 +246,10 @@ def _same_fields(x: PackedWeight, y: PackedWeight) -> bool:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
+    """Whether two tensors have the same dtype and bits, in whatever shapes."""
     import torch
 
-    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(
-        *(tensor.contiguous().flatten().view(torch.uint8) for tensor in (x, y)))
+    return x.dtype == y.dtype and torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (x, y)))
 
 
 def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> Apart:

@@ -161,7 +161,8 @@ def _is_same(folder: Folder, weights: Mapping[str, Mapping[str, str]], changed: 
     """Whether two modules keep the same stored tensors.  changed: names of layers that get another storage."""
     own, others = weights[one], weights[other]
     return (one in changed) == (other in changed) and own.keys() == others.keys() and all(
-        same_bits(folder.tensor(own[leaf]), folder.tensor(others[leaf])) for leaf in own)
+        folder.entry(own[leaf]).shape == folder.entry(others[leaf]).shape
+        and same_bits(folder.tensor(own[leaf]), folder.tensor(others[leaf])) for leaf in own)
 
 
 def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
