@@ -10,8 +10,8 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.encode import native, search
-from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, powers, quotients, shaped, stored_scale
-from qdsl.encode.rows import ends, searched
+from qdsl.encode.blocks import arithmetic, cast_scale, codes, cut_blocks, join_blocks, power_exponents, quotients, shaped
+from qdsl.encode.rows import integer_range, search_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
@@ -34,18 +34,18 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
     sums of code - offset over `sums_columns` columns; float sums are times the scale of `by`.
     """
     if by == "exact" and rows == 1 and not (least or power) and divisor is not None:
-        compiled = _compiled(weight, code, scale, columns, axes, divisor, offset, ties, -offset if lost == "least" else 0, False)
+        compiled = _find_in_c(weight, code, scale, columns, axes, divisor, offset, ties, -offset if lost == "least" else 0, False)
         if compiled is not None:
-            return _with_sums(*compiled, axes, offset, sums, sums_columns)
+            return _append_sums(*compiled, axes, offset, sums, sums_columns)
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     divisor = _largest(code) if divisor is None else divisor
     if power or scale == "e8m0":
-        scaled, used, stored = _scaled_by_power(blocks, largest, code, scale, divisor, by, least, power or "up")
+        scaled, used, stored = _scale_by_powers(blocks, largest, code, scale, divisor, by, least, power or "up")
     else:
-        scaled, used, stored = _scaled(blocks, largest, scale, divisor, offset, by, lost, least)
+        scaled, used, stored = _scale_blocks(blocks, largest, scale, divisor, offset, by, lost, least)
     chosen = join_blocks(codes(scaled, code, ties, offset, zeros), *weight.shape)
-    return _with_sums(chosen, used, stored, axes, offset, sums, sums_columns)
+    return _append_sums(chosen, used, stored, axes, offset, sums, sums_columns)
 
 
 @scheme
@@ -58,18 +58,18 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
     by and ties are then unused.  sums: as in absmax.
     """
     if importance is not None:
-        least, most = ends(code, offset)
+        least, most = integer_range(code, offset)
 
         def fit(x: Floats, counts: Floats) -> tuple[Floats, ...]:
             best, inverse = search.fit_signed(x, counts, least, most)
             return search.signed_or_least(x, inverse, least, most) + np.float32(offset), best
 
-        chosen, exact = searched(weight, importance, rows, columns, code, fit)
-        return _with_sums(chosen, exact, stored_scale(exact, scale), axes, offset, sums, sums_columns)
+        chosen, exact = search_blocks(weight, importance, rows, columns, code, fit)
+        return _append_sums(chosen, exact, cast_scale(exact, scale), axes, offset, sums, sums_columns)
     if by == "exact" and rows == 1:
-        compiled = _compiled(weight, code, scale, columns, axes, divisor, offset, ties, -offset, True)
+        compiled = _find_in_c(weight, code, scale, columns, axes, divisor, offset, ties, -offset, True)
         if compiled is not None:
-            return _with_sums(*compiled, axes, offset, sums, sums_columns)
+            return _append_sums(*compiled, axes, offset, sums, sums_columns)
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     largest = torch.where(-low > high, low, high) + 0.0
@@ -77,13 +77,13 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
     if bool(tied.any()):
         flat = blocks.permute(0, 2, 1, 3).flatten(2)[tied[:, 0, :, 0]]
         largest[tied] = flat.gather(1, flat.abs().argmax(1, keepdim=True))[:, 0]
-    scaled, used, stored = _scaled(blocks, largest, scale, divisor, offset, by)
+    scaled, used, stored = _scale_blocks(blocks, largest, scale, divisor, offset, by)
     chosen = join_blocks(codes(scaled, code, ties, offset), *weight.shape)
-    return _with_sums(chosen, used, stored, axes, offset, sums, sums_columns)
+    return _append_sums(chosen, used, stored, axes, offset, sums, sums_columns)
 
 
-def _compiled(weight: Tensor, code: str, scale: str, columns: int, axes: int, divisor: float, offset: int, ties: str, lost: int,
-              with_sign: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+def _find_in_c(weight: Tensor, code: str, scale: str, columns: int, axes: int, divisor: float, offset: int, ties: str, lost: int,
+               with_sign: bool) -> tuple[Tensor, Tensor, Tensor] | None:
     """(codes, exact scales, stored scales) of whole blocks in a row, by 'exact' scales, in C; None where torch finds them."""
     kind, (n, k) = number(code), weight.shape
     if kind is None or kind.is_float or kind.high > 255 or k % columns or axes != 2:
@@ -92,17 +92,17 @@ def _compiled(weight: Tensor, code: str, scale: str, columns: int, axes: int, di
     if blocks is None:
         return None
     exact = blocks[1].view(n, 1, k // columns, 1)
-    return blocks[0].view(torch_dtype(code)), exact, stored_scale(exact, scale)
+    return blocks[0].view(torch_dtype(code)), exact, cast_scale(exact, scale)
 
 
-def _with_sums(chosen: Tensor, exact: Tensor, stored: Tensor, axes: int, offset: int, sums: str, columns: int,
-               ) -> tuple[Tensor, ...]:
+def _append_sums(chosen: Tensor, exact: Tensor, stored: Tensor, axes: int, offset: int, sums: str, columns: int,
+                 ) -> tuple[Tensor, ...]:
     """Codes and scales, the latter as the field has them; and sums of `columns` codes each, if there are such."""
-    more = [_sums(chosen, exact, offset, sums, columns)] if sums else []
+    more = [_code_sums(chosen, exact, offset, sums, columns)] if sums else []
     return chosen, shaped(stored, axes).contiguous(), *more
 
 
-def _sums(codes: Tensor, scales: Tensor, offset: int, kind: str, columns: int) -> Tensor:
+def _code_sums(codes: Tensor, scales: Tensor, offset: int, kind: str, columns: int) -> Tensor:
     """Sums of codes [N, K] minus an offset each, over runs of columns; float sums are times scales [N, 1, K / columns, 1]."""
     sums = cut_blocks(codes.to(torch.int32) - offset, 1, columns).sum((1, 3), dtype=torch.int32)
     number_type = number(kind)
@@ -116,23 +116,23 @@ def _largest(code: str) -> float:
     return kind.largest
 
 
-def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset: int, by: str, lost: str = "least",
-            least: float = 0) -> tuple[Tensor, Tensor, Tensor]:
+def _scale_blocks(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset: int, by: str, lost: str = "least",
+                  least: float = 0) -> tuple[Tensor, Tensor, Tensor]:
     """The blocks in units of their scales, the scales for these units, and the scales to store."""
     most = min(1 / least, torch.finfo(largest.dtype).max) if least else math.inf
     if by == "inverse":
         factor = torch.where(largest == 0, torch.ones_like(largest), divisor / largest).clamp(max=most)
-        return blocks * factor, 1 / factor, stored_scale(1 / factor, scale)
+        return blocks * factor, 1 / factor, cast_scale(1 / factor, scale)
     if by == "ratio":
         factor = torch.full_like(largest, divisor) / largest     # number / tensor would be rounded twice
         factor = factor.clamp(-most, most)
         scales = torch.where(largest == 0, torch.zeros_like(factor), 1 / factor)
         scaled = (blocks * factor).masked_fill_(torch.isinf(factor).expand_as(blocks), 0)
-        return scaled, scales, stored_scale(scales, scale)
+        return scaled, scales, cast_scale(scales, scale)
     exact = largest / divisor
     exact = exact.clamp_(min=least) if least else exact          # a scale may be negative
     if by == "exact":
-        stored = stored_scale(exact, scale)
+        stored = cast_scale(exact, scale)
         factor = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
         # If the reciprocal of a scale overflows, the stored scale is 0; most ggml types then have code 0, ignoring the offset.
         infinite = torch.isinf(factor)
@@ -140,17 +140,17 @@ def _scaled(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset:
         if bool(infinite.any()):
             scaled.masked_fill_(infinite.expand_as(blocks), -offset if lost == "least" else 0)
         return scaled, exact, stored
-    stored = stored_scale(torch.where(exact == 0, torch.full_like(exact, torch.finfo(exact.dtype).eps), exact), scale)
+    stored = cast_scale(torch.where(exact == 0, torch.full_like(exact, torch.finfo(exact.dtype).eps), exact), scale)
     used = stored.to(blocks.dtype)
     return quotients(blocks, used), used, stored
 
 
-def _scaled_by_power(blocks: Tensor, largest: Tensor, code: str, scale: str, divisor: float, by: str, least: float, power: str,
+def _scale_by_powers(blocks: Tensor, largest: Tensor, code: str, scale: str, divisor: float, by: str, least: float, power: str,
                      ) -> tuple[Tensor, Tensor, Tensor]:
     """The same with power-of-two scales."""
     exact = 1 / (divisor / largest) if by == "inverse" else largest / divisor
-    exponents = powers(largest.float(), exact.float(), divisor, code, power)
+    exponents = power_exponents(largest.float(), exact.float(), divisor, code, power)
     exponents = exponents.clamp(min=math.ceil(math.log2(least))) if least else exponents
-    stored = stored_scale(torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.float()), scale)
+    stored = cast_scale(torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.float()), scale)
     used = stored.to(blocks.dtype)
     return quotients(blocks, used), used, stored

@@ -43,7 +43,7 @@ def arithmetic(weight: Tensor, scale: str) -> Tensor:
     return weight if weight.dtype == FLOATS.get(scale) else weight.float()
 
 
-def stored_scale(exact: Tensor, scale: str) -> Tensor:
+def cast_scale(exact: Tensor, scale: str) -> Tensor:
     """A scale in its stored type.  Raises UnrepresentableValue if it becomes infinite."""
     stored = exact.to(FLOATS[scale])
     if scale == "e8m0":
@@ -56,7 +56,7 @@ def stored_scale(exact: Tensor, scale: str) -> Tensor:
     return stored
 
 
-def powers(largest: Tensor, exact: Tensor, divisor: float, code: str, rule: str) -> Tensor:
+def power_exponents(largest: Tensor, exact: Tensor, divisor: float, code: str, rule: str) -> Tensor:
     """Exponents, -127 to 127, of power-of-two scales; -127 for blocks of zeros.  All in float32.
 
     'up': 2^ceil(log2(exact)), which prevents overflow (transformers' ue8m0, ModelOpt's, RCEIL of torchao's MX types).  The other
@@ -107,13 +107,13 @@ def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "s
     if ties == "even":
         whole = values.round_()
     elif ties == "away":
-        whole = _away(values)
+        whole = _round_away(values)
     else:
-        return _cast(values.add_(offset + 0.5).floor_(), code)
-    return _cast(whole.add_(offset) if offset else whole, code)
+        return _cast_codes(values.add_(offset + 0.5).floor_(), code)
+    return _cast_codes(whole.add_(offset) if offset else whole, code)
 
 
-def _cast(whole: Tensor, code: str) -> Tensor:
+def _cast_codes(whole: Tensor, code: str) -> Tensor:
     """Integers as codes; through int8 for bytes, because torch casts floats to int8 five times as fast as to uint8."""
     kind = number(code)
     if kind is None or torch_dtype(code) != torch.uint8:
@@ -123,7 +123,7 @@ def _cast(whole: Tensor, code: str) -> Tensor:
     return whole.sub_(128).to(torch.int8).view(torch.uint8).bitwise_xor_(128)
 
 
-def _away(values: Tensor) -> Tensor:
+def _round_away(values: Tensor) -> Tensor:
     """Integers nearest to the values, ties away from zero.
 
     Adding the largest number below a half reaches the next integer exactly from a half on; smaller values at most double and stay

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.encode import native, rows
-from qdsl.encode.blocks import stored_scale
+from qdsl.encode.blocks import cast_scale
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
@@ -47,8 +47,8 @@ def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale:
     weights.  importance [K]: the weight of squared errors.  Runs on the CPU, wherever the weight is.  Raises FormatError for a
     super-scale that does not fit.
     """
-    kind = _Kind((grid.values.float().numpy(),), columns, super_columns, steps, super_scale)
-    blocks = _Blocks(weight, kind, importance)
+    kind = _GridFormula((grid.values.float().numpy(),), columns, super_columns, steps, super_scale)
+    blocks = _SuperBlocks(weight, kind, importance)
     chosen, positive = (blocks.x < 0, np.abs(blocks.x)) if signs is None else blocks.signed(signs.values.float().numpy())
     codes, _, scales, supers = blocks.fitted(positive)
     return blocks.field(codes, code), blocks.field(chosen, sign), blocks.field(scales, scale), supers
@@ -66,14 +66,14 @@ def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scal
     """
     table = grid.values.float().numpy()
     tables = tuple(table + np.float32(by) for by in shifts)
-    kind = _Kind(tables, columns, super_columns, steps, super_scale, shift_columns // table.shape[1])
-    blocks = _Blocks(weight, kind, importance)
+    kind = _GridFormula(tables, columns, super_columns, steps, super_scale, shift_columns // table.shape[1])
+    blocks = _SuperBlocks(weight, kind, importance)
     codes, chosen, scales, supers = blocks.fitted(blocks.x)
     return blocks.field(codes, code), blocks.field(chosen, shift), blocks.field(scales, scale), supers
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _GridFormula:
     """w = super_scale * steps[scale] * a row of one of the tables; runs of `shared` rows use the same table."""
 
     tables: tuple[Floats, ...]
@@ -103,60 +103,60 @@ class _Kind:
         return np.mean(np.stack(self.tables) ** 2, dtype=np.float32)
 
 
-class _Blocks:
+class _SuperBlocks:
     """The super-blocks of a weight: x [B, super_columns], divided by powers of two so that the largest is from 0.5 to 1.
 
     counts [B, super_columns]: error weights, importance * sqrt(mean square + x^2); equal if no column has importance.
     """
 
-    def __init__(self, weight: Tensor, kind: _Kind, importance: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, kind: _GridFormula, importance: Tensor | None) -> None:
         self.kind, self.weight = kind, weight
-        blocks = rows.cut(weight, kind.super_columns)
+        blocks = rows.split_blocks(weight, kind.super_columns)
         self.power = _exponents(blocks)
         self.x: Floats = np.ldexp(blocks, -self.power)
         weights = np.ones_like(self.x)
         if importance is not None:
-            weights = rows.cut(importance[None], kind.super_columns)
+            weights = rows.split_blocks(importance[None], kind.super_columns)
             weights = np.where(weights.max(axis=1, keepdims=True) > 0, np.ldexp(weights, -_exponents(weights)), np.float32(1))
             weights = np.tile(weights, (weight.shape[0], 1))
-        self.counts = rows.counts(self.x, weights, 1)
+        self.counts = rows.error_weights(self.x, weights, 1)
 
     def field(self, values: NDArray[Any], kind: str) -> Tensor:
-        return rows.field(values, kind, self.weight, self.x.size // values.size)
+        return rows.field_of_blocks(values, kind, self.weight, self.x.size // values.size)
 
     def signed(self, signs: Floats) -> tuple[Integers, Floats]:
         """For every run of columns the best row of signs by error weight, and x with these signs."""
         runs = self.x.reshape(-1, signs.shape[1])
-        chosen: Integers = _products(_whole(self.counts.reshape(runs.shape) * runs, 1)[0], signs).argmax(axis=1)
+        chosen: Integers = _inner_products(_as_integers(self.counts.reshape(runs.shape) * runs, 1)[0], signs).argmax(axis=1)
         return chosen, (runs * signs[chosen]).reshape(self.x.shape)
 
     def fitted(self, x: Floats) -> tuple[Integers, Integers, Integers, Tensor]:
         """(rows, tables, scales, super-scales [N, super-blocks]) for signed x."""
         fits = [search.search_scales() for search in self.searches(x)]
         codes, tables, scales, exact = (np.concatenate(parts) for parts in zip(*fits, strict=True))
-        supers = stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), self.kind.stored)
+        supers = cast_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), self.kind.stored)
         return codes, tables, scales, supers[:, 0, :, 0].contiguous().to(self.weight.device)
 
-    def searches(self, x: Floats) -> Iterator[_Search]:
+    def searches(self, x: Floats) -> Iterator[_GridSearch]:
         entries, columns = self.kind.tables[0].shape
         step = max(1, GAINS * columns // (entries * self.kind.super_columns))
         for i in range(0, len(x), step):
-            yield _Search(x[i:i + step], self.counts[i:i + step], self.power[i:i + step], self.kind)
+            yield _GridSearch(x[i:i + step], self.counts[i:i + step], self.power[i:i + step], self.kind)
 
 
-class _Search:
+class _GridSearch:
     """Scales and rows for some super-blocks x [B, super_columns] with error weights `counts`."""
 
-    def __init__(self, x: Floats, counts: Floats, power: Integers, kind: _Kind) -> None:
+    def __init__(self, x: Floats, counts: Floats, power: Integers, kind: _GridFormula) -> None:
         self.x, self.counts, self.power, self.kind = x, counts, power, kind
         self.steps = np.array(kind.steps, np.float32)
         columns = kind.tables[0].shape[1]
         self.groups = kind.columns // columns                    # per sub-block
         (tables, largest), (squares, most) = kind.whole
-        linear, self.worth = _whole((counts * x).reshape(-1, columns), largest)
-        square, worth = _whole(counts.reshape(-1, columns), most)
-        self.linear = [_products(linear, table) for table in tables]
-        self.square = [_products(square, table) for table in squares]
+        linear, self.worth = _as_integers((counts * x).reshape(-1, columns), largest)
+        square, worth = _as_integers(counts.reshape(-1, columns), most)
+        self.linear = [_inner_products(linear, table) for table in tables]
+        self.square = [_inner_products(square, table) for table in squares]
         self.ratio = worth / self.worth * np.float32(kind.unit / 2)
         self.room = np.empty_like(self.linear[0])
 
@@ -168,7 +168,7 @@ class _Search:
         for factor in FACTORS:
             tried = self.stored(exact * np.float32(factor))
             nearest, gains = self.nearest_scales(wanted, tried)
-            gain = _sums(gains, gains.shape[1])
+            gain = _sum_runs(gains, gains.shape[1])
             d, scales = np.where(gain > best, tried, d), np.where(gain > best, nearest, scales)
             best = np.fmax(gain, best)
         chosen, tables, _ = self.best(d * self.steps[scales])
@@ -182,7 +182,7 @@ class _Search:
 
     def free_scales(self) -> Floats:
         """The best of RATIOS for every sub-block [B, sub-blocks]."""
-        squares, counts = _sums(self.counts * self.x * self.x, self.kind.columns), _sums(self.counts, self.kind.columns)
+        squares, counts = _sum_runs(self.counts * self.x * self.x, self.kind.columns), _sum_runs(self.counts, self.kind.columns)
         start = np.sqrt(np.where(counts > 0, squares / counts / self.kind.mean, 0))
         gains = np.stack([self.best(start * np.float32(ratio))[2] for ratio in RATIOS])
         scales: Floats = start * np.array(RATIOS, np.float32)[gains.argmax(axis=0)]
@@ -202,9 +202,9 @@ class _Search:
         for linear, square in zip(self.linear, self.square, strict=True):
             columns, gain = native.best_rows(linear, square, factor) or self.best_rows(linear, square, factor)
             chosen.append(columns)
-            gains.append(_sums(gain[:, None] * self.worth, self.kind.shared, 0))
+            gains.append(_sum_runs(gain[:, None] * self.worth, self.kind.shared, 0))
         tables = np.stack(gains)[..., 0].argmax(axis=0)
-        total = _sums(np.stack(gains).max(axis=0), self.groups // self.kind.shared, 0).reshape(scale.shape) * scale
+        total = _sum_runs(np.stack(gains).max(axis=0), self.groups // self.kind.shared, 0).reshape(scale.shape) * scale
         return np.stack(chosen)[tables.repeat(self.kind.shared), np.arange(len(chosen[0]))], tables, total
 
     def best_rows(self, linear: Floats, square: Floats, factor: Floats) -> tuple[Integers, Floats]:
@@ -217,7 +217,7 @@ class _Search:
         """The super-scale [B, 1] of least error for the chosen rows and steps."""
         values = np.stack(self.kind.tables)[tables.repeat(self.kind.shared), chosen] * steps.ravel().repeat(self.groups)[:, None]
         weighted = self.counts * values.reshape(self.x.shape)
-        linear, square = (_sums(weighted * by, self.kind.super_columns) for by in (self.x, values.reshape(self.x.shape)))
+        linear, square = (_sum_runs(weighted * by, self.kind.super_columns) for by in (self.x, values.reshape(self.x.shape)))
         return np.ldexp(np.where(square > 0, linear / square, np.float32(0)), self.power)
 
 
@@ -230,14 +230,14 @@ def _exponents(values: Floats) -> Integers:
     return exponents
 
 
-def _whole(values: Floats, largest: float) -> tuple[Floats, Floats]:
+def _as_integers(values: Floats, largest: float) -> tuple[Floats, Floats]:
     """Rows as integers whose products with integers up to `largest` sum exactly, and the unit of each row [rows, 1]."""
     bits = 24 - math.ceil(math.log2(largest * values.shape[1] + 1))
     exponent = np.maximum(_exponents(values), -60)
     return np.rint(np.ldexp(values, bits - exponent)), np.ldexp(np.float32(1), exponent - bits)
 
 
-def _products(groups: Floats, table: Floats) -> Floats:
+def _inner_products(groups: Floats, table: Floats) -> Floats:
     """Inner products [groups, rows of the table] of integers."""
     products = np.empty((len(groups), len(table)), np.float32)
     step = max(1, PRODUCTS // table.size)
@@ -246,7 +246,7 @@ def _products(groups: Floats, table: Floats) -> Floats:
     return products
 
 
-def _sums(values: Floats, count: int, axis: int = 1) -> Floats:
+def _sum_runs(values: Floats, count: int, axis: int = 1) -> Floats:
     """Sums of every `count` values, a power of two, along one of two axes, by repeated halving."""
     values = values if axis else values.T
     values = values.reshape(len(values), -1, count)

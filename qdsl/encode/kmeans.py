@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import cut_blocks, join_blocks, quotients, shaped, stored_scale
+from qdsl.encode.blocks import cast_scale, cut_blocks, join_blocks, quotients, shaped
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
@@ -43,7 +43,8 @@ def kmeans(weight: Tensor, *, code: str, levels: str, rows: int, columns: int, a
     blocks = cut_blocks(weight.float() + 0.0, rows, columns).transpose(1, 2)        # [R, C, rows, columns], without -0.0
     x = blocks.flatten(2).flatten(0, 1).double().cpu()
     count = None if importance is None else cut_blocks(importance.double().cpu().expand(n, k), rows, columns).transpose(1, 2)
-    stored = _stored(_levels(x, None if count is None else count.reshape(x.shape), _entries(code)), levels, blocks.shape[1])
+    fitted = _fit_levels(x, None if count is None else count.reshape(x.shape), _entries(code))
+    stored = _cast_levels(fitted, levels, blocks.shape[1])
     middles = _middles(stored.double())
     codes = torch.searchsorted(middles, x).to(torch_dtype(code)).view(blocks.shape).transpose(1, 2)
     table = stored.view(*blocks.shape[:2], -1) if axes == 2 else stored if axes else stored[0]
@@ -61,11 +62,11 @@ def scaled_kmeans(weight: Tensor, *, code: str, scale: str, levels: str, rows: i
     """
     n, k = weight.shape
     blocks = cut_blocks(weight.float() + 0.0, rows, columns)
-    scales = stored_scale(blocks.abs().amax((1, 3), keepdim=True), scale)
+    scales = cast_scale(blocks.abs().amax((1, 3), keepdim=True), scale)
     x = join_blocks(quotients(blocks, scales.float()), n, k).double().cpu().view(1, -1)
     squares = join_blocks(scales.double().square().expand_as(blocks), n, k).cpu()
     count = squares if importance is None else squares * importance.double().cpu()
-    stored = _stored(_levels(x, count.view(1, -1), _entries(code)), levels, 1)
+    stored = _cast_levels(_fit_levels(x, count.view(1, -1), _entries(code)), levels, 1)
     codes = torch.searchsorted(_middles(stored.double()), x).to(torch_dtype(code)).view(n, k)
     return codes.to(weight.device), shaped(scales, axes).contiguous(), stored[0].to(weight.device)
 
@@ -80,13 +81,13 @@ def _middles(levels: Tensor) -> Tensor:
     return (levels[:, 1:] + levels[:, :-1]) / 2
 
 
-def _levels(x: Tensor, count: Tensor | None, entries: int) -> Tensor:
+def _fit_levels(x: Tensor, count: Tensor | None, entries: int) -> Tensor:
     """Rising levels [blocks, entries] of weights [blocks, weights] with these counts; all float64."""
     x, order = x.sort(dim=1, stable=True)                        # a stable order makes sums of equal weights reproducible
     count = torch.ones_like(x) if count is None else count.gather(1, order)
     nothing = x.new_zeros(len(x), 1)
     sums, counts = (torch.cat([nothing, part.cumsum(1)], 1) for part in (x * count, count))
-    passed = torch.cat([nothing, _gaps(x).cumsum(1)], 1)
+    passed = torch.cat([nothing, _weighted_gaps(x).cumsum(1)], 1)
     at = torch.searchsorted(passed, (2 * torch.arange(entries, device=passed.device) + 1) * passed[:, -1:] / (2 * entries))
     levels = x.gather(1, at.clamp(max=x.shape[1] - 1))
     first, last = (torch.full((len(x), 1), end, dtype=torch.int64, device=x.device) for end in (0, x.shape[1]))
@@ -103,7 +104,7 @@ def _levels(x: Tensor, count: Tensor | None, entries: int) -> Tensor:
     return torch.where(few, different, levels)
 
 
-def _gaps(x: Tensor) -> Tensor:
+def _weighted_gaps(x: Tensor) -> Tensor:
     """Gaps between sorted weights to the power 5/8, by roots that every machine rounds alike.
 
     The best levels are as dense as the cube root of the weights' density (Panter and Dite).  So are sums of gaps ** (2/3).
@@ -112,7 +113,7 @@ def _gaps(x: Tensor) -> Tensor:
     return roots * roots.sqrt().sqrt_()
 
 
-def _stored(levels: Tensor, kind: str, across: int) -> Tensor:
+def _cast_levels(levels: Tensor, kind: str, across: int) -> Tensor:
     """Levels [blocks, entries] in their type, rising.  across: blocks along K.  Raises UnrepresentableValue."""
     stored = levels.float().to(FLOATS[kind]).sort(1).values
     bad = torch.nonzero(~torch.isfinite(stored))

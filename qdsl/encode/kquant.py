@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.encode import rows, search
-from qdsl.encode.blocks import stored_scale
+from qdsl.encode.blocks import cast_scale
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 
@@ -30,8 +30,8 @@ def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scal
     importance [K]: squares count by importance * sqrt(spread * mean square of the super-block + w^2), and the steps of scales
     and mins are searched, too.  The bytes are ggml's.  Works on the CPU, wherever the weight is.
     """
-    _, high = rows.ends(code)
-    blocks = _Blocks(weight, columns, super_columns, importance, spread)
+    _, high = rows.integer_range(code)
+    blocks = _SubBlocks(weight, columns, super_columns, importance, spread)
 
     def fit(x: Floats, by: Floats | None) -> tuple[Floats, ...]:
         if by is not None:
@@ -40,13 +40,13 @@ def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scal
         return search.fit_counts(x, search.sizes(x, plain), high, first, step, steps, plain)
 
     scales, mins, low, inverse = blocks.fit(fit)
-    d, sc = blocks.positive(scales, super_scale, rows.ends(scale)[1])
-    dm, mn = blocks.positive(-mins, super_min, rows.ends(min)[1])
+    d, sc = blocks.positive(scales, super_scale, rows.integer_range(scale)[1])
+    dm, mn = blocks.positive(-mins, super_min, rows.integer_range(min)[1])
     less = blocks.units(dm, mn)
     codes = blocks.codes(code, blocks.units(d, sc),
                          lambda x, unit, at: search.clip(search.nearest((x + less[at]) / unit), 0, high),
                          lambda x, at: search.counts(x, low[at], inverse[at], high))
-    return (codes, rows.field(sc, scale, weight, columns), rows.field(mn, min, weight, columns), d, dm)
+    return (codes, rows.field_of_blocks(sc, scale, weight, columns), rows.field_of_blocks(mn, min, weight, columns), d, dm)
 
 
 @scheme
@@ -62,9 +62,9 @@ def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, c
     importance * sqrt(spread * mean square of the super-block + w^2), and the steps of scales are searched, too.
     The bytes are ggml's.  Works on the CPU, wherever the weight is.
     """
-    low, high = rows.ends(code, offset)
-    least, most = rows.ends(scale, scale_offset)
-    blocks = _Blocks(weight, columns, super_columns, importance, spread)
+    low, high = rows.integer_range(code, offset)
+    least, most = rows.integer_range(scale, scale_offset)
+    blocks = _SubBlocks(weight, columns, super_columns, importance, spread)
     exchanged = by == "exchange" and importance is None
     if exchanged:
         [scales] = blocks.fit(lambda x, _: search.fit_exchange(x, low, high)[:1])
@@ -83,20 +83,20 @@ def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, c
 
     codes = blocks.codes(code, blocks.units(d, sc), lambda x, unit, _: search.clip(search.nearest(x / unit), low, high), kept,
                          offset)
-    return codes, rows.field(sc + np.float32(scale_offset), scale, weight, columns), d
+    return codes, rows.field_of_blocks(sc + np.float32(scale_offset), scale, weight, columns), d
 
 
-class _Blocks:
+class _SubBlocks:
     """The super-blocks of a weight.  What belongs to sub-blocks is flat, in order."""
 
     def __init__(self, weight: Tensor, columns: int, super_columns: int, importance: Tensor | None, spread: float) -> None:
-        x = rows.cut(weight, super_columns)
+        x = rows.split_blocks(weight, super_columns)
         self.weight, self.supers = weight, len(x)
         self.parts: Floats = x.reshape(-1, columns)
         self.counts: Floats | None = None
         if importance is not None:
-            every = rows.cut(importance.expand_as(weight), super_columns)
-            self.counts = rows.counts(x, every, spread).reshape(-1, columns)
+            every = rows.split_blocks(importance.expand_as(weight), super_columns)
+            self.counts = rows.error_weights(x, every, spread).reshape(-1, columns)
 
     def fit(self, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]]) -> tuple[Floats, ...]:
         """What `fit` finds for sub-blocks."""
@@ -109,7 +109,7 @@ class _Blocks:
         """
         values = np.maximum(self.by_super(scales), search.ZERO)
         if self.counts is not None:
-            exact, steps = search.fit_positive(values, self.by_super(search.sums(rows.transposed(self.counts))), most)
+            exact, steps = search.fit_positive(values, self.by_super(search.sum_blocks(rows.transposed(self.counts))), most)
         else:
             largest = values.max(axis=0)
             inverse = np.where(largest > 0, search.over(most, largest), search.ZERO)
@@ -120,7 +120,7 @@ class _Blocks:
         """(super-scales, steps least to most) of least error, by the importance of sub-blocks."""
         assert self.counts is not None
         values = self.by_super(scales)
-        exact, inverse = search.fit_signed(values, self.by_super(search.sums(rows.transposed(self.counts))), least, most)
+        exact, inverse = search.fit_signed(values, self.by_super(search.sum_blocks(rows.transposed(self.counts))), least, most)
         return self.stored(exact, kind), search.signed_or_least(values, inverse, least, most).T.ravel()
 
     def signed(self, scales: Floats, kind: str, least: int, most: int, tiny: bool) -> tuple[Tensor, Floats, Places]:
@@ -141,7 +141,7 @@ class _Blocks:
 
     def stored(self, exact: Floats, kind: str) -> Tensor:
         """Super-scales [N, super-blocks of a row] as they are stored."""
-        return stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
+        return cast_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
             self.weight.device)
 
     def units(self, supers: Tensor, steps: Floats) -> Floats:
@@ -158,4 +158,4 @@ class _Blocks:
                 codes[:, without_unit] = kept(x[:, without_unit], without_unit + at.start)
             return codes + np.float32(offset)
 
-        return rows.field(rows.codes(self.parts, chosen, kind), kind, self.weight)
+        return rows.field_of_blocks(rows.find_codes(self.parts, chosen, kind), kind, self.weight)

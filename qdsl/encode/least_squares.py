@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import join_blocks, shaped, stored_scale
-from qdsl.encode.rows import ELEMENTS, cut
+from qdsl.encode.blocks import cast_scale, join_blocks, shaped
+from qdsl.encode.rows import ELEMENTS, split_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
@@ -38,10 +38,10 @@ def least_squares(weight: Tensor, *, code: str, scale: str, rows: int, columns: 
     columns = min(columns, weight.shape[1])
     blocks = _Blocks(weight, rows, columns, columns, importance)
     tables = _tables(values, code, sign, choice)
-    parts = [_search(x, by, tables, lambda exact: _rounded(exact, scale), scale != "e8m0") for x, by in blocks.batches(1)]
+    parts = [_find_best(x, by, tables, lambda exact: _round_scales(exact, scale), scale != "e8m0") for x, by in blocks.batches(1)]
     scales, choices, codes = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
-    stored = shaped(stored_scale(blocks.shared(scales).float(), scale), axes).contiguous()
-    return *_codes(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, axes), stored.to(weight.device)
+    stored = shaped(cast_scale(blocks.shared(scales).float(), scale), axes).contiguous()
+    return *_split_signs(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, axes), stored.to(weight.device)
 
 
 @scheme
@@ -59,12 +59,12 @@ def least_squares_nested(weight: Tensor, *, code: str, scale: str, super_scale: 
     per = -(-min(super_columns, weight.shape[1]) // columns)
     blocks = _Blocks(weight, 1, columns, per * columns, importance)
     tables = _tables(values, code, sign, choice)
-    parts = [_nested(x, by, tables, np.array(steps), per, lambda exact: _rounded(exact, super_scale)) for x, by in
+    parts = [_search_nested(x, by, tables, np.array(steps), per, lambda exact: _round_scales(exact, super_scale)) for x, by in
              blocks.batches(per)]
     above, scales, choices, codes = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
-    supers = stored_scale(torch.from_numpy(above).float().view(weight.shape[0], 1, -1, 1), super_scale)
+    supers = cast_scale(torch.from_numpy(above).float().view(weight.shape[0], 1, -1, 1), super_scale)
     stored = shaped(blocks.shared(scales + kind.low).to(torch_dtype(scale)), 2).contiguous()
-    return (*_codes(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, 2), stored.to(weight.device),
+    return (*_split_signs(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, 2), stored.to(weight.device),
             shaped(supers, super_axes).contiguous().to(weight.device))
 
 
@@ -73,9 +73,9 @@ class _Blocks:
 
     def __init__(self, weight: Tensor, rows: int, columns: int, spread: int, importance: Tensor | None) -> None:
         self.rows, self.columns, self.weight = min(rows, weight.shape[0]), columns, weight
-        self.x = cut(weight, spread, self.rows).reshape(-1, self.rows * columns)
+        self.x = split_blocks(weight, spread, self.rows).reshape(-1, self.rows * columns)
         counts = None if importance is None else importance.float().expand(weight.shape)
-        self.counts = None if counts is None else cut(counts, spread, self.rows).reshape(self.x.shape)
+        self.counts = None if counts is None else split_blocks(counts, spread, self.rows).reshape(self.x.shape)
 
     def batches(self, multiple: int) -> Iterator[tuple[Doubles, Doubles | None]]:
         """Weights and error weights [elements, blocks], in batches of a multiple of `multiple` blocks."""
@@ -100,7 +100,7 @@ def _transposed(blocks: npt.NDArray[np.float32]) -> Doubles:
     return np.ascontiguousarray(blocks.T, np.float64)
 
 
-def _codes(codes: Tensor, code: str, sign: str | None) -> list[Tensor]:
+def _split_signs(codes: Tensor, code: str, sign: str | None) -> list[Tensor]:
     """Indices into a choice's values as codes, and as signs if there are any."""
     kind = number(code)
     assert kind is not None
@@ -115,7 +115,7 @@ def _choices(blocks: _Blocks, choices: Places, choice: str | None, axes: int) ->
     return [] if choice is None else [chosen.to(blocks.weight.device)]
 
 
-def _rounded(exact: Doubles, kind: str) -> Doubles:
+def _round_scales(exact: Doubles, kind: str) -> Doubles:
     """Scales in their stored type; powers of two are rounded down."""
     if kind == "e8m0":
         fraction, exponent = np.frexp(exact)
@@ -123,7 +123,7 @@ def _rounded(exact: Doubles, kind: str) -> Doubles:
     return torch.from_numpy(exact).float().to(FLOATS[kind]).double().numpy()
 
 
-class _Table:
+class _SortedValues:
     """Rising values, the code of each, and the midpoints between adjacent ones."""
 
     def __init__(self, values: Sequence[float]) -> None:
@@ -156,33 +156,33 @@ class _Table:
 def _errors(x: Doubles, by: Doubles | None, decoded: Doubles) -> Doubles:
     """The squared error of every block for these decoded values."""
     square = (x - decoded) ** 2
-    return _sums(square if by is None else by * square)
+    return _block_sums(square if by is None else by * square)
 
 
-def _tables(values: Sequence[float], code: str, sign: str | None, choice: str | None) -> list[_Table]:
+def _tables(values: Sequence[float], code: str, sign: str | None, choice: str | None) -> list[_SortedValues]:
     kinds = [number(name) for name in (code, sign) if name is not None]
     size = 1 << sum(kind.bits for kind in kinds if kind is not None)
-    return [_Table(values[start:start + size]) for start in range(0, len(values), size)]
+    return [_SortedValues(values[start:start + size]) for start in range(0, len(values), size)]
 
 
-def _sums(values: Doubles) -> Doubles:
+def _block_sums(values: Doubles) -> Doubles:
     """The sum of every block, one element after the other."""
     if values.shape[1] == 1:                                     # numpy would sum a single column in pairs
         return np.asarray(np.add.accumulate(values, axis=0)[-1])
     return np.asarray(np.add.reduce(np.ascontiguousarray(values), axis=0))
 
 
-def _search(x: Doubles, by: Doubles | None, tables: Sequence[_Table], rounded: Callable[[Doubles], Doubles],
-            is_signed: bool) -> tuple[Doubles, Places, Places]:
+def _find_best(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValues], rounded: Callable[[Doubles], Doubles],
+               is_signed: bool) -> tuple[Doubles, Places, Places]:
     """(scales, choices, codes) of least error per block, the first among equals; an overflowing scale if all overflow."""
-    trials = [_trial(x, by, table, rounded, is_signed) for table in tables]
+    trials = [_search_scales(x, by, table, rounded, is_signed) for table in tables]
     choices = np.stack([error for _, error in trials]).argmin(0)
     scales = np.take_along_axis(np.stack([scale for scale, _ in trials]), choices[None], 0)[0]
-    return scales, choices, _nearest(x, tables, choices, scales)[0]
+    return scales, choices, _nearest_codes(x, tables, choices, scales)[0]
 
 
-def _trial(x: Doubles, by: Doubles | None, table: _Table, rounded: Callable[[Doubles], Doubles], is_signed: bool,
-           ) -> tuple[Doubles, Doubles]:
+def _search_scales(x: Doubles, by: Doubles | None, table: _SortedValues, rounded: Callable[[Doubles], Doubles], is_signed: bool,
+                   ) -> tuple[Doubles, Doubles]:
     """The scales of least error of blocks with one table, and the errors."""
     scales = rounded(next(table.extremes(x, is_signed)))
     error = np.where(np.isfinite(scales), np.inf, -np.inf)       # overflows are refused when the scale is stored
@@ -197,22 +197,22 @@ def _trial(x: Doubles, by: Doubles | None, table: _Table, rounded: Callable[[Dou
         for ratio in RATIOS:
             keep_better(extreme * ratio)
     for _ in range(ROUNDS):
-        keep_better(_fit(x, by, table.values[table.nearest(x, scales)]))
+        keep_better(_fit_scales(x, by, table.values[table.nearest(x, scales)]))
     return scales, error
 
 
-def _fit(x: Doubles, by: Doubles | None, values: Doubles) -> Doubles:
+def _fit_scales(x: Doubles, by: Doubles | None, values: Doubles) -> Doubles:
     """The least-squares scales for values; 0 if all of them are 0."""
     weighted = values if by is None else by * values
-    square = _sums(weighted * values)
-    return np.divide(_sums(weighted * x), square, out=np.zeros_like(square), where=square > 0)
+    square = _block_sums(weighted * values)
+    return np.divide(_block_sums(weighted * x), square, out=np.zeros_like(square), where=square > 0)
 
 
-def _nested(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doubles, per: int,
-            rounded: Callable[[Doubles], Doubles]) -> tuple[Doubles, Places, Places, Places]:
+def _search_nested(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValues], steps: Doubles, per: int,
+                   rounded: Callable[[Doubles], Doubles]) -> tuple[Doubles, Places, Places, Places]:
     """(super-scales, scales, choices, codes) of blocks, `per` of which share a super-scale."""
     is_signed = bool(steps.min() < 0 < steps.max())              # a block's step cannot have another sign than all steps
-    alone = _search(x, by, tables, lambda exact: exact, is_signed)[0]
+    alone = _find_best(x, by, tables, lambda exact: exact, is_signed)[0]
     supers = alone.reshape(-1, per)
     largest = np.take_along_axis(supers, np.abs(supers).argmax(1)[:, None], 1)[:, 0]
     above = rounded(largest / np.abs(steps).max())
@@ -220,8 +220,8 @@ def _nested(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Dou
     places, choices = np.zeros(x.shape[1], np.int64), np.zeros(x.shape[1], np.int64)
     for end in (steps.max(), steps.min()):
         trial = rounded(largest / end) if end else above
-        new_places, new_choices, errors = _steps(x, by, tables, steps, alone, trial.repeat(per))
-        total = _sums(errors.reshape(-1, per).T)
+        new_places, new_choices, errors = _choose_steps(x, by, tables, steps, alone, trial.repeat(per))
+        total = _block_sums(errors.reshape(-1, per).T)
         better = total < best
         best, above = np.where(better, total, best), np.where(better, trial, above)
         changed = better.repeat(per)
@@ -231,17 +231,17 @@ def _nested(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Dou
         return blocks.T.reshape(len(best), -1).T
 
     for _ in range(ROUNDS):
-        values = steps[places] * _nearest(x, tables, choices, above.repeat(per) * steps[places])[1]
-        trial = rounded(_fit(joined(x), None if by is None else joined(by), joined(values)))
+        values = steps[places] * _nearest_codes(x, tables, choices, above.repeat(per) * steps[places])[1]
+        trial = rounded(_fit_scales(joined(x), None if by is None else joined(by), joined(values)))
         scales = trial.repeat(per) * steps[places]
-        total = _sums(_errors(x, by, scales * _nearest(x, tables, choices, scales)[1]).reshape(-1, per).T)
+        total = _block_sums(_errors(x, by, scales * _nearest_codes(x, tables, choices, scales)[1]).reshape(-1, per).T)
         better = total < best
         best, above = np.where(better, total, best), np.where(better, trial, above)
-    return above, places, choices, _nearest(x, tables, choices, above.repeat(per) * steps[places])[0]
+    return above, places, choices, _nearest_codes(x, tables, choices, above.repeat(per) * steps[places])[0]
 
 
-def _steps(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doubles, alone: Doubles, above: Doubles,
-           ) -> tuple[Places, Places, Doubles]:
+def _choose_steps(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValues], steps: Doubles, alone: Doubles, above: Doubles,
+                  ) -> tuple[Places, Places, Doubles]:
     """(scales, choices, errors) of blocks with these super-scales: the step below or above a block's separately fitted scale."""
     order = steps.argsort(kind="stable")
     near = np.searchsorted(steps[order], np.divide(alone, above, out=np.zeros_like(alone), where=above != 0))
@@ -256,7 +256,7 @@ def _steps(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doub
     return places, choices, error
 
 
-def _nearest(x: Doubles, tables: Sequence[_Table], choices: Places, scales: Doubles) -> tuple[Places, Doubles]:
+def _nearest_codes(x: Doubles, tables: Sequence[_SortedValues], choices: Places, scales: Doubles) -> tuple[Places, Doubles]:
     """(codes, values) nearest to weights, in the table that each block has chosen."""
     codes, values = np.zeros(x.shape, np.int64), np.zeros(x.shape)
     for choice, table in enumerate(tables):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.encode import rows, search
-from qdsl.encode.blocks import stored_scale
+from qdsl.encode.blocks import cast_scale
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.tables import Table
@@ -40,40 +40,42 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
     columns, super_columns: the weights of a sub-block and of a super-block, whose mean square is used with an importance.  The
     scale of largest magnitude, the first among equals, becomes the least code.  Everything else is as in `block_levels`.
     """
-    least, most = rows.ends(scale, scale_offset)
+    least, most = rows.integer_range(scale, scale_offset)
     blocks = _Blocks(weight, columns, super_columns, levels, importance)
     blocks.stored(blocks.scales, "f32")                          # a NaN would be skipped in the search for the largest
     scales = rows.transposed(blocks.scales.reshape(-1, super_columns // columns))
     exact = search.extremes(scales) / np.float32(least)
     steps = search.clip(search.nearest(search.inverse(exact) * scales), least, most)
     codes = blocks.codes(search.inverse((exact * steps).T.ravel()), code)
-    return codes, rows.field(steps.T + np.float32(scale_offset), scale, weight, columns), blocks.stored(exact, super_scale)
+    chosen = rows.field_of_blocks(steps.T + np.float32(scale_offset), scale, weight, columns)
+    return codes, chosen, blocks.stored(exact, super_scale)
 
 
 class _Blocks:
     """The blocks of a weight and their unrounded scales; `spread` columns share a mean square."""
 
     def __init__(self, weight: Tensor, columns: int, spread: int, levels: Table, importance: Tensor | None) -> None:
-        self.weight, self.levels = weight, _Levels(levels)
-        wide = rows.cut(weight, spread)
+        self.weight, self.levels = weight, _LevelTable(levels)
+        wide = rows.split_blocks(weight, spread)
         self.x: Floats = wide.reshape(-1, columns)
         counts = None
         if importance is not None:
-            counts = rows.counts(wide, rows.cut(importance.expand_as(weight), spread), SPREAD).reshape(-1, columns)
-        [self.scales] = rows.fit_blocks(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
+            own = rows.split_blocks(importance.expand_as(weight), spread)
+            counts = rows.error_weights(wide, own, SPREAD).reshape(-1, columns)
+        [self.scales] = rows.fit_blocks(self.x, counts, lambda x, by: (_fit_scale(x, x * x if by is None else by, self.levels),))
 
     def codes(self, inverse: Floats, kind: str) -> Tensor:
         """The codes of weights times `inverse`, one for each block."""
-        codes = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
-        return rows.field(codes, kind, self.weight)
+        codes = rows.find_codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
+        return rows.field_of_blocks(codes, kind, self.weight)
 
     def stored(self, exact: Floats, kind: str) -> Tensor:
         """Scales [N, blocks of a row] as they are stored."""
-        return stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
+        return cast_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
             self.weight.device)
 
 
-class _Levels:
+class _LevelTable:
     """A table of rising integers, and its nearest entry for a value, ties upward.
 
     A midpoint of two integers is a multiple of a half, so the floor of twice a value decides its side of every midpoint.
@@ -102,7 +104,7 @@ class _Levels:
         return places
 
 
-def _fit(x: Floats, counts: Floats, levels: _Levels) -> Floats:
+def _fit_scale(x: Floats, counts: Floats, levels: _LevelTable) -> Floats:
     """The scale of least weighted squares among 16 that map a block's extreme weight to about the first level.
 
     A tiny block has a scale of 0.
@@ -115,8 +117,8 @@ def _fit(x: Floats, counts: Floats, levels: _Levels) -> Floats:
     def fitted(inverse: Floats) -> tuple[Floats, Floats]:
         levels.nearest(np.multiply(x, inverse, out=work), value)
         np.multiply(counts, value, out=work)
-        square = search.sums(np.multiply(value, work, out=value))
-        return search.sums(np.multiply(work, x, out=work)), square
+        square = search.sum_blocks(np.multiply(value, work, out=value))
+        return search.sum_blocks(np.multiply(work, x, out=work)), square
 
     first = levels.values[0]
     across, square = fitted(search.over(1, -extreme / first))

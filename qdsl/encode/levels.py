@@ -28,16 +28,16 @@ def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: i
     blocks = cut_blocks(weight.float(), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     top = max(abs(number) for number in level.numbers) * factor
-    stored = _power(largest, top) if scale == "e8m0h" else _ue4m3(largest / top)
+    stored = _power(largest, top) if scale == "e8m0h" else _ue4m3_codes(largest / top)
     unit = VALUES[scale](stored) * factor
-    codes = _nearest(blocks, unit, level)
+    codes = _nearest_codes(blocks, unit, level)
     # Beyond twice the largest level errors are rounded, and ggml takes the first of equals; a level that overflows is infinitely
     # far.
     reach = top / factor * unit
     far = (largest > 2 * reach) | torch.isinf(reach)
     if bool(far.any()):
         far = far.expand_as(blocks)
-        codes[far] = _first_least(blocks[far], unit.expand_as(blocks)[far], level)
+        codes[far] = _least_error_codes(blocks[far], unit.expand_as(blocks)[far], level)
     return join_blocks(codes, *weight.shape), shaped(stored, axes).contiguous()
 
 
@@ -47,7 +47,7 @@ def _power(largest: Tensor, top: float) -> Tensor:
     return torch.where(largest > 0, (exponent + 128).clamp_(0, 255), 0).to(torch.uint8)
 
 
-def _ue4m3(values: Tensor) -> Tensor:
+def _ue4m3_codes(values: Tensor) -> Tensor:
     """Codes of ggml's unsigned E4M3: ties go up, at most to 7 below its normal numbers, and values from 256 on become 448."""
     bits = values.view(torch.int32)
     normal = (bits + (1 << 19) >> 20) - (120 << 3)               # the exponent, biased by 7, and three mantissa bits
@@ -57,7 +57,7 @@ def _ue4m3(values: Tensor) -> Tensor:
 
 
 @np.errstate(over="ignore")
-def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
+def _nearest_codes(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
     """Codes by the midpoints between adjacent levels; a weight on a midpoint gets the first such code of the table."""
     first = {number: i for i, number in reversed(list(enumerate(level.numbers)))}
     order = sorted(first)
@@ -70,7 +70,7 @@ def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
     return codes.index_select(0, torch.from_numpy(place).flatten().int()).view(blocks.shape).to(blocks.device)
 
 
-def _first_least(values: Tensor, unit: Tensor, level: Table) -> Tensor:
+def _least_error_codes(values: Tensor, unit: Tensor, level: Table) -> Tensor:
     """Codes of least error in float32; the first among equals."""
     best, codes = (level.numbers[0] * unit - values).abs(), torch.zeros_like(values, dtype=torch.uint8)
     for code, number in enumerate(level.numbers[1:], 1):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.encode import search
-from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shaped, stored_scale
-from qdsl.encode.rows import ends, searched
+from qdsl.encode.blocks import arithmetic, cast_scale, codes, cut_blocks, join_blocks, shaped
+from qdsl.encode.rows import integer_range, search_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
@@ -43,12 +43,12 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
         steps = (kind.high - kind.low) // 2 if symmetric else kind.high - kind.low
         exact = (torch.maximum(high, -low) if symmetric else high - low).clamp(min=LEAST) / steps
     elif span == "signed":
-        exact, low = _signed(low, high, symmetric, kind.high - kind.low)
+        exact, low = _signed_step(low, high, symmetric, kind.high - kind.low)
     else:
-        exact, low = _with_zero(low, high, symmetric, span, kind.high - kind.low)
+        exact, low = _step_with_zero(low, high, symmetric, span, kind.high - kind.low)
     none = exact == 0
     exact = torch.where(none, torch.finfo(exact.dtype).eps, exact) if span == "full" else exact
-    stored = stored_scale(exact, scale)
+    stored = cast_scale(exact, scale)
     used = exact if by == "exact" else stored.to(exact.dtype)
     used = torch.where(used == 0, torch.ones_like(used), used)
     middle = (kind.high - kind.low + 1) // 2 + kind.low
@@ -66,7 +66,7 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
         shaped(stored, axes).contiguous()
 
 
-def _with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int) -> tuple[Tensor, Tensor]:
+def _step_with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int) -> tuple[Tensor, Tensor]:
     """A step of a range with zero in it, and the range's begin."""
     empty = (low == 0) & (high == 0)
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -78,7 +78,7 @@ def _with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int
     return (high - low) / steps, low
 
 
-def _signed(low: Tensor, high: Tensor, symmetric: bool, steps: int) -> tuple[Tensor, Tensor]:
+def _signed_step(low: Tensor, high: Tensor, symmetric: bool, steps: int) -> tuple[Tensor, Tensor]:
     """The same of a range whose step is at least the dtype's epsilon, and of symmetric codes may be negative."""
     if symmetric:
         step = torch.where(-low >= high, -low, -high) / ((steps + 1) // 2)
@@ -98,7 +98,7 @@ def scaled_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, 
     """
     chosen, points, scales = minmax(weight, code=code, zero=code, scale=scale, rows=rows, columns=columns, axes=axes, by="exact",
                                     span="tight")
-    return chosen, stored_scale(-(scales.float() * points.float()), zero), scales
+    return chosen, cast_scale(-(scales.float() * points.float()), zero), scales
 
 
 @scheme
@@ -108,10 +108,10 @@ def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, column
 
     importance [K]: scale and min are searched for, as `searched` says.
     """
-    _, high = ends(code)
+    _, high = integer_range(code)
     if importance is None:
         blocks = cut_blocks(weight.float(), rows, columns, "edge")
-        least = _least(blocks)
+        least = _least_value(blocks)
         exact = (blocks.amax((1, 3), keepdim=True) - least).abs() / high        # of zeros +0, whatever their signs
         inverse = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
         # A scale whose reciprocal overflows is stored as 0; ggml's codes are then 0.
@@ -122,8 +122,8 @@ def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, column
             scale, least, low, inverse = search.fit_counts(x, by, high, *search.IMPORTANT)
             return search.counts(x, low, inverse, high), scale, least
 
-        chosen, exact, least = searched(weight, importance, rows, columns, code, fit)
-    stored, kept = stored_scale(exact, scale), stored_scale(least, min)
+        chosen, exact, least = search_blocks(weight, importance, rows, columns, code, fit)
+    stored, kept = cast_scale(exact, scale), cast_scale(least, min)
     return chosen, shaped(stored, axes).contiguous(), shaped(kept, axes).contiguous()
 
 
@@ -134,7 +134,7 @@ def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, c
 
     A scale is negative where that end is the largest weight.  Codes are by the exact scale and min.
     """
-    _, highest = ends(code)
+    _, highest = integer_range(code)
     blocks = cut_blocks(weight.float(), rows, columns, "edge")
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     is_low = low.abs() > high.abs()
@@ -145,10 +145,10 @@ def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, c
     exact = torch.where(steps != 0, edge / steps, step)
     least = torch.where(steps != 0, edge, 0)
     chosen = join_blocks(codes((blocks - least) / exact, code, "even"), *weight.shape)
-    return chosen, shaped(stored_scale(exact, scale), axes).contiguous(), shaped(stored_scale(least, min), axes).contiguous()
+    return chosen, shaped(cast_scale(exact, scale), axes).contiguous(), shaped(cast_scale(least, min), axes).contiguous()
 
 
-def _least(blocks: Tensor) -> Tensor:
+def _least_value(blocks: Tensor) -> Tensor:
     """The least value of every block; of zeros, the first."""
     least = blocks.amin((1, 3), keepdim=True)
     zero = least == 0
@@ -172,7 +172,7 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
     inverse = torch.where(high - low > 1e-4, kind.high / (high - low), 1).clamp_(max=2e4)
     zeros = -low * inverse
     chosen = (blocks * inverse + zeros).round_().clamp_(0, kind.high).to(torch.uint8)
-    stored = [shaped(stored_scale(exact, scale), axes).contiguous() for exact in (zeros, 1 / inverse)]
+    stored = [shaped(cast_scale(exact, scale), axes).contiguous() for exact in (zeros, 1 / inverse)]
     return join_blocks(chosen, *weight.shape), stored[0], stored[1]
 
 
@@ -189,8 +189,8 @@ def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int,
     assert kind is not None
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     exact = ((high - low) / float(kind.high)).clamp_(min=torch.finfo(FLOATS[scale]).smallest_normal)
-    stored = stored_scale(exact, scale)
-    kept = stored_scale(low + exact * offset, zero)
+    stored = cast_scale(exact, scale)
+    kept = cast_scale(low + exact * offset, zero)
     by = stored.to(exact.dtype)
     chosen = codes((blocks - (kept.to(exact.dtype) - by * offset)) / by, code, "even")
     kept = -kept if negated else kept

@@ -39,7 +39,7 @@ def fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32]
 
     tops: the ranges that are tried, in steps.
     """
-    return _fits("fit_counts", x, weights, (float(high),), tops, (int(magnitudes),), 4)
+    return _fit_in_c("fit_counts", x, weights, (float(high),), tops, (int(magnitudes),), 4)
 
 
 def fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[np.float32]) -> tuple[Floats, ...] | None:
@@ -47,7 +47,7 @@ def fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[n
 
     ends: where the extreme value of a block is tried, in steps.
     """
-    return _fits("fit_signed", x, weights, (float(low), float(high)), ends, (), 2)
+    return _fit_in_c("fit_signed", x, weights, (float(low), float(high)), ends, (), 2)
 
 
 def scaled_codes(values: Tensor, columns: int, divisor: float, with_sign: bool, offset: int, ends: tuple[int, int], ties: str,
@@ -78,8 +78,8 @@ def choose_columns(numbers: Tensor, inner: Tensor, first: Tensor, factor: Tensor
     return True
 
 
-def _fits(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried: Sequence[np.float32], flags: tuple[int, ...],
-          results: int) -> tuple[Floats, ...] | None:
+def _fit_in_c(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried: Sequence[np.float32], flags: tuple[int, ...],
+              results: int) -> tuple[Floats, ...] | None:
     """What a search finds for blocks [elements, blocks] and the weights of their errors; None where numpy is to do it."""
     functions = _functions()
     if functions is None or not 0 < len(x) <= ELEMENTS:
@@ -92,11 +92,11 @@ def _fits(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried:
 
 def _functions() -> CFunctions | None:
     """The functions of search.c; None without a compiler, or if QDSL_CPU_COMPILE forbids it."""
-    return None if library.setting() == "never" else _compiled()
+    return None if library.setting() == "never" else _compile()
 
 
 @cache
-def _compiled() -> CFunctions | None:
+def _compile() -> CFunctions | None:
     source = SOURCE.read_text(encoding="utf-8")
     try:
         return CFunctions(library.load(source, library.machine_options(torch.backends.cpu.get_cpu_capability())), source)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.encode.blocks import codes, cut_blocks, join_blocks, shaped, stored_scale
-from qdsl.encode.rows import cut
+from qdsl.encode.blocks import cast_scale, codes, cut_blocks, join_blocks, shaped
+from qdsl.encode.rows import split_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.packed import UnrepresentableValue
@@ -42,15 +42,15 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
     if `divided`.
     """
     blocks = cut_blocks(weight.float(), rows, columns)
-    lengths = (_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
+    lengths = (_block_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
     count = torch.outer(*lengths).to(weight.device)[:, None, :, None]
     mean = (blocks.abs().sum((1, 3), keepdim=True, dtype=torch.float64) / count).float().clamp_(min=LEAST)
     inverse = 1 / mean
     chosen = codes((blocks * inverse).round_().clamp_(-1, 1), code, "even", 1)
-    return join_blocks(chosen, *weight.shape), shaped(stored_scale(inverse if divided else mean, scale), axes).contiguous()
+    return join_blocks(chosen, *weight.shape), shaped(cast_scale(inverse if divided else mean, scale), axes).contiguous()
 
 
-def _lengths(length: int, size: int) -> Tensor:
+def _block_lengths(length: int, size: int) -> Tensor:
     """The lengths of an axis's blocks; the last one may be shorter."""
     lengths = torch.full((-(-length // size),), size, dtype=torch.float64, device="cpu")
     lengths[-1:] -= -length % size
@@ -64,6 +64,6 @@ def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, 
     Magnitudes are added one by one in float32 (ggml).
     """
     with np.errstate(over="ignore"):
-        total = np.add.accumulate(np.abs(cut(weight, columns, rows)), axis=1)[:, -1]
+        total = np.add.accumulate(np.abs(split_blocks(weight, columns, rows)), axis=1)[:, -1]
     exact = torch.from_numpy(total / np.float32(rows * columns)).view(-(-weight.shape[0] // rows), 1, -1, 1)
-    return (weight >= 0).byte(), shaped(stored_scale(exact, scale).to(weight.device), axes).contiguous()
+    return (weight >= 0).byte(), shaped(cast_scale(exact, scale).to(weight.device), axes).contiguous()

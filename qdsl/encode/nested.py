@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped, stored_scale
+from qdsl.encode.blocks import cast_scale, codes, cut_blocks, join_blocks, quotients, shaped
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import UnrepresentableValue
@@ -69,7 +69,7 @@ def progressive(weight: Tensor, *, code: str, scale: str, zero: str, super_scale
     assert kind is not None and step is not None
     n, k = weight.shape
     above = cut_blocks(weight.float(), 1, min(super_columns, k))
-    supers = stored_scale(above.abs().amax((1, 3), keepdim=True) / divisor, super_scale)
+    supers = cast_scale(above.abs().amax((1, 3), keepdim=True) / divisor, super_scale)
     supers = torch.where(supers == 0, 1, supers)
     whole = (above / supers.float()).round_().clamp_(-divisor, divisor)
     blocks = cut_blocks(join_blocks(whole, n, k), 1, columns)

@@ -18,14 +18,14 @@ from qdsl.runtime.weight.match import torch_dtype
 ELEMENTS = 1 << 17                                               # elements to search together: their arrays fit a cache
 
 
-def cut(weight: Tensor, columns: int, rows: int = 1) -> Floats:
+def split_blocks(weight: Tensor, columns: int, rows: int = 1) -> Floats:
     """[N, K] as [blocks, elements] in float32, with zeros where the last blocks are short."""
     blocks = cut_blocks(weight.float(), rows, columns).permute(0, 2, 1, 3)
     cut_rows: Floats = blocks.reshape(-1, rows * columns).cpu().numpy()
     return cut_rows
 
 
-def counts(x: Floats, importance: Floats, spread: float) -> Floats:
+def error_weights(x: Floats, importance: Floats, spread: float) -> Floats:
     """The weights of squared errors: importance * sqrt(spread * mean square of the row + x^2); only importance for spread 0."""
     if not spread:
         return importance
@@ -48,8 +48,8 @@ def fit_blocks(blocks: Floats, weights: Floats | None, fit: Callable[[Floats, Fl
     return tuple(np.concatenate(values) for values in zip(*fits, strict=True))
 
 
-def searched(weight: Tensor, importance: Tensor, rows: int, columns: int, code: str,
-             fit: Callable[[Floats, Floats], tuple[Floats, ...]]) -> tuple[Tensor, ...]:
+def search_blocks(weight: Tensor, importance: Tensor, rows: int, columns: int, code: str,
+                  fit: Callable[[Floats, Floats], tuple[Floats, ...]]) -> tuple[Tensor, ...]:
     """(codes [N, K], scales and further results as blocks [R, 1, C, 1]) that `fit` returns for blocks of rows and columns.
 
     fit: takes weights [elements, blocks] and the weights of their squared errors, importance [K] * sqrt(mean square of the row +
@@ -61,9 +61,9 @@ def searched(weight: Tensor, importance: Tensor, rows: int, columns: int, code: 
         return codes.T, *values
 
     n, k = weight.shape
-    count = torch.from_numpy(counts(weight.float().cpu().numpy(), importance.cpu().numpy(), 1))
+    count = torch.from_numpy(error_weights(weight.float().cpu().numpy(), importance.cpu().numpy(), 1))
     with np.errstate(all="ignore"):
-        codes, *values = fit_blocks(cut(weight, columns, rows), cut(count, columns, rows), fitted)
+        codes, *values = fit_blocks(split_blocks(weight, columns, rows), split_blocks(count, columns, rows), fitted)
     whole = torch.from_numpy(codes.astype(integers(code))).view(-(-n // rows), -(-k // columns), rows, columns)
     chosen = [torch.from_numpy(value).view(len(whole), 1, -1, 1).to(weight.device) for value in values]
     return join_blocks(whole.transpose(1, 2), n, k).to(weight.device), *chosen
@@ -74,7 +74,7 @@ def transposed(blocks: Floats) -> Floats:
     return np.ascontiguousarray(blocks.T)
 
 
-def codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) -> NDArray[Any]:
+def find_codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) -> NDArray[Any]:
     """The codes that `find` returns for blocks [columns, blocks] and their slice, as [blocks, columns] of the integer type."""
     chosen = np.empty(blocks.shape, integers(kind))
     for at in few(blocks):
@@ -87,14 +87,14 @@ def integers(kind: str) -> np.dtype[Any]:
     return torch.empty(0, dtype=torch_dtype(kind), device="cpu").numpy().dtype
 
 
-def field(values: NDArray[Any], kind: str, weight: Tensor, columns: int = 1) -> Tensor:
+def field_of_blocks(values: NDArray[Any], kind: str, weight: Tensor, columns: int = 1) -> Tensor:
     """Values of all blocks as the field with one per `columns` columns of the weight."""
     n, k = weight.shape
     tensor = torch.from_numpy(np.ascontiguousarray(values, integers(kind)))
     return tensor.reshape(n, -1)[:, :-(-k // columns)].contiguous().to(weight.device)
 
 
-def ends(kind: str, offset: int = 0) -> tuple[int, int]:
+def integer_range(kind: str, offset: int = 0) -> tuple[int, int]:
     """The least and largest value of an integer type, minus an offset."""
     number_type = number(kind)
     assert number_type is not None

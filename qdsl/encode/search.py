@@ -24,7 +24,7 @@ _ROUND = np.float32(12582912)                                    # 1.5 * 2^23: a
 _MOST = np.float32(4194303)                                      # up to here those bits are the nearest integer
 
 
-def sums(values: Floats, first: float | None = 0.0) -> Floats:
+def sum_blocks(values: Floats, first: float | None = 0.0) -> Floats:
     """The sum of every block, one element after the other; from the first element where `first` is None."""
     if values.shape[1] > 1 and values.flags.c_contiguous:
         total: Floats = np.add.reduce(values, axis=0, initial=None if first is None else np.float32(first))
@@ -37,11 +37,11 @@ def sums(values: Floats, first: float | None = 0.0) -> Floats:
 def nearest(values: Floats) -> Floats:
     """Nearest integers, ties to even, in place; beyond 2^22 what ggml's bits come to."""
     if values.size and not (values.max() <= _MOST and values.min() >= -_MOST):
-        return wrapped(values)
+        return nearest_wrapped(values)
     return np.rint(values, out=values)
 
 
-def wrapped(values: Floats) -> Floats:
+def nearest_wrapped(values: Floats) -> Floats:
     """`nearest` of any numbers: the low 23 bits of a sum, in place."""
     bits = (values + _ROUND).view(np.int32)
     values[...] = (bits & 0x7FFFFF) - 0x400000
@@ -92,7 +92,7 @@ def least(x: Floats) -> Floats:
 def sizes(x: Floats, plain: bool) -> Floats:
     """Magnitudes; unless plain, plus the root of the block's mean square."""
     size: Floats = np.abs(x)
-    return size if plain else np.add(size, np.sqrt(sums(x * x) / np.float32(len(x))), out=size)
+    return size if plain else np.add(size, np.sqrt(sum_blocks(x * x) / np.float32(len(x))), out=size)
 
 
 # -- w = scale * code + min -------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def fit_counts(x: Floats, weights: Floats, high: int, first: float, step: float,
 
 def _fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32], magnitudes: bool) -> tuple[Floats, ...]:
     top, low = x.max(axis=0), least(x)
-    sum_w, sum_x = sums(weights, None), sums(weights * x, None)
+    sum_w, sum_x = sum_blocks(weights, None), sum_blocks(weights * x, None)
     low[low > 0] = 0
     flat = top == low
     span = np.where(flat, ONE, top - low)
@@ -135,16 +135,16 @@ def _fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32
             np.abs(work, out=work)
         else:
             np.multiply(work, work, out=work)
-        return sums(np.multiply(weights, work, out=work))
+        return sum_blocks(np.multiply(weights, work, out=work))
 
     counts(x, low, inverse, high, codes)
     best = error(scale, low)
     for steps in tops:
         trial = over(steps, span)
         counts(x, low, trial, high, codes)
-        sum_l = sums(np.multiply(weights, codes, out=products))
-        sum_l2 = sums(np.multiply(products, codes, out=work))
-        sum_xl = sums(np.multiply(products, x, out=work))
+        sum_l = sum_blocks(np.multiply(weights, codes, out=products))
+        sum_l2 = sum_blocks(np.multiply(products, codes, out=work))
+        sum_xl = sum_blocks(np.multiply(products, x, out=work))
         d = sum_w * sum_l2 - sum_l * sum_l
         new_low: Floats = np.divide(sum_l2 * sum_x - sum_l * sum_xl, d)
         new_scale: Floats = np.where(new_low > 0, sum_xl / sum_l2, (sum_w * sum_xl - sum_x * sum_l) / d)
@@ -192,9 +192,9 @@ def _fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[
 
     def fitted(inverse: Floats) -> tuple[Floats, Floats]:
         signed(x, inverse, low, high, codes)
-        sum_lx = sums(np.multiply(weighted, codes, out=work))
+        sum_lx = sum_blocks(np.multiply(weighted, codes, out=work))
         np.multiply(weights, codes, out=work)
-        return sum_lx, sums(np.multiply(work, codes, out=work))
+        return sum_lx, sum_blocks(np.multiply(work, codes, out=work))
 
     inverse = over(ends[0], extreme)
     sum_lx, sum_l2 = fitted(inverse)
@@ -217,7 +217,7 @@ def exchange(x: Floats, weights: Floats, codes: Floats, cut: Callable[[Floats], 
     cut: what codes are cut to.  positive: a code is left alone where the others' weighted squares are not above 0.
     """
     weighted = weights * x
-    sum_lx, sum_l2 = sums(weighted * codes), sums(weights * codes * codes)
+    sum_lx, sum_l2 = sum_blocks(weighted * codes), sum_blocks(weights * codes * codes)
     for _ in range(5):
         is_changed = False
         for value, weight, product, code in zip(x, weights, weighted, codes, strict=True):
@@ -255,7 +255,7 @@ def fit_positive(x: Floats, weights: Floats, high: int) -> tuple[Floats, Floats]
 
     def fitted(inverse: Floats) -> Floats:
         difference = x - over(1, inverse) * np.minimum(nearest(inverse * x), np.float32(high))
-        return sums(weights * difference * difference)
+        return sum_blocks(weights * difference * difference)
 
     inverse = over(high, largest)
     best = fitted(inverse)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qdsl.encode.blocks import cast_scale, cut_blocks, join_blocks, shaped
 from qdsl.encode.blocks import codes as to_codes
-from qdsl.encode.blocks import cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.tables import Table
 
@@ -20,8 +20,8 @@ def unit_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int
     """
     blocks = cut_blocks(weight.float(), rows, columns)
     scales = blocks.abs().amax((1, 3), keepdim=True)
-    codes = join_blocks(_codes(blocks * torch.where(scales > 0, 1 / scales, 0), level), *weight.shape)
-    return codes, shaped(stored_scale(scales, scale), axes).contiguous()
+    codes = join_blocks(_nearest_codes(blocks * torch.where(scales > 0, 1 / scales, 0), level), *weight.shape)
+    return codes, shaped(cast_scale(scales, scale), axes).contiguous()
 
 
 @scheme
@@ -39,7 +39,7 @@ def unit_level_nested(weight: Tensor, *, code: str, scale: str, super_scale: str
     return codes, small, large, mean
 
 
-def _codes(values: Tensor, level: Table) -> Tensor:
+def _nearest_codes(values: Tensor, level: Table) -> Tensor:
     """Codes of the nearest levels, of two the lower."""
     order = sorted(range(len(level.numbers)), key=lambda i: level.numbers[i])
     rising = torch.tensor([level.numbers[i] for i in order], dtype=torch.float64, device="cpu")
@@ -58,4 +58,4 @@ def unit_absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: in
     blocks = cut_blocks(weight.float(), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     scaled = torch.where(blocks == 0, 0, blocks * (divisor / largest)).clamp_(-divisor, divisor)
-    return join_blocks(to_codes(scaled, code, "even"), *weight.shape), shaped(stored_scale(largest, scale), axes).contiguous()
+    return join_blocks(to_codes(scaled, code, "even"), *weight.shape), shaped(cast_scale(largest, scale), axes).contiguous()

@@ -80,7 +80,7 @@ def identity(path: Path) -> list[Any]:
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str], part: Path | None = None) -> Iterator[None]:
+def name_in_errors(path: str | os.PathLike[str], part: Path | None = None) -> Iterator[None]:
     """Adds this file name to system errors that name no file, such as those of reads and writes, or that name `part`."""
     try:
         yield
@@ -120,11 +120,11 @@ class _Input(FileIO):
         self._path = path
 
     def readinto(self, buffer: Any) -> int | None:
-        with naming(self._path):
+        with name_in_errors(self._path):
             return super().readinto(buffer)
 
     def readall(self) -> bytes:
-        with naming(self._path):
+        with name_in_errors(self._path):
             return super().readall()
 
 
@@ -261,12 +261,12 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     make_folder(target.parent)
     part = part_of(target, key or secrets.token_hex(8))
     _remove_abandoned(target.parent, _prefix(target), part)
-    with naming(path, part):
+    with name_in_errors(path, part):
         file = _open_locked(part)
     try:
         if key:
             unfinished.begin(part)
-        with naming(path), file:
+        with name_in_errors(path), file:
             if target.exists():
                 system.copy_mode(target, file)
             yield file
@@ -337,7 +337,7 @@ def flush_folder(path: Path) -> None:
     folder = system.open_folder(path)
     if folder is not None:
         try:
-            with naming(path):
+            with name_in_errors(path):
                 os.fsync(folder)
         finally:
             os.close(folder)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from qdsl.host.files import cache_folder, naming
+from qdsl.host.files import cache_folder, name_in_errors
 from qdsl.host.system import READ, replace
 
 UNFINISHED = ".qdsl-"                                            # how the names of files begin that are being written
@@ -55,7 +55,7 @@ def private_bytes(path: Path) -> bytes | None:
         if not path.is_symlink():
             raise
         raise UnsafeCache(f"{path} is a link, and its text is executed; remove it") from None
-    with naming(path), open(file, "rb") as data:
+    with name_in_errors(path), open(file, "rb") as data:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise UnsafeCache(f"{path} is no regular file; remove it")
@@ -67,7 +67,7 @@ def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write a file that only this user can write, atomically: parallel processes write the same bytes."""
     file, part = tempfile.mkstemp(prefix=UNFINISHED, suffix=".part", dir=path.parent)
     try:
-        with naming(path), open(file, "wb") as out:
+        with name_in_errors(path), open(file, "wb") as out:
             out.write(data)
         os.chmod(part, mode)
         replace(Path(part), path)

@@ -37,14 +37,14 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
         yield from map(work, tasks)
         return
     waiting: deque[Future[Result]] = deque()
-    with _pool(jobs, start, arguments) as pool:
+    with _worker_pool(jobs, start, arguments) as pool:
         for task in tasks:
             with system.interrupts_blocked():
                 waiting.append(pool.submit(work, task))
             if len(waiting) > 2 * jobs:
-                yield _result(pool, waiting.popleft())
+                yield _task_result(pool, waiting.popleft())
         while waiting:
-            yield _result(pool, waiting.popleft())
+            yield _task_result(pool, waiting.popleft())
 
 
 def shared_results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int, effort: Callable[[Task], int],
@@ -57,7 +57,7 @@ def shared_results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: 
         yield from map(work, tasks)
         return
     order = sorted(range(len(tasks)), key=lambda place: effort(tasks[place]))
-    with _pool(jobs - 1, start, ()) as pool:
+    with _worker_pool(jobs - 1, start, ()) as pool:
         with system.interrupts_blocked():
             waiting = {place: pool.submit(work, tasks[place]) for place in reversed(order)}
         if start is not None:
@@ -70,7 +70,7 @@ def shared_results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: 
                 except Exception as error:                       # raised when it is this task's turn
                     waiting[place].set_exception(error)
         for place in range(len(tasks)):
-            yield _result(pool, waiting[place])
+            yield _task_result(pool, waiting[place])
 
 
 def call(module: str, function: str, arguments: tuple[Any, ...]) -> Any:
@@ -79,9 +79,9 @@ def call(module: str, function: str, arguments: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
-def _pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> Iterator[ProcessPoolExecutor]:
+def _worker_pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with the block, at once where it fails.  Raises ChildProcessError where one ended by itself."""
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, arguments, progress.shared(jobs)))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker, (start, arguments, progress.shared(jobs)))
     try:
         yield pool
     except BaseException as error:                               # after an interrupt, do not wait for unread results
@@ -97,7 +97,7 @@ def _pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ..
         pool.shutdown(cancel_futures=True)
 
 
-def _result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
+def _task_result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
     """The result of a task.  Raises BrokenExecutor where a process ended, even one that had sent a part of its result.
 
     The pool itself does not see that end, because it waits for the other part.
@@ -108,7 +108,7 @@ def _result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
     return future.result()
 
 
-def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...], counters: progress.Counters | None) -> None:
+def _begin_worker(start: Callable[..., None] | None, arguments: tuple[Any, ...], counters: progress.Counters | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the parent handles it, and ends this process
     Thread(target=_end_with_parent, daemon=True).start()
     progress.join(counters)

@@ -26,7 +26,7 @@ def main() -> None:
 
     _set_limits()
     try:
-        answer = {"text": _rendered(jinja2, request["template"], request["variables"])}
+        answer = {"text": _render(jinja2, request["template"], request["variables"])}
     except MemoryError:
         answer = {"error": f"needs more than {MEMORY >> 20} MiB of memory"}
     except RecursionError:
@@ -47,10 +47,10 @@ def _set_limits() -> None:
             resource.setrlimit(kind, (limit, limit))
 
 
-def _rendered(jinja2: Any, template: str, variables: dict[str, Any]) -> str:
+def _render(jinja2: Any, template: str, variables: dict[str, Any]) -> str:
     """The text of a template.  Raises ValueError where it is too long, and what the template raises."""
     pieces, length = [], 0
-    for piece in _environment(jinja2).from_string(template).generate(**variables):
+    for piece in _sandbox(jinja2).from_string(template).generate(**variables):
         length += len(piece)
         if length > OUTPUT:
             raise ValueError(f"more than {OUTPUT} characters")
@@ -58,7 +58,7 @@ def _rendered(jinja2: Any, template: str, variables: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
-def _environment(jinja2: Any) -> Any:
+def _sandbox(jinja2: Any) -> Any:
     """The sandbox with the names that transformers gives templates."""
     from datetime import datetime
 

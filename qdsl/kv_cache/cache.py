@@ -187,8 +187,8 @@ def allocate(keys: CacheFormat | str, values: CacheFormat | str | None = None, *
         raise FormatError(f"values are at most the {head_dim} channels of keys, and at least one, not {value_dim}" if not values
                           else f"values that are the first {value_dim} of {head_dim} channels of keys have the format of keys")
     rows = blocks * heads * block_size
-    key_rows = _allocated(key_format, rows, block_size, head_dim, device)
-    value_rows = key_rows if value_dim is not None else _allocated(value_format, rows, block_size, head_dim, device)
+    key_rows = _allocate_rows(key_format, rows, block_size, head_dim, device)
+    value_rows = key_rows if value_dim is not None else _allocate_rows(value_format, rows, block_size, head_dim, device)
     if value_rows.group > 1:
         raise FormatError(f"{value_format.format.name}: values that share numbers among {value_rows.group} tokens cannot be "
                           "cached")
@@ -201,7 +201,7 @@ def allocate(keys: CacheFormat | str, values: CacheFormat | str | None = None, *
     return KVCache(key_rows, value_rows, blocks, block_size, heads, head_dim, value_dim or head_dim, tail)
 
 
-def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, device: torch.device | str) -> CachedRows:
+def _allocate_rows(choice: CacheFormat, rows: int, block_size: int, head_dim: int, device: torch.device | str) -> CachedRows:
     """Allocates all rows of keys or of values: zeros, and the numbers that all rows share."""
     format = choice.format
     params, scheme_options, storage = format.chosen({"storage": choice.storage, **choice.options})

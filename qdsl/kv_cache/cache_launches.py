@@ -34,7 +34,7 @@ SCALED = "scale * (code - offset)"
 
 def why_not_store(cache: KVCache) -> str:
     """The reason why no kernel can encode for this cache; '' if one can."""
-    return places.why_not(cache.keys) or places.why_not(cache.values)
+    return places.why_not_store(cache.keys) or places.why_not_store(cache.values)
 
 
 def store_calls(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequences: Tensor | None) -> Iterator[Call]:
@@ -51,10 +51,10 @@ def store_calls(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequ
 
 def _store_call(cache: KVCache, cached: CachedRows, x: Tensor, slots: Tensor, sequences: Tensor | None) -> Call:
     """The launch that encodes keys or values."""
-    where, (behind, appended) = places.places(cached), _behind(cached)
+    where, (behind, appended) = places.places(cached), _appended_fields(cached)
     tokens = max(1, TILE // cached.packed.shape[1]) if cached.group == 1 else cached.group
     grouped = cached.group > 1
-    constants = {"scheme": getattr(encode, cached.packed.variant.scheme), **settings(cached), "STATIC": where.static,
+    constants = {"scheme": getattr(encode, cached.packed.variant.scheme), **encode_constants(cached), "STATIC": where.static,
                  "WHOLE": where.whole, "CODE": where.code, "UNITS": where.units, "BITS": where.bits, "NUMBERS": where.numbers,
                  "GROUPS": where.of_groups, "APPENDED": appended, "X": cache.head_dim, "D": cached.packed.shape[1],
                  "BLOCK": cache.block_size, "GROUP": cached.group, "G": where.groups, "U": where.units_of_group,
@@ -65,7 +65,7 @@ def _store_call(cache: KVCache, cached: CachedRows, x: Tensor, slots: Tensor, se
                 (count if grouped else cdiv(count, tokens), cache.heads), {"num_warps": WARPS, "enable_fp_fusion": False})
 
 
-def settings(cached: CachedRows) -> dict[str, Any]:
+def encode_constants(cached: CachedRows) -> dict[str, Any]:
     """The constants FLOAT to TYPE of a function in kernels/encode.py."""
     chosen, variant = cached.settings, cached.packed.variant
     kind = number(cached.code_type)
@@ -74,7 +74,7 @@ def settings(cached: CachedRows) -> dict[str, Any]:
     divisor = chosen.get("divisor", kind.largest if kind.is_float else 1)
     factor = chosen.get("factor", 1)
     if "level" in chosen:
-        levels = _borders(chosen["level"].numbers)
+        levels = _level_borders(chosen["level"].numbers)
         divisor = max(map(abs, chosen["level"].numbers)) * factor
     types = {cached.type_of(field) for role, field in variant.roles.items() if role != "code"}
     low, high = (0, 0) if kind.is_float else (kind.low, kind.high)
@@ -83,7 +83,7 @@ def settings(cached: CachedRows) -> dict[str, Any]:
             "LEAST": float(chosen.get("least", 0)), "LEVELS": levels, "TYPE": types.pop()}
 
 
-def _borders(numbers: tuple[float, ...]) -> tuple[Any, ...]:
+def _level_borders(numbers: tuple[float, ...]) -> tuple[Any, ...]:
     """The first code of a table of levels, and its borders: (border, whether the level below has it, code above)."""
     first = {level: code for code, level in reversed(list(enumerate(numbers)))}
     levels = sorted(first)
@@ -111,12 +111,12 @@ def why_not_attend(cache: KVCache, q: Tensor) -> str:
         return f"values have the {behind} channels behind the others, too"
     for cached in (cache.keys, cache.values):
         kernels, name = cached.packed.layout.kernels, cached.packed.format.name
-        units = _units(cached)
-        if not _in_order(cached) and not _in_parts(cached) and (
+        units = _code_units(cached)
+        if not _in_order(cached) and not _is_8_bit_block_scaled(cached) and (
                 kernels.sums > 1 or cached.packed.layout.streams or cached.packed.shape[1] % units or units & (units - 1)
                 or units < LEAST_UNITS):
             return f"a row of {name}.{cached.packed.storage} has {units} units of codes"
-        if cached.appended and places.why_not(cached):
+        if cached.appended and places.why_not_store(cached):
             return f"kernels do not find the numbers behind the columns of {name}.{cached.packed.storage}"
     return ""
 
@@ -130,7 +130,7 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
     (b, heads, x), d, v = q.shape, cache.keys.packed.shape[1], cache.value_dim
     if not b:
         return
-    in_order = all(_in_order(cached) or _in_parts(cached) for cached in (cache.keys, cache.values))
+    in_order = all(_in_order(cached) or _is_8_bit_block_scaled(cached) for cached in (cache.keys, cache.values))
     tokens = max(LEAST_TOKENS, (NUMBERS_IN_ORDER if in_order else NUMBERS) // d)
     most = max(1, cdiv(block_tables.shape[1] * cache.block_size, tokens))
     group = heads // cache.heads
@@ -142,8 +142,8 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
     weights = torch.empty(b, heads, splits, dtype=torch.float32, device=q.device)
     if cache.tail is not None and sequences is None:
         sequences = torch.arange(b, dtype=torch.int32, device=q.device)
-    keys, values = (_read(cached, q) for cached in (cache.keys, cache.values))
-    behind, appended = _behind(cache.keys)
+    keys, values = (_read_operands(cached, q) for cached in (cache.keys, cache.values))
+    behind, appended = _appended_fields(cache.keys)
     constants = {**{f"{half}_{name}" if name.islower() else f"{half.upper()}_{name}": value
                     for half, (_, described) in (("key", keys), ("value", values)) for name, value in described.items()},
                  "SCALE": (scale or x ** -0.5) / math.log(2), "D": d, "X": x, "V": v, "APPENDED": appended,
@@ -158,7 +158,7 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
                {"num_warps": WARPS})
 
 
-def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+def _read_operands(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """The tensors of keys or values that attention reads, and the constants that describe them."""
     kernels, k = cached.packed.layout.kernels, cached.packed.shape[1]
     if _in_order(cached):
@@ -172,31 +172,31 @@ def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dic
         adds = matrix_unit.sums.ones and not any(tensors[int(field[0])] is None and field[4] == 0 for field in fields)
         return tuple(tensors), {"decode": None, "finish": matrix_unit.sums.finish, "CODES": codes, "FIELDS": fields, "ADDS": adds,
                                 "UNITS": k, "PARTS": 1, "ROW": k, "STEP": 1}
-    if _in_parts(cached):
+    if _is_8_bit_block_scaled(cached):
         where = places.places(cached)
         kind = torch.int8 if cached.code_type == "i8" else \
             FLOATS[cached.code_type] if configure.converts_fp8(q.device) else torch.uint8
         scale = cached.packed.variant.roles["scale"]
-        operands = _plane(cached, where.code, k, kind)
-        scales = _plane(cached, where.numbers[0], where.groups, FLOATS[cached.type_of(scale)])
+        operands = _row_plane(cached, where.code, k, kind)
+        scales = _row_plane(cached, where.numbers[0], where.groups, FLOATS[cached.type_of(scale)])
         return (operands, scales), {"decode": None, "finish": paged_attention.scaled, "CODES": 0, "FIELDS": ((1, 1, 0, 0, 0.0),),
                                  "ADDS": False, "UNITS": k, "PARTS": where.groups, "ROW": operands.stride(0),
                                  "STEP": scales.stride(0)}
-    units = _units(cached)
+    units = _code_units(cached)
     return launch.read_tensors(cached.packed), {"decode": kernels.decode, "finish": None, "CODES": 0, "FIELDS": (), "ADDS": False,
                                                 "UNITS": units, "PARTS": k // units, "ROW": k, "STEP": 1}
 
 
-def _behind(cached: CachedRows) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
+def _appended_fields(cached: CachedRows) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
     """The fields after the columns of keys: their tensors, and (first channel, count, stride of rows) of each."""
     if not cached.appended:
         return (), ()
-    planes = [_plane(cached, place[:3], place[3], FLOATS[place[4]]) for place in places.places(cached).appended]
+    planes = [_row_plane(cached, place[:3], place[3], FLOATS[place[4]]) for place in places.places(cached).appended]
     first = accumulate((plane.shape[1] for plane in planes), initial=cached.packed.shape[1])
     return tuple(planes), tuple((at, plane.shape[1], plane.stride(0)) for at, plane in zip(first, planes, strict=False))
 
 
-def _plane(cached: CachedRows, place: tuple[int, ...], count: int, dtype: torch.dtype) -> Tensor:
+def _row_plane(cached: CachedRows, place: tuple[int, ...], count: int, dtype: torch.dtype) -> Tensor:
     """`count` neighbouring numbers of every row at a place, as a view [rows, count]."""
     tensor, first, row = place
     stored = cached.packed.tensors[cached.packed.layout.coded[tensor]].view(torch.uint8).flatten()
@@ -209,9 +209,9 @@ def _in_order(cached: CachedRows) -> bool:
     return matrix_unit is not None and matrix_unit.eight is not None and matrix_unit.sums.scale is None
 
 
-def _in_parts(cached: CachedRows) -> bool:
+def _is_8_bit_block_scaled(cached: CachedRows) -> bool:
     """Whether codes are int8 or E4M3 in row order, and the only numbers are scales of parts of rows."""
-    if places.why_not(cached) or cached.group > 1 or cached.code_type not in ("i8", "e4m3"):
+    if places.why_not_store(cached) or cached.group > 1 or cached.code_type not in ("i8", "e4m3"):
         return False
     where, k = places.places(cached), cached.packed.shape[1]
     size = FLOATS[cached.type_of(cached.packed.variant.roles["scale"])].itemsize
@@ -220,7 +220,7 @@ def _in_parts(cached: CachedRows) -> bool:
             and where.of_groups in ((), ((where.groups, 1, size),)) and k // where.groups >= LEAST_UNITS)
 
 
-def _units(cached: CachedRows) -> int:
+def _code_units(cached: CachedRows) -> int:
     """The number of units of codes in a row."""
     units = axis(cached.packed.layout.kernels.units).extent(*cached.packed.shape, cached.packed.sizes)
     assert units is not None

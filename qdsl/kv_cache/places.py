@@ -40,7 +40,7 @@ class Places:
         return prod(extent for extent, _, _ in self.bits)
 
 
-def why_not(cached: CachedRows) -> str:
+def why_not_store(cached: CachedRows) -> str:
     """The reason why no kernel can encode rows of these keys or values; '' if one can."""
     packed, variant = cached.packed, cached.packed.variant
     if not variant.scheme or "sums" in variant.roles:
@@ -66,8 +66,8 @@ def places(cached: CachedRows) -> Places:
     packed, variant = cached.packed, cached.packed.variant
     k = packed.shape[1]
     code_field = variant.roles["code"]
-    tensor, start, row, digits = _placed(cached, code_field)
-    units, bits = _cut(digits)
+    tensor, start, row, digits = _field_place(cached, code_field)
+    units, bits = _split_digits(digits)
     numbers = [name for role, name in _ordered(cached) if role != "code" and name not in cached.numbers]
     columns = {_columns(cached, name) for name in numbers} or {k}
     if len(columns) > 1:
@@ -78,7 +78,7 @@ def places(cached: CachedRows) -> Places:
     if cached.group > 1 and size != 1:
         raise ValueError(f"its tokens share numbers among {size} channels, too")
     groups = k // size if cached.group == 1 else 1
-    stored = [_placed(cached, name) for name in numbers]
+    stored = [_field_place(cached, name) for name in numbers]
     steps = {of_groups for *_, of_groups in stored} or {()}
     if len(steps) > 1 or any(step % 8 for of_groups in steps for _, _, step in of_groups):
         raise ValueError("its numbers do not lie alike, in bytes")
@@ -89,12 +89,12 @@ def places(cached: CachedRows) -> Places:
     units_of_group = k // prod(extent for extent, _, _ in bits) // groups
     return Places(shared.get(scale), whole[0] if whole else None, (tensor, start, row), units, bits,
                   tuple((at, first, bytes_of_row) for at, first, bytes_of_row, _ in stored), of_groups, groups, units_of_group,
-                  tuple(_appended(cached, name) for name in variant.appended))
+                  tuple(_appended_place(cached, name) for name in variant.appended))
 
 
-def _appended(cached: CachedRows, name: str) -> tuple[int, int, int, int, str]:
+def _appended_place(cached: CachedRows, name: str) -> tuple[int, int, int, int, str]:
     """The place of numbers after the columns, their count and type.  Raises ValueError if they are no run of bytes."""
-    tensor, first, row, digits = _placed(cached, name)
+    tensor, first, row, digits = _field_place(cached, name)
     extent, size = prod(extent for extent, _, _ in digits), FLOATS[cached.type_of(name)].itemsize
     if cached.group > 1 or extent & (extent - 1) or digits != ((extent, 1, 8 * size),):
         raise ValueError(f"'{name}' is no run of 2^n numbers of a token")
@@ -123,7 +123,7 @@ def _tensor_of(cached: CachedRows, name: str) -> tuple[int, Piece]:
     return matches[0]
 
 
-def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, ...]]:
+def _field_place(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, ...]]:
     """A field's tensor, its first byte, the bytes of a row, and the digits of its columns: (extent, columns, bits)."""
     packed = cached.packed
     at, piece = _tensor_of(cached, name)
@@ -137,7 +137,7 @@ def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, 
     return at, placed.start // 8, placed.coordinates[0][0][1] // 8, tuple(digits)
 
 
-def _cut(digits: tuple[Digit, ...]) -> tuple[tuple[Digit, ...], tuple[Digit, ...]]:
+def _split_digits(digits: tuple[Digit, ...]) -> tuple[tuple[Digit, ...], tuple[Digit, ...]]:
     """Splits digits of columns into those of bytes and those of bits in a byte.  Raises ValueError for codes that cross bytes."""
     units: list[Digit] = []
     bits: list[Digit] = []

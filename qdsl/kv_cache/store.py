@@ -37,12 +37,12 @@ def store_reference(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, 
     kept = slots >= 0
     k, v, slots = k[kept], None if v is None else v[kept], slots[kept].long()
     if cache.keys.group == 1:
-        _write(cache.keys, k, cache.rows(slots))
+        _write_rows(cache.keys, k, cache.rows(slots))
     else:
         assert sequences is not None
         _store_groups(cache, k, slots, sequences[kept].long())
     if v is not None:
-        _write(cache.values, v, cache.rows(slots))
+        _write_rows(cache.values, v, cache.rows(slots))
 
 
 def load(cache: KVCache, slots: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def load(cache: KVCache, slots: Tensor, dtype: torch.dtype = torch.bfloat16) -> 
     return keys, keys[..., :cache.value_dim] if cache.is_shared else cache.values.decoded(rows, dtype)
 
 
-def _write(cached: CachedRows, tokens: Tensor, rows: Tensor) -> None:
+def _write_rows(cached: CachedRows, tokens: Tensor, rows: Tensor) -> None:
     """Encodes [..., head_dim] into rows [...]; each group of rows must be whole and in order."""
     if not rows.numel():
         return
@@ -83,7 +83,7 @@ def _store_groups(cache: KVCache, k: Tensor, slots: Tensor, sequences: Tensor) -
     before = cache.tail[sequences[last]].transpose(1, 2)         # groups, tokens, heads, channels
     keys = torch.where(is_new[:, :, None, None], k[members.clamp(min=0)].float(), before.float())
     rows = cache.rows(wanted.flatten()).view(*wanted.shape, cache.heads)
-    _write(cache.keys, keys.transpose(1, 2), rows.transpose(1, 2))
+    _write_rows(cache.keys, keys.transpose(1, 2), rows.transpose(1, 2))
     end = torch.arange(count, device=slots.device) + (group - 1 - place)
     closes = (end < count) & (slots[end.clamp(max=count - 1)] == slots + (group - 1 - place))
     cache.tail[sequences[~closes], :, place[~closes]] = k[~closes].to(cache.tail.dtype)

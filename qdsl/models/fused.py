@@ -16,8 +16,8 @@ from qdsl.runtime.cpu.int4 import (
     format_of,
     native_storage,
     operation_for,
-    with_padding,
-    without_padding,
+    pad_groups,
+    unpad_groups,
 )
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.linear import check_bias, check_x
@@ -83,7 +83,7 @@ class FusedLinear(QuantizedLinear):
         self._names = {codes: CODES, **{name: name for name in (*others, *order)}}
         for name, own in self._names.items():
             tensor = _joined(parts, name, name == codes)
-            tensor = with_padding(tensor, self._packed, self.group) if name == codes else tensor
+            tensor = pad_groups(tensor, self._packed, self.group) if name == codes else tensor
             tensor = _terms(tensor, self.operation.dtypes[0]) if self._is_split(name) else tensor
             self.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         self._dtypes = {name: tensor.dtype for name, tensor in self._stored_tensors().items()}
@@ -106,7 +106,7 @@ class FusedLinear(QuantizedLinear):
         views, start = [], 0
         codes, *scales = self.operation.arguments
         whole = {name: _sum(tensor.detach()) if self._is_split(name) else tensor.detach() for name, tensor in tensors.items()}
-        whole[codes] = without_padding(whole[codes], self._packed, self.group)
+        whole[codes] = unpad_groups(whole[codes], self._packed, self.group)
         for layout, shape in self._layouts:
             rows, part = layout.shape[0], dict(whole)
             part[codes] = part[codes].narrow(0, start, rows).view(shape)
@@ -181,7 +181,7 @@ class FusedLinear(QuantizedLinear):
         codes, *scales = [tensors[name] for name in self.operation.arguments]
         order = tensors.get(self._packed.layout.order)
         rows = x.reshape(-1, self.in_features) if order is None else x.reshape(-1, self.in_features).index_select(1, order)
-        rows = with_padding(rows, self._packed, self.group)
+        rows = pad_groups(rows, self._packed, self.group)
         dtype = x.dtype if x.dtype == scales[0].dtype else torch.float32
         terms = [(term,) for term in scales[0]] if self.operation.split else [
             tuple(scale.to(dtype) if scale.is_floating_point() else scale for scale in scales)]

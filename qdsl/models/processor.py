@@ -61,7 +61,7 @@ def _has_decoded(model: Any) -> bool:
     """Whether a layer with a lossless code keeps its weight decoded."""
     layers = (layer for layer in model.modules() if isinstance(layer, QuantizedLinear))
     lossless = next((layer for layer in layers if layer._packed.layout.streams), None)
-    return lossless is not None and dense.decoded(lossless.packed) is not None
+    return lossless is not None and dense.kept_decoded(lossless.packed) is not None
 
 
 def set_processor(threads: int | None = None, exact: bool | None = None) -> None:

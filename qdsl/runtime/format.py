@@ -243,7 +243,7 @@ class Format:
         has no such operation.
         """
         check_weight(packed)
-        return int4.for_device(packed, dtype)
+        return int4.convert_for_device(packed, dtype)
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, quantize_x: bool = False,
                batch_invariant: bool = False, input_scale: float | None = None, match_dense: bool = False) -> Tensor:

@@ -80,7 +80,7 @@ def test_sums_add_one_element_after_the_other(elements: int, blocks: int, first:
         wanted = wanted + row
     wide = np.repeat(x, 2, axis=1)
     for terms in (x, np.asfortranarray(x), wide[:, ::2]):
-        assert np.array_equal(search.sums(terms, first).view(np.int32), wanted.view(np.int32))
+        assert np.array_equal(search.sum_blocks(terms, first).view(np.int32), wanted.view(np.int32))
 
 
 def test_integers_beyond_those_that_a_sum_rounds_to_are_what_its_bits_say() -> None:
@@ -148,8 +148,8 @@ def test_a_negative_scale_counts_as_zero() -> None:
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(64, 512, generator=generator) * 0.001 - 1
     importance = torch.exp(5 * torch.randn(512, generator=generator))
-    x = rows.cut(weight, 256)
-    counts = rows.counts(x, rows.cut(importance.expand_as(weight), 256), 1).reshape(-1, 16)
+    x = rows.split_blocks(weight, 256)
+    counts = rows.error_weights(x, rows.split_blocks(importance.expand_as(weight), 256), 1).reshape(-1, 16)
     with np.errstate(all="ignore"):
         scales = rows.fit_blocks(x.reshape(-1, 16), counts, lambda x, by: search.fit_counts(x, by, 3, *search.IMPORTANT))[0]
     assert (scales < 0).any()

@@ -53,7 +53,7 @@ def test_products_have_the_bits_of_a_dense_layer(module: Any) -> None:
                 x = sample(1, 18 * 256 * 4, seed=turn, dtype=torch.bfloat16).flatten()[:torch.Size(sizes).numel()].view(sizes)
                 assert torch.equal(own(x), linear(x, weight, own.bias))
     assert len(kept._entries) == 1 and own._packed.plan.ready
-    copy = dense.decoded(own.packed)
+    copy = dense.kept_decoded(own.packed)
     assert copy is not None and torch.equal(copy, weight) and copy.dtype == torch.bfloat16
 
 
@@ -71,21 +71,21 @@ def test_changed_weights_get_new_copies(module: Any) -> None:
 def test_which_weights_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = sample(64, 256, dtype=torch.bfloat16)
     packed = quantized(fix4, weight)
-    assert dense.decoded(packed) is None                         # of no layer
+    assert dense.kept_decoded(packed) is None                         # of no layer
     packed.keeps_copy = True
     monkeypatch.setenv(kept.SETTING, "never")
-    assert dense.decoded(packed) is None
+    assert dense.kept_decoded(packed) is None
     monkeypatch.delenv(kept.SETTING)
     monkeypatch.setattr(dense, "free_memory", lambda: 2 * weight.nbytes - 1)
-    assert dense.decoded(packed) is None and torch.equal(fix4.linear(weight[:1], packed), linear(weight[:1], weight))
+    assert dense.kept_decoded(packed) is None and torch.equal(fix4.linear(weight[:1], packed), linear(weight[:1], weight))
     monkeypatch.setattr(kept, "_entries", {})
     monkeypatch.setattr(dense, "free_memory", lambda: 2 * weight.nbytes)
-    assert dense.decoded(packed) is not None
+    assert dense.kept_decoded(packed) is not None
     assert [way.kind for way in cpu.candidates(packed, 1, torch.bfloat16)][:2] == ["dense", "stored"]
     assert cpu.candidates(packed, 1, torch.float32)[0].kind != "dense"
     lossy = quantized(q4_0, weight)
     lossy.keeps_copy = True
-    assert dense.decoded(lossy) is None
+    assert dense.kept_decoded(lossy) is None
 
 
 def test_loaders_make_the_copies() -> None:

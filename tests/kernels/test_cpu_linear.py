@@ -53,7 +53,7 @@ def are_compiled() -> bool:
 def by_loop(x: Tensor, packed: PackedWeight) -> Tensor:
     """The product in float32 by a loop for few rows of x."""
     together = loops.TOGETHER if len(x) > 2 else 1
-    assert loops.find(packed, together) is not None
+    assert loops.find_loop(packed, together) is not None
     return cpu.run(Candidate(cpu.PLAIN, {"ROWS": together}), x.float(), packed)
 
 

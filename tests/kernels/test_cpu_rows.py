@@ -73,7 +73,7 @@ def test_products_with_interleaved_rows_are_those_of_the_weight(part: int) -> No
         ragged = [smallest(case), *shapes(case, (7, 160), (33, 256))][-1]
         for turn, shape in enumerate(dict.fromkeys([whole, ragged])):
             packed = in_order(case, shape)
-            copy = rows.placed(packed)
+            copy = rows.interleaved_copy(packed)
             if copy is None:                                     # blocks of fewer than 16 columns
                 continue
             weight, dtype = plain(packed), (torch.float32, torch.bfloat16)[(number // PARTS + turn) % 2]
@@ -102,7 +102,7 @@ def test_products_of_x_in_8_bits_are_those_of_x_so_rounded(capability: str, monk
     for name in names:
         case = next(case for case in CASES if str(case) == f"{name}.gguf")
         packed = in_order(case, (33, 512))
-        copy, weight, x = rows.placed(packed), plain(packed), sample(5, 512)
+        copy, weight, x = rows.interleaved_copy(packed), plain(packed), sample(5, 512)
         x[0, :64] = 0
         assert copy is not None and rows.takes_bytes(packed)
         for m in (1, 5):
@@ -122,7 +122,7 @@ def test_other_vectors_make_the_same_products(capability: str, monkeypatch: pyte
     monkeypatch.setattr(rows, "_capability", lambda: capability)
     for packed in (q4_k.quantize(sample(33, 256)), q6_k.quantize(sample(48, 512)), fp8_channel.quantize(sample(31, 96)),
                    int_group.quantize(sample(64, 96), bits=3, group=32)):
-        copy, weight = rows.placed(packed), plain(packed)
+        copy, weight = rows.interleaved_copy(packed), plain(packed)
         assert copy is not None
         for m in (1, 2, 5, 13):
             x = sample(m, packed.shape[1], seed=m, dtype=torch.bfloat16 if m == 2 else torch.float32)
@@ -133,18 +133,18 @@ def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:
     """Of every code: x picks a column."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
     packed = fp8_channel.pack({"q": codes.view(torch.float8_e4m3fn), "s": torch.ones(16)})
-    copy, weight = rows.placed(packed), plain(packed)
+    copy, weight = rows.interleaved_copy(packed), plain(packed)
     assert copy is not None
     picked = torch.cat([copy.product(row, None) for row in torch.eye(256).split(4)]).t()
     finite = weight.isfinite().all(0)
     assert picked.isnan().all() and (~finite).sum() == 2         # a NaN in a row is in every sum
     weight[:, ~finite], codes[:, ~finite] = 0, 0
     packed = fp8_channel.pack({"q": codes.view(torch.float8_e4m3fn), "s": torch.ones(16)})
-    copy = rows.placed(packed)
+    copy = rows.interleaved_copy(packed)
     assert copy is not None and torch.equal(torch.cat([copy.product(row, None) for row in torch.eye(256).split(4)]).t(), weight)
     fields = nvfp4.unpack(nvfp4.quantize(sample(64, 64)))
     scales = nvfp4.pack({**fields, "e": torch.arange(256, dtype=torch.uint8).view(64, 4).view(fields["e"].dtype)})
-    copy, weight = rows.placed(scales), plain(scales)
+    copy, weight = rows.interleaved_copy(scales), plain(scales)
     assert copy is not None and torch.equal(torch.cat([copy.product(row, None) for row in torch.eye(64).split(4)]).t(), weight)
 
 
@@ -163,7 +163,7 @@ def test_explain_lists_copies_among_the_ways_of_a_product(monkeypatch: pytest.Mo
 
 def test_linear_takes_them_and_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = q4_k.quantize(sample(200, 256))
-    copy = rows.placed(packed)
+    copy = rows.interleaved_copy(packed)
     assert copy is not None
     monkeypatch.setattr(rows, "SHARE", 1)
     for x in (sample(1, 256), sample(20, 256, dtype=torch.bfloat16), sample(9, 256)):
@@ -209,8 +209,8 @@ def test_a_setting_keeps_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPa
     model.quantize_model(layers, q4_0.FORMAT)
     for choice, has_copies in (("never", (False, False)), ("auto", (False, True)), ("always", (True, True))):
         monkeypatch.setenv(kept.SETTING, choice)
-        assert tuple(rows.placed(weight) is not None for weight in (packed, layers[0].packed)) == has_copies
+        assert tuple(rows.interleaved_copy(weight) is not None for weight in (packed, layers[0].packed)) == has_copies
     assert q4_0.linear(sample(1, 256), packed).shape == (1, 64)
     monkeypatch.setenv(kept.SETTING, "maybe")
     with pytest.raises(FormatError, match="QDSL_CPU_INTERLEAVE is auto, always or never, not 'maybe'"):
-        rows.placed(packed)
+        rows.interleaved_copy(packed)

@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         pytest.skip("torch has no vectors for int8 codes here")
     monkeypatch.setattr(library, "has_compiler", lambda: False)
     monkeypatch.setattr(loops, "are_compiled", lambda packed: True)
-    monkeypatch.setattr(loops, "find", lambda *_: None)
+    monkeypatch.setattr(loops, "find_loop", lambda *_: None)
     seen: list[tuple[int, int, int]] = []
     multiply = torch.ops.aten._weight_int8pack_mm
 

@@ -70,13 +70,13 @@ def models(format: str = "q4_1", bias: bool = False, dtype: torch.dtype = torch.
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of joined products that ran, as the length of a list."""
     calls: list[int] = []
-    prepare = joined.Joined.prepare
+    prepare = joined.JoinedCopies.prepare
 
     def counted(*arguments: Any) -> Any:
         run = prepare(*arguments)
         return run and (lambda x, biases: calls.append(len(biases)) or run(x, biases))
 
-    monkeypatch.setattr(joined.Joined, "prepare", counted)
+    monkeypatch.setattr(joined.JoinedCopies, "prepare", counted)
     return calls
 
 
@@ -360,7 +360,7 @@ def test_layers_with_groups_of_other_lengths_stay_alone() -> None:
 def test_copies_whose_groups_differ_in_length_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one number of several, too, for which loops take the length as an argument."""
     monkeypatch.setenv(kept.SETTING, "always")
-    first, second = (rows.placed(q4_k.quantize(sample(64, K, seed=seed))) for seed in range(2))
+    first, second = (rows.interleaved_copy(q4_k.quantize(sample(64, K, seed=seed))) for seed in range(2))
     assert first is not None and second is not None and joined._are_alike([first, second])
     weight = rows.described_weight(second.codes, second.levels, second.fields, list(second.weight.shift)[:len(second.fields)], 64,
                                    second.columns)

@@ -21,7 +21,7 @@ from qdsl.generated import int4pack, int_group, q8_0
 from qdsl.host import library
 from qdsl.models.fused import FusedLinear
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.cpu.int4 import OPERATIONS, _fused_call, for_device, native_storage
+from qdsl.runtime.cpu.int4 import OPERATIONS, _fused_call, convert_for_device, native_storage
 from qdsl.runtime.cpu.linear import has_torch_kernels
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.weight.arrays import cdiv
@@ -321,7 +321,7 @@ def test_groups_that_an_xpu_takes_only_padded(group: int, xpu: list[torch.dtype]
             weight = int_group.pack(fields | index, "gptq_v2", bits=4, group=group, scale_type="f16")
             x = torch.randint(-2, 3, (3, k)).half()
             exact = x.float() @ int_group.dequantize(weight, torch.float32).t()
-            layer, moved = FusedLinear(weight), for_device(weight, torch.float16)
+            layer, moved = FusedLinear(weight), convert_for_device(weight, torch.float16)
             for got in (layer(x), int_group.linear(x, moved)):
                 assert torch.allclose(got.float(), exact, rtol=2 ** -10, atol=1e-3)
             assert len(xpu) == 2 and xpu.clear() is None
@@ -331,7 +331,7 @@ def test_groups_that_an_xpu_takes_only_padded(group: int, xpu: list[torch.dtype]
 def test_groups_that_an_xpu_does_not_take(xpu: list[torch.dtype]) -> None:
     """Codes of 8 columns share a word, so that a group of 20 cannot be padded; `linear` decodes such a weight."""
     weight = int_group.quantize(random(16, 80), "pack_quantized", bits=4, group=20)
-    for convert in (FusedLinear, lambda weight: for_device(weight, torch.float16)):
+    for convert in (FusedLinear, lambda weight: convert_for_device(weight, torch.float16)):
         with pytest.raises(FormatError, match="groups of 20 are no multiple of 8, which aten::_weight_int4pack_mm_with"):
             convert(weight)
     x = random(2, 80).half()

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from qdsl.checkpoint.files.crc import checksum, ranges_checksum
 from qdsl.host import progress, system
-from qdsl.host.files import naming, replacing
+from qdsl.host.files import name_in_errors, replacing
 from qdsl.host.processes import results
 from qdsl.jobs.engine import stage
 from qdsl.jobs.engine.shards import Output, Shard, Step
@@ -53,7 +53,7 @@ class Done:
 def done(task: Task) -> Done:
     """Runs the steps of a task.  Raises what its steps raise."""
     reports, reads = {}, {}
-    with naming(task.path), open(task.path, "r+b") as out:
+    with name_in_errors(task.path), open(task.path, "r+b") as out:
         for number, step in enumerate(task.steps, task.first):
             with progress.step(step.kind, step.nbytes):
                 reads[str(number)] = ranges_checksum(step.reads)     # before the step reads: a change meanwhile is noticed

@@ -1,7 +1,7 @@
 """Weights of lossless codes that a CPU keeps decoded, because decoding takes many times as long as a product.
 
-`decoded` makes that copy as interleaved ones are made (kept.py says which weights have copies), where it leaves as much memory
-free as it takes.  Products are torch's, with the bits and the speed of a dense layer.
+`kept_decoded` makes that copy as interleaved ones are made (kept.py says which weights have copies), where it leaves as much
+memory free as it takes.  Products are torch's, with the bits and the speed of a dense layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles
 
 
-def decoded(packed: PackedWeight) -> Tensor | None:
+def kept_decoded(packed: PackedWeight) -> Tensor | None:
     """A weight of a lossless code as a tensor [N, K], decoded at the first call; None for other weights, or without memory."""
     if not packed.layout.streams or packed.variant.copies is None:
         return None
@@ -28,17 +28,17 @@ def decoded(packed: PackedWeight) -> Tensor | None:
     return None if entry is None else entry.copy
 
 
-def _decode(packed: PackedWeight) -> kept.Entry[Tensor] | None:
+def _decode(packed: PackedWeight) -> kept.KeptCopy[Tensor] | None:
     name = str(packed.variant.copies)
     dtype = torch_dtype(str(packed.params.get(name, packed.variant.fields[name].type)))
     nbytes = packed.shape[0] * packed.shape[1] * dtype.itemsize
     if not 0 < 2 * nbytes <= free_memory():
         return None
-    weight = memory.new(nbytes).view(dtype).view(packed.shape)
+    weight = memory.zero_bytes(nbytes).view(dtype).view(packed.shape)
     whole = packed.decode_streams()
     for start, stop in row_tiles(whole):
         decode_rows(whole, start, stop, weight[start:stop])
-    return kept.Entry(weight, weight.data_ptr())
+    return kept.KeptCopy(weight, weight.data_ptr())
 
 
 def prepare(packed: PackedWeight, m: int, bias: torch.dtype | None, is_permuted: bool) -> PreparedProduct | None:
@@ -46,7 +46,7 @@ def prepare(packed: PackedWeight, m: int, bias: torch.dtype | None, is_permuted:
 
     bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.
     """
-    first, described = decoded(packed), kept.description(packed)
+    first, described = kept_decoded(packed), kept.description(packed)
     if first is None or bias not in (None, first.dtype):
         return None
 

@@ -114,7 +114,7 @@ def check_groups(packed: PackedWeight, operation: Int4Operation) -> int:
     return padded
 
 
-def with_padding(columns: Tensor, packed: PackedWeight, padded: int) -> Tensor:
+def pad_groups(columns: Tensor, packed: PackedWeight, padded: int) -> Tensor:
     """Columns [..., K], or words of codes, with zeros after each group of a weight; the same tensor if groups need none.
 
     Zeros in x and in codes add zero times a finite weight to a product, so that it stays exact.
@@ -129,8 +129,8 @@ def with_padding(columns: Tensor, packed: PackedWeight, padded: int) -> Tensor:
     return pad(whole.reshape(*whole.shape[:-1], groups, -1), (0, (padded - group) // per)).flatten(-2)
 
 
-def without_padding(columns: Tensor, packed: PackedWeight, padded: int) -> Tensor:
-    """The inverse of `with_padding`."""
+def unpad_groups(columns: Tensor, packed: PackedWeight, padded: int) -> Tensor:
+    """The inverse of `pad_groups`."""
     k, group = packed.shape[1], min(packed.sizes["group"], packed.shape[1])
     groups = cdiv(k, group)
     if groups * padded == k:
@@ -139,7 +139,7 @@ def without_padding(columns: Tensor, packed: PackedWeight, padded: int) -> Tenso
     return columns.reshape(*columns.shape[:-1], groups, -1)[..., :group // per].flatten(-2)[..., :k // per].contiguous()
 
 
-def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+def convert_for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     """The weight for the fused int4 operation of its device: its storage, columns by groups, scales in x's dtype.
 
     dtype: of x.  Scales and zeros are rounded to it once, and `notes` of the result says so if that changes them.  On a CPU
@@ -154,7 +154,7 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     format = format_of(operation)
     kinds = format.params["scale_type"]
     kind = next((kind for kind in kinds if FLOATS[str(kind)] == dtype), "f32")
-    wide = format.convert(_regrouped(packed, format), native_storage(operation), **dict(operation.params))
+    wide = format.convert(_divide_groups(packed, format), native_storage(operation), **dict(operation.params))
     check_groups(wide, operation)
     if wide.params["scale_type"] == kind:
         return wide
@@ -167,7 +167,7 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     return assemble(format, wide.storage, tensors, wide.shape, {**wide.params, "scale_type": kind}, notes)
 
 
-def _regrouped(packed: PackedWeight, format: WeightFormat) -> PackedWeight:
+def _divide_groups(packed: PackedWeight, format: WeightFormat) -> PackedWeight:
     """The weight with groups divided to a size of another format, with the scale repeated; unchanged if it already fits."""
     own, k = packed.sizes.get("group", 0), packed.shape[1]
     if own in format.params["group"]:
@@ -221,7 +221,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | No
     if scales[0].dtype != x.dtype or not padded:
         return None
     n, rows = packed.shape[0], scales[0].shape[1]                # rows in full tiles
-    x, codes = [with_padding(columns, packed, padded) for columns in (x, codes.view(rows, -1))]
+    x, codes = [pad_groups(columns, packed, padded) for columns in (x, codes.view(rows, -1))]
     out = call.function(x, codes, padded, *scales)
     out = out if rows == n else out[:, :n].contiguous()
     return out if bias is None else (out.float() + bias.float()).to(x.dtype)

@@ -22,10 +22,10 @@ Run = Callable[[Tensor, Sequence[int]], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined:
+class JoinedCopies:
     """The copies of some weights as one.  whole: of all rows.  sizes: rows of each weight."""
 
-    whole: rows.Placed
+    whole: rows.InterleavedWeight
     sizes: tuple[int, ...]
 
     def prepare(self, sizes: Sequence[int], dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool) -> Run | None:
@@ -53,7 +53,7 @@ class Joined:
         return run
 
 
-def join(weights: Sequence[PackedWeight]) -> Joined | None:
+def join(weights: Sequence[PackedWeight]) -> JoinedCopies | None:
     """New copies of weights as one, in place of those that they have; None where one has none, or they differ in kind.
 
     All but the last have whole groups of 16 rows.
@@ -61,22 +61,22 @@ def join(weights: Sequence[PackedWeight]) -> Joined | None:
     sizes = [rows.code_bytes(weight) for weight in weights]
     if not 1 < len(weights) <= threads.MOST_JOINED or not all(sizes):
         return None
-    codes = memory.new(sum(sizes))
+    codes = memory.zero_bytes(sum(sizes))
     copies = [copy for weight, own in zip(weights, torch.split(codes, sizes), strict=True)
-              if (copy := rows.placed(weight, own)) is not None]
+              if (copy := rows.interleaved_copy(weight, own)) is not None]
     if len(copies) < len(weights) or not _are_alike(copies):
         return None
     first, counts = copies[0], tuple(copy.shape[0] for copy in copies)
-    fields = tuple(memory.concatenated([copy.fields[place] for copy in copies]) for place in range(len(first.fields)))
+    fields = tuple(memory.concatenate([copy.fields[place] for copy in copies]) for place in range(len(first.fields)))
     groups, parts = 0, []
     for n in counts:
-        parts.append(_part(first, codes, fields, groups, n))
+        parts.append(_slice_joined(first, codes, fields, groups, n))
         groups += -(-n // rows.ROWS)
-    kept.exchange(copies, [rows.entry_of(part) for part in parts])
-    return Joined(_part(first, codes, fields, 0, sum(counts)), counts)
+    kept.replace_copies(copies, [rows.entry_of(part) for part in parts])
+    return JoinedCopies(_slice_joined(first, codes, fields, 0, sum(counts)), counts)
 
 
-def _are_alike(copies: Sequence[rows.Placed]) -> bool:
+def _are_alike(copies: Sequence[rows.InterleavedWeight]) -> bool:
     """Whether loops multiply all copies at once: they have the same loops, columns and levels, and whole groups of rows."""
     first = copies[0]
     shifts = {tuple(copy.weight.shift) for copy in copies}
@@ -87,11 +87,12 @@ def _are_alike(copies: Sequence[rows.Placed]) -> bool:
     return alike and levels and len(shifts) == 1 and not any(copy.shape[0] % rows.ROWS for copy in copies[:-1])
 
 
-def _part(like: rows.Placed, codes: Tensor, fields: Sequence[Tensor], first: int, n: int) -> rows.Placed:
+def _slice_joined(like: rows.InterleavedWeight, codes: Tensor, fields: Sequence[Tensor], first: int, n: int,
+                  ) -> rows.InterleavedWeight:
     """n rows, from a group of 16 on, of the memory of joined copies."""
     count, columns = -(-n // rows.ROWS), like.columns
     size = like.codes.numel() // -(-like.shape[0] // rows.ROWS)
     own = codes[first * size:(first + count) * size]
     parts = tuple(field[first:first + count] for field in fields)
     weight = rows.described_weight(own, like.levels, parts, list(like.weight.shift)[:len(parts)], n, columns)
-    return rows.Placed(like.functions, weight, (n, like.shape[1]), like.sums, None, own, like.levels, parts)
+    return rows.InterleavedWeight(like.functions, weight, (n, like.shape[1]), like.sums, None, own, like.levels, parts)

@@ -21,12 +21,12 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 SETTING, CHOICES = "QDSL_CPU_INTERLEAVE", ("auto", "always", "never")
 Copy = TypeVar("Copy")
 
-_entries: dict[tuple[int, ...], Entry[Any] | None] = {}         # by addresses of tensors and the description
+_entries: dict[tuple[int, ...], KeptCopy[Any] | None] = {}         # by addresses of tensors and the description
 _descriptions: dict[tuple[Any, ...], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[Copy]):
+class KeptCopy(Generic[Copy]):
     """A copy, and versions of the tensors that it was made of: of parameters, which modules check, and others.
 
     address: of what C reads of the copy.
@@ -42,7 +42,7 @@ class Entry(Generic[Copy]):
         return self.versions.setdefault(isinstance(tensors[0], torch.nn.Parameter), versions) == versions
 
 
-def setting() -> str:
+def interleave_setting() -> str:
     """The value of QDSL_CPU_INTERLEAVE.  Raises FormatError where it is none of CHOICES."""
     choice = os.environ.get(SETTING, CHOICES[0])
     if choice not in CHOICES:
@@ -50,13 +50,13 @@ def setting() -> str:
     return choice
 
 
-def kept(packed: PackedWeight, make: Callable[[], Entry[Copy] | None], is_new: bool = False) -> Entry[Copy] | None:
+def kept(packed: PackedWeight, make: Callable[[], KeptCopy[Copy] | None], is_new: bool = False) -> KeptCopy[Copy] | None:
     """What `make` copied of a weight at the first call; None for a weight without a copy, for which `make` returns None.
 
     is_new: make another one.  A changed or replaced tensor gets a new copy; tensors of inference mode, which do not tell that
-    they change, have none.  Memory that is written through `tensor.data` is not noticed: see `forget`.
+    they change, have none.  Memory that is written through `tensor.data` is not noticed: see `forget_copies`.
     """
-    choice = setting()
+    choice = interleave_setting()
     if choice == "never" or (choice == "auto" and not packed.keeps_copy):
         return None
     if packed.is_decoded or packed.has_branch or not packed.tensors:
@@ -79,19 +79,19 @@ def kept(packed: PackedWeight, make: Callable[[], Entry[Copy] | None], is_new: b
     return entry
 
 
-def find(tensors: Sequence[Tensor], described: int) -> Entry[Any] | None:
+def find(tensors: Sequence[Tensor], described: int) -> KeptCopy[Any] | None:
     """The copy of a weight with these tensors and this `description`; None where it has none, or tensors have changed."""
     entry = _entries.get((*[tensor.data_ptr() for tensor in tensors], described))
     return entry if entry is not None and entry.is_current(tensors) else None
 
 
-def exchange(copies: Sequence[Any], others: Sequence[Entry[Any]]) -> None:
+def replace_copies(copies: Sequence[Any], others: Sequence[KeptCopy[Any]]) -> None:
     """Keep other copies of the same weights in place of copies."""
     by_copy = dict(zip(map(id, copies), others, strict=True))
     for key, entry in list(_entries.items()):
         if entry is not None and id(entry.copy) in by_copy:
             other = by_copy[id(entry.copy)]
-            _entries[key] = Entry(other.copy, other.address, entry.versions)
+            _entries[key] = KeptCopy(other.copy, other.address, entry.versions)
 
 
 def description(packed: PackedWeight) -> int:
@@ -101,7 +101,7 @@ def description(packed: PackedWeight) -> int:
     return _descriptions.setdefault(described, len(_descriptions))
 
 
-def forget(tensors: Mapping[str, Tensor]) -> None:
+def forget_copies(tensors: Mapping[str, Tensor]) -> None:
     """Drop the copies of weights with these tensors, whose numbers have changed."""
     places = {tensor.data_ptr() for tensor in tensors.values()}
     for key in [key for key in list(_entries) if places & set(key[:-1])]:

@@ -57,7 +57,7 @@ def has_torch_kernels() -> bool:
 
 def candidates(packed: PackedWeight, rows: int, dtype: torch.dtype) -> list[Candidate]:
     """All ways to multiply x [rows, K] of a dtype on this machine, the chosen one first.  Compiles the loops among them."""
-    return list(_ways(packed, rows, dtype))
+    return list(_candidates(packed, rows, dtype))
 
 
 def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype, tasks: Iterable[Callable[[], object]] = ()) -> None:
@@ -76,7 +76,8 @@ def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype, tasks: Itera
     with one_thread(), ThreadPoolExecutor(count, "qdsl-copy", partial(torch.set_num_threads, 1)) as pool:
         for _ in pool.map(partial(_compile_ways, dtype=dtype), by_kind.values()):
             pass
-        copies = [partial(copy, packed) for packed in by_place.values() for copy in (row_copies.placed, dense.decoded)]
+        copies = [partial(copy, packed) for packed in by_place.values()
+                  for copy in (row_copies.interleaved_copy, dense.kept_decoded)]
         for _ in pool.map(lambda task: task(), [*tasks, *copies]):
             pass
 
@@ -84,7 +85,7 @@ def make_ready(weights: Iterable[PackedWeight], dtype: torch.dtype, tasks: Itera
 def _compile_ways(packed: PackedWeight, dtype: torch.dtype) -> None:
     """Compile the loops that multiply few rows of x, and many."""
     for rows in (1, 2 * loops.FEW):
-        next(_ways(packed, rows, dtype))
+        next(_candidates(packed, rows, dtype))
 
 
 def lower(candidate: Candidate, packed: PackedWeight) -> str:
@@ -92,7 +93,7 @@ def lower(candidate: Candidate, packed: PackedWeight) -> str:
     if candidate.kind == "decode":
         return loops.source_for(packed, DECODE).text
     if candidate.kind == ROWS:
-        return row_copies.source_for(packed)
+        return row_copies.interleaved_source(packed)
     return loops.source_for(packed, candidate.config["ROWS"]).text if candidate.kind == PLAIN else ""
 
 
@@ -104,15 +105,16 @@ def run(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | No
 def runner(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Callable[[], Tensor]:
     """A function that computes `run`, as often as it is called, with what a layer prepares once done before."""
     if candidate.kind not in (ROWS, PLAIN, DENSE):
-        of_torch = {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _tiled, "stored": _tiled}[candidate.kind]
+        of_torch = {"decode": _compiled_tiles, "int8": _int8_product, "tiles": _product_by_tiles,
+                    "stored": _product_by_tiles}[candidate.kind]
         return partial(of_torch, x, packed.decode_streams(), bias)
-    ready = _prepared(candidate, x, packed, bias)
+    ready = _prepare_candidate(candidate, x, packed, bias)
     names = [name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order]
     tensors = [packed.tensors[name] for name in names]
 
     def computed() -> Tensor:
         out = None if ready is None else ready.run(x, tensors, bias)
-        return _tiled(x, packed.decode_streams(), bias) if out is None else out
+        return _product_by_tiles(x, packed.decode_streams(), bias) if out is None else out
 
     return computed
 
@@ -121,7 +123,7 @@ def has_decoded_copy(x: Tensor, packed: PackedWeight) -> bool:
     """Whether `product` takes a weight of a lossless code as it is, because it keeps the weight decoded."""
     if not packed.layout.streams or not x.numel() or {x.device.type, packed.device.type} != {"cpu"}:
         return False
-    return not torch.compiler.is_compiling() and _is_plain(packed, x.dtype) and dense.decoded(packed) is not None
+    return not torch.compiler.is_compiling() and _is_plain(packed, x.dtype) and dense.kept_decoded(packed) is not None
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | None = None) -> Tensor:
@@ -130,20 +132,20 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str | No
     mode: keep the product, if a loop computes it, for `quick` in this mode; None: do not.
     """
     if not x.numel() or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return _tiled(x, packed, bias)
-    candidate = next(_ways(packed, x.shape[0], x.dtype))
+        return _product_by_tiles(x, packed, bias)
+    candidate = next(_candidates(packed, x.shape[0], x.dtype))
     if mode is not None and candidate.kind in (ROWS, PLAIN, DENSE):
         plan = plan_of(packed)
-        ready = _prepared(candidate, x, packed, bias, plan.is_permuted)
+        ready = _prepare_candidate(candidate, x, packed, bias, plan.is_permuted)
         if ready is not None:
             keep(plan, x, bias, mode, ready)
     return run(candidate, x, packed, bias)
 
 
-def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candidate]:
+def _candidates(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candidate]:
     """Candidates, the best first."""
     if _is_plain(packed, dtype):
-        if dense.decoded(packed) is not None:
+        if dense.kept_decoded(packed) is not None:
             yield Candidate(DENSE)
         yield Candidate("stored")
         return
@@ -151,22 +153,22 @@ def _ways(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[Candi
     if loops.are_compiled(packed) and dtype != torch.float64:
         together = loops.TOGETHER if rows > 2 else 1
         rounds_x = rows <= loops.FEW and os.environ.get(ROUNDING, "0") not in ("", "0")
-        has_copy = row_copies.placed(packed) is not None
+        has_copy = row_copies.interleaved_copy(packed) is not None
         if rounds_x and has_copy and row_copies.takes_bytes(packed):
             yield Candidate(ROWS, {"INT8": 1})
         if has_copy:
             yield Candidate(ROWS)
-        if rows <= loops.FEW and loops.find(packed, together) is not None:
+        if rows <= loops.FEW and loops.find_loop(packed, together) is not None:
             yield Candidate(PLAIN, {"ROWS": together})
-        if loops.find(packed, DECODE) is not None:
+        if loops.find_loop(packed, DECODE) is not None:
             yield Candidate("decode")
     if _is_for_int8(packed, rows, dtype):
         yield Candidate("int8")
     yield Candidate("tiles")
 
 
-def _prepared(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None,
-              is_permuted: bool = False) -> PreparedProduct | None:
+def _prepare_candidate(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None,
+                       is_permuted: bool = False) -> PreparedProduct | None:
     kind = None if bias is None else bias.dtype
     if candidate.kind == DENSE:
         return dense.prepare(packed, x.shape[0], kind, is_permuted)
@@ -247,7 +249,7 @@ def _int8_rows(packed: PackedWeight) -> tuple[Tensor, Tensor] | None:
     return (codes, narrow.expand(packed.shape[0]).contiguous()) if is_exact and scales.dim() < 2 and not fields else None
 
 
-def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+def _product_by_tiles(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     """The product by torch, by tiles that it decodes, of which one is in memory at a time."""
     out = x.new_empty(x.shape[0], packed.shape[0])
     space = x.new_empty(0)                                       # for every tile the same: fresh pages cost more than decoding

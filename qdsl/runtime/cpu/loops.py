@@ -17,7 +17,7 @@ from qdsl.host import library
 from qdsl.host.c_functions import address
 from qdsl.runtime.cpu import threads
 from qdsl.runtime.cpu.positions import Unprintable
-from qdsl.runtime.cpu.printed import TYPES, Reads
+from qdsl.runtime.cpu.printed import TYPES, DecodeReads
 from qdsl.runtime.cpu.source import DECODE, Source, source_of
 from qdsl.runtime.gpu.configure import grid_axes
 from qdsl.runtime.gpu.launch import read_tensors, size_arguments
@@ -66,10 +66,10 @@ def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
 
     start is a multiple of the rows of a step.
     """
-    bound = find(packed, DECODE)
+    bound = find_loop(packed, DECODE)
     if bound is None:
         return None
-    weight, sums, run = described(packed, bound), packed.layout.kernels.sums, threads.functions().rows
+    weight, sums, run = describe_product(packed, bound), packed.layout.kernels.sums, threads.functions().rows
 
     def rows(out: Tensor, start: int) -> None:
         first = address(out, "float32", out.shape[0] * packed.shape[1], True) - 4 * start * packed.shape[1]
@@ -81,7 +81,7 @@ def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
 
 def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
     """The first row of every tile and its weights in float32, in memory that the next tile takes; None without a loop."""
-    write, bound = decode(packed), find(packed, DECODE)
+    write, bound = decode(packed), find_loop(packed, DECODE)
     if write is None or bound is None:
         return None
     n, k = packed.shape
@@ -99,7 +99,7 @@ def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
 
 def has_vectors(packed: PackedWeight) -> bool:
     """Whether a loop decodes many weights at a time."""
-    bound = find(packed, DECODE)
+    bound = find_loop(packed, DECODE)
     return bound is not None and bound.loop.source.has_vectors
 
 
@@ -111,7 +111,7 @@ def are_compiled(packed: PackedWeight) -> bool:
     return setting == "always" or (setting == "auto" and packed.shape[0] * packed.shape[1] >= SMALL)
 
 
-def find(packed: PackedWeight, rows: int) -> BoundLoop | None:
+def find_loop(packed: PackedWeight, rows: int) -> BoundLoop | None:
     """The loop that takes this weight, for so many rows of x at once; None where there is none.
 
     Raises UnfitArray for tensors that are shorter than the weight's shape says, or on another device.
@@ -127,7 +127,7 @@ def find(packed: PackedWeight, rows: int) -> BoundLoop | None:
     if loop is None:
         return None
     if (of := (loop, packed.shape)) not in _fits:
-        _fits[of] = _fit(packed, loop, tensors)
+        _fits[of] = _fit_shape(packed, loop, tensors)
     fit = _fits[of]
     if fit is None:
         return None
@@ -136,7 +136,7 @@ def find(packed: PackedWeight, rows: int) -> BoundLoop | None:
     return BoundLoop(loop, fit.units, tensors, places)
 
 
-def _fit(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None]) -> Fit | None:
+def _fit_shape(packed: PackedWeight, loop: Loop, tensors: Sequence[Tensor | None]) -> Fit | None:
     """What the loop needs of weights like this one; None where its blocks do not divide the shape."""
     tiles, units = grid_axes(packed)
     if packed.shape[1] % loop.source.divisor or packed.shape[0] != tiles * packed.layout.kernels.sums:
@@ -160,8 +160,8 @@ def source_for(packed: PackedWeight, rows: int) -> Source:
     if any(dtype is not None and dtype not in TYPES for dtype in dtypes):
         raise Unprintable("a dtype that has no form in C")
     width = {"AVX512": 16, "AVX2": 8}.get(_capability(), 4)
-    reads = Reads(kernels.decode, dtypes, tuple(table.numbers for table in kernels.tables), size_arguments(packed), kernels.sums,
-                  kernels.last == "n")
+    reads = DecodeReads(kernels.decode, dtypes, tuple(table.numbers for table in kernels.tables), size_arguments(packed),
+                        kernels.sums, kernels.last == "n")
     return source_of(reads, rows, width)
 
 
@@ -179,7 +179,7 @@ def _new_loop(packed: PackedWeight, rows: int) -> Loop | None:
     return Loop(source, functions.run, functions.arrange if source.arranged else None)
 
 
-def described(packed: PackedWeight, bound: BoundLoop, together: int = 1) -> threads.Product:
+def describe_product(packed: PackedWeight, bound: BoundLoop, together: int = 1) -> threads.Product:
     """The loop and the sizes of a weight as product.c takes them, but for types and tables.  together: rows of x at once."""
     loop, (n, k) = bound.loop, packed.shape
     run, arrange = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop.run, loop.arrange))

@@ -20,7 +20,7 @@ from qdsl.host.system import map_memory
 CHUNK, LINE = 32 << 20, 64                                       # bytes that are mapped at once; of a line of caches
 
 
-class _Chunk(threading.local):
+class _MappedChunk(threading.local):
     """The memory that a thread mapped last, until it is freed, and how many of its bytes are taken."""
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class _Chunk(threading.local):
         self.taken = 0
 
 
-_chunk = _Chunk()
+_chunk = _MappedChunk()
 
 
-def new(nbytes: int) -> Tensor:
+def zero_bytes(nbytes: int) -> Tensor:
     """A tensor of so many zero bytes, at a multiple of 64; memory is used as it is written."""
     memory = None if _chunk.memory is None else _chunk.memory()
     if memory is None or _chunk.taken + nbytes > len(memory):
@@ -41,8 +41,8 @@ def new(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
-def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype along their first axis, in new memory."""
     shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
-    whole = new(sum(tensor.nbytes for tensor in tensors)).view(tensors[0].dtype).view(shape)
+    whole = zero_bytes(sum(tensor.nbytes for tensor in tensors)).view(tensors[0].dtype).view(shape)
     return torch.cat(list(tensors), out=whole)

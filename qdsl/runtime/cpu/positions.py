@@ -24,7 +24,7 @@ class Digit:
     is_printed: bool = False
 
 
-class Split(Exception):
+class DigitMustSplit(Exception):
     """A digit whose lowest `factor` values must be a digit of their own; 0: that must be printed value by value."""
 
     def __init__(self, digit: str, factor: int) -> None:
@@ -153,7 +153,7 @@ class Positions:
         part_values, extent = by // math.gcd(by, factor), self.extents.get(name, 0)
         if name not in self.extents or (extent and (extent % part_values or extent == part_values)):
             return self._symbol(left, sign, Position((), by))
-        raise Split(name, part_values)
+        raise DigitMustSplit(name, part_values)
 
     def _last(self, name: str) -> int:
         """The largest value of a digit."""
@@ -168,7 +168,7 @@ class Positions:
         extent = self.extents.get(name, 0)
         part = math.gcd((limit - left.constant) // factor, extent)
         if 1 < part < extent and extent > SHORT:
-            raise Split(name, part)
+            raise DigitMustSplit(name, part)
         if extent:
-            raise Split(name, 0)
+            raise DigitMustSplit(name, 0)
         return None

@@ -47,24 +47,24 @@ def prepare(packed: PackedWeight, together: int, m: int, dtype: torch.dtype, bia
     together: rows of x that the loop takes at once.  dtype: of x and the result.  bias: its dtype, or None.  is_permuted: `run`
     gets the permutation of columns after the weight's tensors, and applies it to x.
     """
-    bound = loops.find(packed, together)
+    bound = loops.find_loop(packed, together)
     tables = read_tensors(packed)[len(packed.layout.coded):]
     if bound is None or len(packed.layout.coded) > threads.MOST_TENSORS or len(tables) > threads.MOST_TABLES:
         return None
     if dtype not in TYPES or bias not in TYPES:
         wide = prepare(packed, together, m, torch.float32, bias and torch.float32, is_permuted)
-        return None if wide is None else PreparedProduct(_rounding(wide.bind, dtype), (m, packed.shape[0]))
-    described = loops.described(packed, bound, together)
+        return None if wide is None else PreparedProduct(_round_through_float32(wide.bind, dtype), (m, packed.shape[0]))
+    described = loops.describe_product(packed, bound, together)
     described.type, described.bias_type = TYPES[dtype], TYPES[bias]
     described.tables[:len(tables)] = [0 if table is None else table.data_ptr() for table in tables]
     present = [place for place, name in enumerate(packed.layout.coded) if name in packed.tensors and name not in packed.in_order]
     stored = [packed.tensors[packed.layout.coded[place]] for place in present]
     checks = [(place, tensor.dtype, tensor.numel()) for place, tensor in zip(present, stored, strict=True)]
-    return PreparedProduct(_binding(described, checks, packed.shape[0], m, dtype, is_permuted), (m, packed.shape[0]))
+    return PreparedProduct(_make_bind(described, checks, packed.shape[0], m, dtype, is_permuted), (m, packed.shape[0]))
 
 
-def _binding(described: threads.Product, checks: Sequence[tuple[int, torch.dtype, int]], n: int, m: int, dtype: torch.dtype,
-             is_permuted: bool) -> Callable[[tuple[int, ...]], Run]:
+def _make_bind(described: threads.Product, checks: Sequence[tuple[int, torch.dtype, int]], n: int, m: int, dtype: torch.dtype,
+               is_permuted: bool) -> Callable[[tuple[int, ...]], Run]:
     """`bind` of a prepared product.  checks: slot of the address, dtype and number of elements of every tensor."""
     call, allocate, slots = threads.functions().product, allocator("cpu"), threads.MOST_TENSORS
     address = ctypes.byref(described)                            # keeps it alive
@@ -102,7 +102,7 @@ def _address(tensor: Tensor, dtype: torch.dtype, count: int) -> int:
     raise _Changed
 
 
-def _rounding(bind: Callable[[tuple[int, ...]], Run], dtype: torch.dtype) -> Callable[[tuple[int, ...]], Run]:
+def _round_through_float32(bind: Callable[[tuple[int, ...]], Run], dtype: torch.dtype) -> Callable[[tuple[int, ...]], Run]:
     """`bind` for x of another dtype, by a product in float32."""
 
     def bound(sizes: tuple[int, ...]) -> Run:

@@ -26,7 +26,7 @@ from itertools import product
 from typing import Any
 
 from qdsl.core.ops import Op, triton_function
-from qdsl.runtime.cpu.positions import ORIGIN, Digit, Position, Positions, Split, Unprintable
+from qdsl.runtime.cpu.positions import ORIGIN, Digit, DigitMustSplit, Position, Positions, Unprintable
 
 TYPES = {"uint8": "u8", "int8": "i8", "uint16": "u16", "int16": "i16", "int32": "i32", "uint32": "u32", "int64": "i64",
          "float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -72,7 +72,7 @@ class Pointer:
 
 
 @dataclass(frozen=True)
-class Reads:
+class DecodeReads:
     """What a decode function reads.  dtypes: of tensors and tables, None for a missing one.  tables: numbers of the last of them.
 
     tile: rows of a unit.  along_rows: neighbouring rows of tiles are neighbours in memory.
@@ -106,7 +106,7 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightUse:
     """A weight: its row in a tile, its column, and its C text."""
 
     row: int
@@ -115,7 +115,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedLoops:
     """C lines.  units: that the outermost loop takes at a time.  loops: extents of the others.  uses: of the innermost loop.
 
     multiples: numbers that divide K.  is_slow: a digit is divided at run time.
@@ -124,7 +124,7 @@ class Printed:
     text: str
     units: int
     loops: tuple[Digit, ...]
-    uses: tuple[Use, ...]
+    uses: tuple[WeightUse, ...]
     multiples: int
     is_slow: bool
 
@@ -161,7 +161,7 @@ class _Printer:
     positions: Positions
     names: dict[str, Any]
     lines: list[str] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
+    uses: list[WeightUse] = field(default_factory=list)
     count: int = 0
 
     # -- statements ----------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class _Printer:
             self.lines.append(f"USE({len(self.uses)}, {own}, {column.text}, {self.place(own).text}, {text})")
         else:
             self.lines.append(f"USE_ONE({own}, {column.text}, {value.text}, {condition});")
-        self.uses.append(Use(own, column, value.text))
+        self.uses.append(WeightUse(own, column, value.text))
 
     def place(self, row: int) -> Position:
         """The place of the next weight of a row in the order of use."""
@@ -447,7 +447,7 @@ def _source(kernel: Any) -> str:
     return str(kernel.src) if hasattr(kernel, "src") else textwrap.dedent(inspect.getsource(kernel.fn))
 
 
-def printed(reads: Reads, has_vectors: bool) -> Printed:
+def printed(reads: DecodeReads, has_vectors: bool) -> PrintedLoops:
     """The C lines of a decode function, with explicit vectors or scalars.  Raises Unprintable."""
     function, digits, uses = ast.parse(_source(reads.kernel)).body[0], [Digit("d0")], 1
     assert isinstance(function, ast.FunctionDef)
@@ -456,7 +456,7 @@ def printed(reads: Reads, has_vectors: bool) -> Printed:
     for _ in range(40):
         try:
             result = _print(function, reads, digits, has_vectors, uses)
-        except Split as split:
+        except DigitMustSplit as split:
             digits = split.of(digits)
             continue
         if len(result.uses) == uses * reads.tile:
@@ -465,7 +465,7 @@ def printed(reads: Reads, has_vectors: bool) -> Printed:
     raise Unprintable("too many digits")
 
 
-def _print(function: ast.FunctionDef, reads: Reads, digits: Sequence[Digit], has_vectors: bool, uses: int) -> Printed:
+def _print(function: ast.FunctionDef, reads: DecodeReads, digits: Sequence[Digit], has_vectors: bool, uses: int) -> PrintedLoops:
     """The lines for these digits.  uses: of a row in the innermost loop."""
     row, unit = (argument.arg for argument in function.args.args[1:3])
     values = [digit for digit in digits[1:] if digit.is_printed or (digit is digits[-1] and digit.extent <= FEW[has_vectors])]
@@ -495,5 +495,5 @@ def _print(function: ast.FunctionDef, reads: Reads, digits: Sequence[Digit], has
     column = printer.uses[0].column
     begin = Position(tuple(term for term in column.terms if term[0] != lanes), min(use.column.constant for use in printer.uses))
     after = [f"AFTER({begin.text})"] * (has_vectors and not reads.along_rows)
-    return Printed("\n".join([*lines, *printer.lines, "}", *after, "}" * (len(loops) - 1)]), steps["d0"], tuple(loops[1:]),
-                   tuple(printer.uses), math.lcm(*printer.positions.multiples), printer.positions.is_slow)
+    return PrintedLoops("\n".join([*lines, *printer.lines, "}", *after, "}" * (len(loops) - 1)]), steps["d0"], tuple(loops[1:]),
+                        tuple(printer.uses), math.lcm(*printer.positions.multiples), printer.positions.is_slow)

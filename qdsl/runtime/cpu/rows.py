@@ -1,6 +1,6 @@
 """Weights with rows interleaved by 16, as a CPU reads them fastest, and products with these (row_groups.h has the layout).
 
-`placed` makes that copy of a weight at its first product, from the fields, and keeps it as long as the weight's memory lives.
+`interleaved_copy` makes that copy of a weight at its first product, from the fields.  It lives as long as the weight's memory.
 The weight itself stays as it is, so that files, slices and conversions do not change.  A format whose decode is affine in a code
 has such loops; its generated module has their C functions.
 """
@@ -48,7 +48,7 @@ class Weight(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _GroupField:
     """A number of groups: values [rows, groups], and how many columns share one; 0 for all.  kind: how C reads them."""
 
     values: Tensor
@@ -57,7 +57,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class InterleavedWeight:
     """An interleaved weight, with the library of its loops.
 
     sums: groups of columns whose sums of x a weight with offsets needs; 0 for one without.  factor: by which x is multiplied.
@@ -98,7 +98,7 @@ class Way:
     has_own_bias: bool
 
     @classmethod
-    def of(cls, placed: Placed, m: int, dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool = False) -> Way:
+    def of(cls, placed: InterleavedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool = False) -> Way:
         """The way for m rows of a dtype, and a bias of one.  rounds_x: few rows are rounded to 8 bits."""
         n, k = placed.shape
         is_known = dtype in TYPES and bias in TYPES
@@ -120,7 +120,7 @@ class Way:
         few.tiles, few.share, few.type, few.tensors = -(-n // (2 * ROWS)), max(1, SHARE // m), TYPES[torch.float32], 2
         return cls(few, m, kind, kind, True)
 
-    def product(self, placed: Placed, x: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
+    def product(self, placed: InterleavedWeight, x: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
         """x, contiguous, times a weight: a tensor of these sizes, in x's dtype.  bias [N], contiguous."""
         dtype = x.dtype
         if placed.factor is not None:
@@ -172,7 +172,7 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
     bias: its dtype, or None.  is_permuted: `run` gets the permutation of columns after the weight's tensors.  rounds_x: up to 8
     rows are rounded to 8 bits.
     """
-    first, description = placed(packed), kept.description(packed)
+    first, description = interleaved_copy(packed), kept.description(packed)
     if first is None:
         return None
     way, n, allocate = Way.of(first, m, dtype, bias, rounds_x), packed.shape[0], allocator("cpu")
@@ -225,14 +225,14 @@ def code_bytes(packed: PackedWeight) -> int:
     return 0 if loops is None else -(-n // ROWS) * -(-k // BLOCK) * 4 * ROWS * loops.bits
 
 
-def placed(packed: PackedWeight, into: Tensor | None = None) -> Placed | None:
+def interleaved_copy(packed: PackedWeight, into: Tensor | None = None) -> InterleavedWeight | None:
     """The interleaved copy of a weight, made at the first call; None for a weight that has none.
 
     into: memory for the codes [code_bytes] of a new copy, which takes the place of one that was made before.
     """
     if packed.variant.row_loops is None or not library.has_compiler():
         return None
-    entry = kept.kept(packed, partial(_place, packed, into), into is not None)
+    entry = kept.kept(packed, partial(_interleave, packed, into), into is not None)
     return None if entry is None else entry.copy
 
 
@@ -244,12 +244,12 @@ def takes_bytes(packed: PackedWeight) -> bool:
 # -- placing -----------------------------------------------------------------------------------------------------------
 
 
-def entry_of(copy: Placed) -> kept.Entry[Placed]:
+def entry_of(copy: InterleavedWeight) -> kept.KeptCopy[InterleavedWeight]:
     """A copy as one that is kept."""
-    return kept.Entry(copy, ctypes.addressof(copy.weight))
+    return kept.KeptCopy(copy, ctypes.addressof(copy.weight))
 
 
-def _place(packed: PackedWeight, into: Tensor | None) -> kept.Entry[Placed] | None:
+def _interleave(packed: PackedWeight, into: Tensor | None) -> kept.KeptCopy[InterleavedWeight] | None:
     """A new interleaved copy; None where groups of columns are too short or uneven, or without a compiler.
 
     into: memory for its codes, where those of others are.
@@ -257,14 +257,14 @@ def _place(packed: PackedWeight, into: Tensor | None) -> kept.Entry[Placed] | No
     loops = packed.variant.row_loops
     assert loops is not None
     n, k = packed.shape
-    codes, group = memory.new(code_bytes(packed)) if into is None else into, code_bytes(packed) // -(-n // ROWS)
-    parts: list[dict[str, _Group]] = []
+    codes, group = memory.zero_bytes(code_bytes(packed)) if into is None else into, code_bytes(packed) // -(-n // ROWS)
+    parts: list[dict[str, _GroupField]] = []
     functions: ctypes.CDLL | None = None
     levels = factor = None
-    for start, stop in _tiles(packed):
+    for start, stop in _row_ranges(packed):
         part = packed if (start, stop) == (0, n) else packed.cut("N", start, stop)
         fields = {**_defaults(packed), **unpack(part)}
-        groups = _groups(loops, packed, fields, (start, stop))
+        groups = _group_numbers(loops, packed, fields, (start, stop))
         if groups is None or any(packed.variant.fields[name].type == "index" for name in fields):
             return None
         parts.append(groups)
@@ -277,13 +277,13 @@ def _place(packed: PackedWeight, into: Tensor | None) -> kept.Entry[Placed] | No
         functions.interleave(own.data_ptr(), codes.data_ptr() + start // ROWS * group, stop - start, k,
                              -(-(stop - start) // ROWS))
         levels = torch.nn.functional.pad(fields[loops.levels].float(), (0, TABLE - (1 << loops.bits))) if loops.levels else None
-        factor = _factor(loops, fields)
+        factor = _column_factor(loops, fields)
     if functions is None:
         return None
-    return entry_of(_assembled(packed, loops, functions, codes, parts, levels, factor, into is None))
+    return entry_of(_assemble(packed, loops, functions, codes, parts, levels, factor, into is None))
 
 
-def _tiles(packed: PackedWeight) -> list[tuple[int, int]]:
+def _row_ranges(packed: PackedWeight) -> list[tuple[int, int]]:
     """Ranges of rows that are whole groups, as the storage allows."""
     n, k = packed.shape
     least = math.lcm(packed.step("N"), ROWS)
@@ -298,7 +298,7 @@ def _defaults(packed: PackedWeight) -> dict[str, Tensor]:
             for name, value in packed.variant.defaults.items() if value is not None}
 
 
-def _factor(loops: RowLoops, fields: Mapping[str, Tensor]) -> Tensor | None:
+def _column_factor(loops: RowLoops, fields: Mapping[str, Tensor]) -> Tensor | None:
     """The factor of each column of x."""
     if not loops.columns:
         return None
@@ -306,23 +306,24 @@ def _factor(loops: RowLoops, fields: Mapping[str, Tensor]) -> Tensor | None:
     return 1 / values if loops.columns[0] == "/" else values
 
 
-def _groups(loops: RowLoops, packed: PackedWeight, fields: Mapping[str, Tensor], rows: tuple[int, int],
-            ) -> dict[str, _Group] | None:
+def _group_numbers(loops: RowLoops, packed: PackedWeight, fields: Mapping[str, Tensor], rows: tuple[int, int],
+                   ) -> dict[str, _GroupField] | None:
     """The numbers of groups of some rows; None where groups have no multiple of 16 columns."""
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _GroupField] = {}
     for name in loops.fields:
-        group = _group(packed, name, fields[name], rows)
+        group = _group_field(packed, name, fields[name], rows)
         if group is None:
             return None
         if name in loops.lookups:
             values = loops.lookups[name].values[group.values.long()]
             is_byte = not values.is_floating_point() and bool((values.abs() < 128).all())
-            group = _Group(values.to(torch.int8 if is_byte else torch.float32), group.columns, "int8" if is_byte else "float32")
+            dtype, kind = (torch.int8, "int8") if is_byte else (torch.float32, "float32")
+            group = _GroupField(values.to(dtype), group.columns, kind)
         groups[name] = group
     return groups
 
 
-def _group(packed: PackedWeight, name: str, values: Tensor, rows: tuple[int, int]) -> _Group | None:
+def _group_field(packed: PackedWeight, name: str, values: Tensor, rows: tuple[int, int]) -> _GroupField | None:
     """A field of groups, [rows, groups]; None where it is no number of 8 bits or a float, or its groups are too short."""
     field, k = packed.variant.fields[name], packed.shape[1]
     axes = field.axes if values.dim() else ()
@@ -347,15 +348,15 @@ def _group(packed: PackedWeight, name: str, values: Tensor, rows: tuple[int, int
         else:
             values = values.expand(count, values.shape[-1])
     if columns >= k:
-        return _Group(values, 0, kind)
+        return _GroupField(values, 0, kind)
     even = columns & -columns                                    # the largest power of two that divides it
     if even < ROWS:
         return None
-    return _Group(values if even == columns else values.repeat_interleave(columns // even, 1), even, kind)
+    return _GroupField(values if even == columns else values.repeat_interleave(columns // even, 1), even, kind)
 
 
-def _assembled(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, codes: Tensor, parts: list[dict[str, _Group]],
-               levels: Tensor | None, factor: Tensor | None, is_alone: bool) -> Placed:
+def _assemble(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, codes: Tensor, parts: list[dict[str, _GroupField]],
+              levels: Tensor | None, factor: Tensor | None, is_alone: bool) -> InterleavedWeight:
     """The copy, with numbers of groups interleaved like rows; if it is alone, these are in huge pages."""
     n, k = packed.shape
     columns, shifts, fields = -(-k // BLOCK) * BLOCK, [], []
@@ -366,11 +367,11 @@ def _assembled(packed: PackedWeight, loops: RowLoops, functions: ctypes.CDLL, co
         values = torch.cat([part[name].values[:, :groups] for part in parts])
         padded = torch.nn.functional.pad(values, (0, groups - values.shape[1], 0, -n % ROWS))
         interleaved = padded.view(-1, ROWS, groups).transpose(1, 2)
-        fields.append(memory.concatenated([interleaved]) if is_alone else interleaved.contiguous())
+        fields.append(memory.concatenate([interleaved]) if is_alone else interleaved.contiguous())
         shifts.append(own.bit_length() - 1 if own else 62)
     sums = -(-columns // shortest) if "#define HAS_OFFSET" in loops.source else 0
-    return Placed(functions, described_weight(codes, levels, fields, shifts, n, columns), packed.shape, sums, factor, codes,
-                  levels, tuple(fields))
+    weight = described_weight(codes, levels, fields, shifts, n, columns)
+    return InterleavedWeight(functions, weight, packed.shape, sums, factor, codes, levels, tuple(fields))
 
 
 def described_weight(codes: Tensor, levels: Tensor | None, fields: Sequence[Tensor], shifts: Sequence[int], n: int,
@@ -383,7 +384,7 @@ def described_weight(codes: Tensor, levels: Tensor | None, fields: Sequence[Tens
     return weight
 
 
-def _functions(packed: PackedWeight, loops: RowLoops, groups: list[_Group]) -> ctypes.CDLL | None:
+def _functions(packed: PackedWeight, loops: RowLoops, groups: list[_GroupField]) -> ctypes.CDLL | None:
     """The compiled loops of a format; None where the compiler fails."""
     capability = _capability()
     span = min((group.columns for group in groups if group.columns), default=0)
@@ -396,11 +397,11 @@ def _functions(packed: PackedWeight, loops: RowLoops, groups: list[_Group]) -> c
     return _libraries[key]
 
 
-def source_for(packed: PackedWeight) -> str:
+def interleaved_source(packed: PackedWeight) -> str:
     """The C source of the loops for a weight that has a copy."""
     loops, shape = packed.variant.row_loops, packed.shape
     part = packed.cut("N", 0, min(shape[0], math.lcm(packed.step("N"), ROWS)))
-    groups = None if loops is None else _groups(loops, packed, {**_defaults(packed), **unpack(part)}, (0, part.shape[0]))
+    groups = None if loops is None else _group_numbers(loops, packed, {**_defaults(packed), **unpack(part)}, (0, part.shape[0]))
     assert loops is not None and groups is not None, "only weights with copies have these loops"
     return source_of(loops, [group.kind for group in groups.values()],
                      min((group.columns for group in groups.values() if group.columns), default=0))

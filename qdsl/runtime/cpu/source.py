@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdsl.runtime.cpu.positions import Unprintable
-from qdsl.runtime.cpu.printed import Printed, Reads, printed
+from qdsl.runtime.cpu.printed import DecodeReads, PrintedLoops, printed
 
 VECTORS, FUNCTIONS, LOOPS = (Path(__file__).with_name(name) for name in ("vectors.h", "decoded.h", "stored_loops.h"))
 DECODE = 0                                                       # rows of x of a library that decodes into out
@@ -34,12 +34,12 @@ class Source:
     has_vectors: bool
 
 
-def source_of(reads: Reads, rows: int, width: int) -> Source:
+def source_of(reads: DecodeReads, rows: int, width: int) -> Source:
     """The C source for `rows` rows of x at a time, DECODE for none, with vectors of at most `width` lanes.
 
     Raises Unprintable for a decode function that has no form in C.
     """
-    alone, vectors = printed(reads, False), _vectors(reads, rows)
+    alone, vectors = printed(reads, False), _vector_loops(reads, rows)
     if rows and not 0 < len(alone.order) <= LONGEST:
         raise Unprintable("columns that do not follow the units, or too many at a time")
     if vectors is not None and vectors.units % alone.units:
@@ -50,7 +50,7 @@ def source_of(reads: Reads, rows: int, width: int) -> Source:
     is_ordered = rows > 0 and vectors is not None and not reads.along_rows and not _has_neighbours(vectors)
     settings = {"LANES": lanes, "M": rows, "TILE": reads.tile, "STEP_ONE": alone.units, "COLUMNS_ONE": len(alone.order),
                 "HAS_VECTORS": int(vectors is not None), "ALONG_ROWS": int(reads.along_rows), "ORDERED": int(is_ordered)}
-    turn = () if vectors is None or rows or reads.along_rows else _turns(vectors)
+    turn = () if vectors is None or rows or reads.along_rows else _interleaved_uses(vectors)
     settings["TURNS"] = len(turn)
     tables = [f"static const int turn[] = {{{_commas(turn)}}};"] * bool(turn)
     if vectors is not None:
@@ -65,22 +65,22 @@ def source_of(reads: Reads, rows: int, width: int) -> Source:
                   int(is_ordered), vectors is not None or not alone.is_slow)
 
 
-def _vectors(reads: Reads, rows: int) -> Printed | None:
+def _vector_loops(reads: DecodeReads, rows: int) -> PrintedLoops | None:
     """The lines in vectors; None where there are none, or where scalars are stored faster."""
     try:
         vectors = printed(reads, True)
     except Unprintable:
         return None
-    stores = rows or reads.along_rows or _has_neighbours(vectors) or _turns(vectors)
+    stores = rows or reads.along_rows or _has_neighbours(vectors) or _interleaved_uses(vectors)
     return vectors if stores and 0 < len(vectors.order) <= LONGEST else None
 
 
-def _has_neighbours(vectors: Printed) -> bool:
+def _has_neighbours(vectors: PrintedLoops) -> bool:
     """Whether the lanes of every weight are neighbouring columns."""
     return all(use.column.step(vectors.loops[-1].name) == 1 for use in vectors.uses)
 
 
-def _turns(vectors: Printed) -> tuple[int, ...]:
+def _interleaved_uses(vectors: PrintedLoops) -> tuple[int, ...]:
     """The uses that neighbouring columns come from in turn; () where they come otherwise, or from one use."""
     uses, lane = vectors.uses, vectors.loops[-1].name
     places = [use.column.constant for use in uses]

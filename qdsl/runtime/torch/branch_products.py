@@ -60,15 +60,15 @@ def _one_hot(fields: Fields, n: int) -> Tensor:
 
 
 
-def _entries(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
+def _add_entries(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
     """out [M, N] plus the products with the entries, added in order within each row of w."""
     if has_csr(x):
         return run_csr(out, x, fields["start"], fields["column"], fields["value"])
     column, value = fields["column"].long(), fields["value"]
-    return _gathered(out, x, column, row_numbers(fields["start"], column.numel()), value)
+    return _add_gathered(out, x, column, row_numbers(fields["start"], column.numel()), value)
 
 
-def _gathered(out: Tensor, x: Tensor, source: Tensor, target: Tensor, value: Tensor) -> Tensor:
+def _add_gathered(out: Tensor, x: Tensor, source: Tensor, target: Tensor, value: Tensor) -> Tensor:
     """out[:, target[e]] + x[:, source[e]] * value[e] for all entries, some rows of x at a time."""
     sums = torch.empty_like(out)
     step = max(1, MOST // max(1, source.numel()))
@@ -78,14 +78,14 @@ def _gathered(out: Tensor, x: Tensor, source: Tensor, target: Tensor, value: Ten
     return sums
 
 
-def _entries_transposed(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
+def _add_entries_transposed(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
     """out [M, K] + x [M, N] @ s, by dense tiles of s, so that sums are the same on every run, also on a GPU."""
-    for start, stop, tile in _tiles(fields, out.shape[1], tile_weights(x), out.dtype):
+    for start, stop, tile in _dense_tiles(fields, out.shape[1], tile_weights(x), out.dtype):
         out = torch.addmm(out, x[:, start:stop].to(out.dtype), tile)
     return out
 
 
-def _tiles(fields: Fields, k: int, weights: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+def _dense_tiles(fields: Fields, k: int, weights: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
     """Rows [start, stop) of the entries as dense matrices of about `weights` elements."""
     first, column, value = fields["start"], fields["column"].long(), fields["value"]
     row = row_numbers(first, column.numel())
@@ -101,9 +101,9 @@ def _tiles(fields: Fields, k: int, weights: int, dtype: torch.dtype) -> Iterator
 Product = Callable[[Tensor, Tensor, Fields], Tensor]
 PRODUCTS: dict[str, Product] = {
     "low_rank": lambda out, x, fields: _low_rank(out, x, fields["up"], fields["down"]),
-    "csr": _entries,
+    "csr": _add_entries,
     "dense_rows": lambda out, x, fields: _low_rank(out, x, _one_hot(fields, out.shape[1]), fields["row_value"])}
 TRANSPOSED: dict[str, Product] = {
     "low_rank": lambda out, x, fields: _low_rank(out, x, fields["down"].t(), fields["up"].t()),
-    "csr": _entries_transposed,
+    "csr": _add_entries_transposed,
     "dense_rows": lambda out, x, fields: _low_rank(out, x, fields["row_value"].t(), _one_hot(fields, x.shape[1]).t())}

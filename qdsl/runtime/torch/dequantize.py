@@ -53,11 +53,11 @@ def dequantize_rows(packed: PackedWeight, index: Tensor, dtype: torch.dtype) -> 
     if index.dtype not in (torch.int32, torch.int64):
         raise FormatError(f"row numbers are int32 or int64, not {str(index.dtype)[6:]}")
     if ops.is_plain(index) and index.device.type == "cpu":
-        _check_range(index, packed.shape[0])
+        _check_row_numbers(index, packed.shape[0])
     return _decoded_rows(packed, index.flatten(), dtype).view(*index.shape, packed.shape[1])
 
 
-def _check_range(index: Tensor, rows: int) -> None:
+def _check_row_numbers(index: Tensor, rows: int) -> None:
     if not index.numel():
         return
     least, largest = (int(bound) for bound in index.aminmax())
@@ -72,13 +72,13 @@ def _decoded_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Ten
     plain = ops.is_plain(rows, *packed.tensors.values())
     if plain and rows.numel() and not is_captured(packed.device):    # the number of blocks is known on the host alone
         if not packed.layout.streams:
-            return _rows_of_blocks(packed, rows, dtype)
-        if packed.device.type == "cpu" and (decoded := _rows_of_streams(packed, rows, dtype)) is not None:
+            return _decode_row_blocks(packed, rows, dtype)
+        if packed.device.type == "cpu" and (decoded := _decode_stream_rows(packed, rows, dtype)) is not None:
             return decoded
     return packed.format.dequantize(packed, dtype).index_select(0, rows)
 
 
-def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _decode_row_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a weight that can be sliced into blocks of rows, decoded block by block."""
     step = packed.step("N")
     wanted, origin = torch.unique(rows, return_inverse=True)     # sorted
@@ -94,7 +94,7 @@ def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> T
     return out.index_select(0, origin)
 
 
-def _rows_of_streams(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _decode_stream_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Rows of a weight with streams, on a CPU; None if a stream, or another tensor, has no separate rows."""
     wanted, origin = torch.unique(rows.long(), return_inverse=True)
     part = packed.decode_rows(wanted)

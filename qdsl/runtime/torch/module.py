@@ -92,7 +92,7 @@ class PackedModule(SpecializedModule):
                      for name, tensor in tensors.items())
         if is_new and is_plain(*tensors.values()):
             self._undo_casts(tensors)
-            kept.forget(tensors)
+            kept.forget_copies(tensors)
             tensors = self._note(tensors)
         packed = self._packed.derive({name: tensor.data for name, tensor in tensors.items()}, in_order=_ordered(tensors))
         packed.plan, packed.dense, packed.keeps_copy = self._packed.plan, self._packed.dense, self.keeps_copy
@@ -268,7 +268,7 @@ class PackedModule(SpecializedModule):
         self._specialize()
         if is_plain(*tensors.values()):
             if not is_same:
-                kept.forget(tensors)
+                kept.forget_copies(tensors)
             try:
                 self._note(tensors)
             except FormatError:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qdsl.core.siblings import SIBLINGS
 from qdsl.runtime.cpu import kept, loops, rows
 from qdsl.runtime.cpu import linear as cpu
-from qdsl.runtime.cpu.joined import Joined, Run, join
+from qdsl.runtime.cpu.joined import JoinedCopies, Run, join
 from qdsl.runtime.gpu.placement import may_change
 from qdsl.runtime.libraries.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.torch.layers import QuantizedLinear
@@ -52,7 +52,7 @@ class Siblings:
 
     def __init__(self, layers: Sequence[QuantizedLinear]) -> None:
         self.layers = tuple(layers)
-        self._joined: Joined | None = None
+        self._joined: JoinedCopies | None = None
         self._tensors: dict[QuantizedLinear, list[_Tensor]] = {}
         self._products: dict[tuple[Any, ...], _Product] = {}                  # by shape and dtype of x
         self._results: _Results | None = None
@@ -180,7 +180,7 @@ def make_ready(model: nn.Module, filter: Callable[[str], bool]) -> None:
     filter(name): of which layers.  Where there is an accelerator, to which the model may be moved, the first product does it.
     """
     keep_copies(model, filter)
-    if torch.accelerator.is_available() or kept.setting() == "never":
+    if torch.accelerator.is_available() or kept.interleave_setting() == "never":
         return
     groups = siblings_of(model, filter)
     together = {id(layer) for group in groups for layer in group.layers}
