@@ -118,7 +118,7 @@ def _tensor_of(cached: CachedRows, name: str) -> tuple[int, Piece]:
     layout = cached.packed.layout
     matches = [(at, piece) for at, tensor in enumerate(layout.coded) for piece in layout.tensors[tensor].slices
                if piece.field == name]
-    if len(matches) != 1 or matches[0][1].width or layout.tensors[layout.coded[matches[0][0]]].adds:
+    if len(matches) != 1 or matches[0][1].width or matches[0][1].further or layout.tensors[layout.coded[matches[0][0]]].adds:
         raise ValueError(f"'{name}' lies in pieces")
     return matches[0]
 

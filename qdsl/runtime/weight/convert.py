@@ -214,7 +214,7 @@ class _Change:
     def _move(self, piece: Piece, name: str) -> _Move | None:
         sources = ((name, source) for name, stored_pieces in self.source_pieces.items() for source in stored_pieces)
         by, before = next(((name, source) for name, source in sources if source.key == piece.key), ("", piece))
-        if not by or (self.changed is not None and piece.field not in self.changed.kept):
+        if not by or before.further or piece.further or (self.changed is not None and piece.field not in self.changed.kept):
             return None
         field = self.packed.variant.fields[piece.field]
         kind = number(str(self.packed.params.get(field.type, field.type)))
