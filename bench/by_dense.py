@@ -33,6 +33,7 @@ SHOWN: tuple[tuple[str, str, dict[str, int | str]], ...] = (
     ("q6_k", "gguf", {}), ("q8_0", "gguf", {}), ("nf4", "bitsandbytes", {}), ("ocp_mxfp4", "compressed_tensors", {}),
     ("fp8_block", "safetensors", {}), ("fp8_channel", "safetensors", {}), ("int8_channel", "safetensors", {}))
 SHOWN_ROWS = (1, 16, 64, 256, 4096)
+README, README_GPUS, README_ROWS = (SHOWN[0], SHOWN[3], SHOWN[5], SHOWN[8]), ("a100", "rtx4090", "h200", "b200"), (1, 16, 64, 256)
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,13 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
             yield packed
 
 
-def shown() -> Iterator[list[str]]:
-    """A line per storage of SHOWN: its name, and by GPU the ratios at SHOWN_ROWS."""
-    for name, storage, params in SHOWN:
+def shown(storages: Sequence[tuple[str, str, dict[str, int | str]]] = SHOWN, gpus: Sequence[str] = COMPARED,
+          rows: Sequence[int] = SHOWN_ROWS) -> Iterator[list[str]]:
+    """A line per storage: its name, and by GPU the ratios at these numbers of rows of x."""
+    for name, storage, params in storages:
         packed = dispatch.Product(name, storage, params, 1, SHAPE, "").weight()
         yield [f"`{costs.storage_key(packed)}`", *(" / ".join(f"{one.of_dense:.2f}" for one in products(
-            packed, gpu_of(gpu), SHOWN_ROWS)) for gpu in COMPARED)]
+            packed, gpu_of(gpu), rows)) for gpu in gpus)]
 
 
 def summary(results: Sequence[Product]) -> Iterator[str]:

@@ -1,9 +1,10 @@
-"""`python -m bench.costs`: compile the kernels of all formats and count their instructions, for qdsl/runtime/gpu/costs.json.
+"""`python -m bench.costs`: compile the kernels of all formats and count their instructions, for bench/results/costs.json.
 
 Runs nothing, and needs no GPU.  Takes a night of one core, or minutes after `python -m bench.dispatch`, which keeps the counts of
 the same kernels.  Existing entries of the file are kept unless --anew.
 
-Variants are kernels with other warps than usual, with partial tiles, or with other rows of `matvec`.
+Variants are kernels with other warps than usual, with partial tiles, or with other rows of `matvec`.  The package has the counts
+of usual kernels, rounded to letters: qdsl/runtime/gpu/costs.txt, which is written each time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import argparse
 import importlib
 import itertools
 import json
+import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from functools import cache
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -27,7 +32,7 @@ from qdsl.analyze.gpus import GPUS, arch_of
 from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
-from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.costs import Candidate, Cost
 from qdsl.runtime.gpu.families import ANY_GPU, lanes
 from qdsl.runtime.gpu.families.units import SMALL, gemm_config
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
@@ -39,6 +44,12 @@ SHAPE = (4096, 8192)                                             # several itera
 # Other shapes, for variants: tiles of `matvec` have other rows, and tiles are partial for some storages with 7 * 2048 columns.
 OTHERS = ((1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (152064, 4096))
 ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "sm_89", "gfx942")
+ORDER = ("sm_100", "sm_90", "sm_80", "sm_89", "sm_120", "gfx942")  # similar ones side by side
+COUNTED = Path(__file__).with_name("results") / "costs.json"
+LANES = ("gemv", "skinny", "tile_gemm")                          # kinds of which plans take no kernel that spills
+WARPS = 4                                                        # of the kernels whose keys name no warps
+LETTERS = 91                                                     # from costs.FIRST on
+Counts = dict[str, dict[str, dict[str, list[float]]]]             # rows by architecture, storage and key
 META, X = torch.device("meta"), torch.bfloat16
 
 
@@ -60,18 +71,18 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
 
 
 def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
-    """The launches to count for the table, by costs.config_key: those with the usual constants first."""
+    """The launches to count for the table, by key: those with the usual constants first."""
     n, k = packed.shape
     decode = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch)
     with configure.assumed(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
         yield from _plain_calls(packed)
         if len(decode) == 1:
-            yield costs.config_key("dequantize"), decode[0]
+            yield "dequantize", decode[0]
         for rows in (1, 8, 16):
             if configure.has_skinny_streams(_x(rows, k), packed):
                 for call in stream_kernels.skinny_calls(_x(rows, k), packed, None, _x(rows, n)):
-                    yield costs.config_key("skinny", *costs.configuration(call.constants)), call
+                    yield key_text(*costs.kernel_key("skinny", call.constants)), call
         yield from _matrix_calls(packed)
         for shape in OTHERS:
             weight = with_shape(packed, shape)
@@ -101,23 +112,42 @@ def _plain_calls(packed: PackedWeight, usual: bool = True) -> Iterator[tuple[str
                 ways.append((rows, ANY_GPU.candidate(packed, rows, config)))
     for rows, way in ways:
         launched = list(launch.linear_calls(_x(rows, packed.shape[1]), packed, None, _x(rows, packed.shape[0]), candidate=way))
-        if len(launched) == 1 and (usual or costs.variant(way.config)):
+        if len(launched) == 1 and (usual or variant(way.config)):
             yield usual_key(way) if usual else key_of(way), launched[0]
 
 
 def usual_key(candidate: Candidate) -> str:
-    """The key in the table of the usual kernel for a candidate."""
-    return costs.config_key(candidate.kind, *costs.configuration(candidate.config))
+    """The key in the file of the usual kernel for a candidate."""
+    kind, r, columns, _ = costs.kernel_key(candidate.kind, candidate.config)
+    return key_text(kind, r, columns)
 
 
 def key_of(candidate: Candidate) -> str:
-    """The key in the table of a candidate's kernel."""
-    return costs.config_key(candidate.kind, *costs.configuration(candidate.config), costs.variant(candidate.config))
+    """The key in the file of a candidate's kernel."""
+    return key_text(*costs.kernel_key(candidate.kind, candidate.config)[:3]) + variant(candidate.config)
+
+
+def key_text(kind: str, r: int = 0, columns: int = 0, scaled: int = 0) -> str:
+    """The key in the file of a usual kernel: 'tile_gemm R=2 64', 'skinny R=1'.  Takes the parts of costs.kernel_key."""
+    return " ".join([kind, *([f"R={r}"] if r else ()), *([str(columns)] if columns else ()), *(["S=1"] if scaled else ())])
+
+
+def variant(config: Mapping[str, int]) -> str:
+    """The end of the key for constants other than the usual ones: ' W=8', ' E=0', ' B=4', ' S=1' or ''.
+
+    W: warps.  E=0: partial tiles.  B: BN of `matvec`, whose usual one the shape decides.  S=1: scaled weights.
+    """
+    if "BLOCKS" in config:
+        return ""
+    rows, warps = config["BN"] if "BK" in config and "BM" not in config else 0, config.get("WN", 1) * config.get("WK", 0)
+    parts = ("W", warps or config.get("W", WARPS), WARPS), ("E", int(config.get("EVEN", 1)), 1), ("B", rows, 0), (
+        "S", config.get("SCALED", 0), 0)
+    return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
 
 
 def is_wanted(key: str, entry: Mapping[str, Sequence[float]]) -> bool:
     """Whether to count a kernel, given the counts of the storage's others: the small tile of `gemm` only if those spill."""
-    return not key.startswith(costs.config_key("gemm", columns=SMALL)) or any(
+    return not key.startswith(key_text("gemm", 0, SMALL)) or any(
         len(row) > 11 and row[11] for other, row in entry.items() if other.startswith("gemm") and other != key)
 
 
@@ -171,7 +201,7 @@ def main() -> None:
     parser.add_argument("--arch", action="append", choices=list(EVERY_ARCH), help=f"by default {' and '.join(ARCHS)}")
     parser.add_argument("--anew", action="store_true", help="count kernels again that the file has")
     parser.add_argument("--kind", action="append", choices=[*costs.USUAL], help="kernels of this kind alone, may be repeated")
-    parser.add_argument("--file", type=Path, default=costs.TABLE)
+    parser.add_argument("--file", type=Path, default=COUNTED)
     options = parser.parse_args()
     kernels = json.loads(options.file.read_text())["kernels"] if options.file.is_file() else {}
     compiled = CompiledCosts()
@@ -191,9 +221,11 @@ def main() -> None:
                 kernels.setdefault(arch, {})[storage] = entry
                 options.file.write_text(text(kernels))
                 print(f"{arch} {storage}: {len(entry)} kernels", file=sys.stderr)
+    if options.file == COUNTED:
+        costs.TABLE.write_text(compact(kernels), encoding="utf-8")
 
 
-def text(kernels: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+def text(kernels: Counts) -> str:
     """The text of the file, with one storage per line so that diffs are readable."""
     archs = []
     for arch in sorted(kernels):
@@ -201,6 +233,86 @@ def text(kernels: dict[str, dict[str, dict[str, list[float]]]]) -> str:
                  for storage in sorted(kernels[arch])]
         archs.append(f"  {json.dumps(arch)}: {{\n" + ",\n".join(lines) + "\n  }")
     return f'{{"triton": "{triton.__version__}", "kernels": {{\n' + ",\n".join(archs) + "\n}}\n"
+
+
+@cache
+def counted() -> Counts:
+    """All counts of the file, by architecture, storage and key."""
+    kernels: Counts = json.loads(COUNTED.read_text(encoding="utf-8"))["kernels"]
+    return kernels
+
+
+def usual(kernels: Counts, storage: str) -> tuple[dict[str, dict[costs.Key, Cost]], set[str]]:
+    """The counts of a storage's usual kernels as the package has them, but not rounded; and the variants of them that spill.
+
+    Kernels for matrix units that spill are left out.  Other kernels' spills are cycles of their trips: each moves 128 bytes per
+    warp through the L2 cache.  sm_89 stands in for sm_120, but for `tile_gemm`, which is not counted there.
+    """
+    compiled = [("sm_89" if arch == "sm_120" and key[0] != "tile_gemm" else arch, arch, key, is_usual, cost)
+             for arch in ORDER for key, is_usual, cost in _read(kernels.get(arch, {}).get(storage, {}))]
+    spilling = {(place, key) for place, _, key, is_usual, cost in compiled if is_usual and cost.spills and key[0] in LANES}
+    entries: dict[str, dict[costs.Key, Cost]] = {}
+    for place, arch, key, is_usual, cost in compiled:
+        if is_usual and place == arch and (arch, key) not in spilling:
+            cycles = cost.spills * 128 * cost.warps / WARPS / costs.L2_BYTES
+            entries.setdefault(arch, {})[key] = replace(cost, trip=cost.trip + cycles, spills=0)
+    return entries, {costs.variant_key(place, key, cost.warps) for place, _, key, is_usual, cost in compiled
+                     if cost.spills and not is_usual and key[0] in LANES and key in entries.get(place, ())}
+
+
+def _read(entry: Mapping[str, Sequence[float]]) -> Iterator[tuple[costs.Key, bool, Cost]]:
+    """Kernels of a storage in the file: the key of costs.kernel_key, whether it is the usual one of that key, and its counts."""
+    for text, values in entry.items():
+        cost = Cost(*map(int, values[:4]), *values[4:])
+        kind, *parts = text.split()
+        own = dict(part.split("=") for part in parts if "=" in part)
+        key = kind, int(own.pop("R", 0)), next((int(part) for part in parts if part.isdigit()), 0), int(own.pop("S", 0))
+        yield key, not own, cost
+
+
+@cache
+def exact(storage: str) -> dict[str, dict[costs.Key, Cost]]:
+    """costs.counts of the file's counts, which are not rounded."""
+    return usual(counted(), storage)[0]
+
+
+def compact(kernels: Counts) -> str:
+    """The text of costs.TABLE: the columns with medians over all storages, then a line per storage.
+
+    A line has the storage's letters, and the variants of its kernels that spill.
+    """
+    storages = {storage: usual(kernels, storage) for storage in sorted({*itertools.chain(*kernels.values())})}
+    # A column's kernels have one number of warps, and all a loop or none.
+    columns: dict[tuple[costs.Key, str, int, bool], list[Cost]] = defaultdict(list)
+    for entries, _ in storages.values():
+        for arch, entry in entries.items():
+            for key, cost in entry.items():
+                columns[key, arch, cost.warps, cost.trip > 0].append(cost)
+    kinds, lines, body = ("dequantize", "matvec", "gemm", *LANES), [], []
+    order = sorted(columns, key=lambda column: (kinds.index(column[0][0]), column[0], column[2:], ORDER.index(column[1])))
+    for column in order:
+        medians = (median_low(values) for values in zip(*map(astuple, columns[column]), strict=True))
+        lines.append(" ".join([column[1], *map(str, column[0]), *(f"{value:g}" for value in [*medians][:-1])]))
+    for storage, (entries, spilling) in storages.items():
+        text, before = "", ""
+        for key, arch, warps, has_loop in order:
+            own = entries.get(arch, {}).get(key)
+            if own is None or (own.warps, own.trip > 0) != (warps, has_loop):
+                text += costs.ABSENT
+                continue
+            letters = _letters(own)
+            text += costs.SAME if letters == before else letters
+            before = letters
+        body.append("\t".join([storage, text.rstrip(costs.ABSENT), *([" ".join(sorted(spilling))] if spilling else ())]))
+    return "\n".join([*lines, "", *body]) + "\n"
+
+
+def _letters(cost: Cost) -> str:
+    """Counts in five letters, as costs.decoded reads them."""
+    busy, chain = (cost.trip, cost.chain) if cost.trip else (cost.fixed, cost.start)
+    numbers = [math.ceil(cost.registers / 8), 4 * math.log2(cost.step), *(
+        1 + costs.STEPS * math.log(cycles) if cycles else 0 for cycles in (busy, chain)), 4 * cost.chain_loads]
+    return "".join(chr(ord(costs.FIRST) + min(LETTERS - 1, max(0, round(number)))) for number in numbers)
 
 
 def _short(entry: dict[str, list[float]]) -> dict[str, list[float]]:

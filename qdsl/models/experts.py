@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qdsl.models.offloaded import onloaded_by_hooks
 from qdsl.runtime.torch import ops
-from qdsl.runtime.torch.experts import device_offsets, host_borders, is_on_gpu, matmul, route, weighted_sum
+from qdsl.runtime.torch.experts import host_borders, is_on_gpu, matmul, route, weighted_sum
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.specialized import SpecializedModule
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -174,7 +174,7 @@ class Experts(SpecializedModule):
         if is_on_gpu(x, bias) and not self.match_dense and (m >= self.experts or torch.cuda.is_current_stream_capturing()):
             out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
             matmul(x.contiguous(), lambda start, stop: torch.cat([self._apart(e, x.dtype) for e in range(start, stop)]),
-                   device_offsets(offsets, x), None if bias is None else bias.contiguous(), rows, out)
+                   offsets, None if bias is None else bias.contiguous(), rows, out)
             return out
         x = x if rows is None else x[rows]
         borders = host_borders(offsets, len(x), partial)

@@ -1,4 +1,4 @@
-"""Kernels of the shipped table counted anew: `python -m tests.kernels.count_costs`; exit code 1 where a count differs.
+"""Kernels of the counted table compiled anew: `python -m tests.kernels.count_costs`; exit code 1 where a count differs.
 
 A sample: every kind of kernel, configuration and architecture with storages of different families.  Then what plans choose for
 some products, against the next best ways: all are compiled for GPUs for which other architectures' counts stand in.  Then the
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench import dispatch
 from bench.compiled_costs import CompiledCosts
-from bench.costs import calls, row, weights
+from bench.costs import calls, counted, row, weights
 from qdsl.runtime.gpu import costs
 
 SAMPLE = (
@@ -38,9 +38,9 @@ def different_counts() -> list[str]:
         packed = next(packed for packed in weights(storage.split(".")[0]) if costs.storage_key(packed) == storage)
         launched = dict(calls(packed, arch))
         for key in keys:
-            shipped, counted = costs.table()[arch][storage][key], row(launched[key], arch, compiled)
-            if shipped != counted:
-                wrong.append(f"{arch} {storage} {key}: the table says {shipped}, the compiler {counted}")
+            before, now = counted()[arch][storage][key], row(launched[key], arch, compiled)
+            if before != now:
+                wrong.append(f"{arch} {storage} {key}: the table says {before}, the compiler {now}")
     return wrong
 
 

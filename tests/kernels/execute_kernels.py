@@ -28,6 +28,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.expert_tiles import tile_call
 from qdsl.runtime.gpu.families import BY_NAME, w8a8
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
@@ -90,7 +91,7 @@ def is_counted(case: Case) -> bool:
     form, storage = case.module.FORMAT, case.storage
     params = form.complete(case.choice)
     key = "".join(f" {name}={params[name]}" for name in form.by)
-    return "tile_gemm" in {row.split()[0] for row in costs.table()["sm_80"].get(f"{form.name}.{storage}{key}", ())}
+    return "tile_gemm" in {own[0] for own in costs.counts(f"{form.name}.{storage}{key}").get("sm_80", ())}
 
 
 def shape_of(job: Job) -> tuple[int, int]:
@@ -212,10 +213,13 @@ def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
     weight = form.dequantize(packed, torch.float32 if fused else torch.float16)
     order = torch.randperm(21, generator=torch.Generator().manual_seed(0))
     out = torch.full((21, 32), torch.nan, dtype=x.dtype)
+    listing = tile_call(offsets, 21, experts.ROWS if fused else 16)
+    tiles = listing.arguments[1].fill_(-1)
+    findings = run([listing], arch, tiles, Options(order="reverse"))
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
-        call = next(launch.grouped_calls(x, packed, experts.tile_map(offsets, 21), None, out, order)) if fused else \
-            experts.matmul_call(x, weight, None, order, experts.tile_map(offsets, 21, 16), out, 16)
-    findings = run([call], arch, out, Options(order="reverse"))
+        call = next(launch.grouped_calls(x, packed, tiles, None, out, order)) if fused else \
+            experts.matmul_call(x, weight, None, order, tiles, out, 16)
+    findings += run([call], arch, out, Options(order="reverse"))
     rows = x[order].double()
     owner = torch.bucketize(torch.arange(21), offsets[1:], right=True)
     part = weight.double().view(4, 32, 256)[owner]

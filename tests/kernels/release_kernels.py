@@ -33,6 +33,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, strides
 from qdsl.runtime.gpu.branch_launches import csr_call
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.expert_tiles import tile_call
 from qdsl.runtime.gpu.families import ANY_GPU, BY_NAME
 from qdsl.runtime.gpu.families.units import gemm_config
 from qdsl.runtime.libraries.call import Call
@@ -231,6 +232,7 @@ def of_experts() -> Iterator[Call]:
         yield Call(experts.kernels.weighted_sum, (x, _empty(64, dtype=torch.int64), _empty(32, 2, dtype=dtype),
                                                   _empty(32, 512, dtype=dtype), _empty(9, dtype=torch.int64), 8, 512),
                    {"TOP": 2, "BN": experts.WIDTH}, (32, 1), {"num_warps": 4})
+    yield tile_call(_empty(9, dtype=torch.int64), 64)
     sorted_pairs = [_empty(size, dtype=torch.int32) for size in (9, 64, 64, 48)]
     yield Call(experts.kernels.route, (_empty(32, 2, dtype=torch.int64), None, *sorted_pairs, 64, 16),
                {"EXPERTS": 8, "TOP": 2, "HEIGHT": experts.ROWS, "BINS": 16, "BLOCK": 1024}, (9,), {"num_warps": 4})

@@ -11,13 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl.generated import df11, fix4, fp8_block, hlane, int8_channel, nf4, q4_0
-from qdsl.models.experts import Experts, routed_sum
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts, ops
 from qdsl.runtime.weight import stream_kernels
-from qdsl.runtime.weight.routing import Offsets
 from tests.support.formats import SHIPPED, Case, cases, random_packed, shuffled_fields, smallest
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -374,86 +371,6 @@ def test_the_operation_is_what_torch_asks_of_one() -> None:
     arguments = (torch.randn(5, 64, requires_grad=True), tensors, torch.tensor([0, 2, 2, 5]), torch.zeros(3, 16),
                  key, False, "")
     torch.library.opcheck(experts._grouped_linear, arguments)
-
-
-@pytest.mark.parametrize("expert_map", [None, [1, -1, 0, 2, -1]], ids=["all", "some"])
-@pytest.mark.parametrize("is_input_weighted", [False, True])
-def test_sums_of_a_router(expert_map: list[int] | None, is_input_weighted: bool) -> None:
-    """Against every token and every expert, one by one, in float64."""
-    generator = torch.Generator().manual_seed(0)
-    count = 5 if expert_map is None else 3
-    packed = q4_0.quantize(torch.randn(count * 32, 32, generator=generator))
-    stack, dense = Experts(packed, count), q4_0.dequantize(packed, torch.float64).view(count, 32, 32)
-    x = torch.randn(7, 32, generator=generator, dtype=torch.float64)
-    ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(7)])
-    weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
-    places = None if expert_map is None else torch.tensor(expert_map)
-    product = routed_sum(x, lambda x, offsets, tokens: stack(x, offsets, None, True, tokens).relu(), count, weights, ids, places,
-                         is_input_weighted)
-    exact = torch.zeros_like(x)
-    for token, own in enumerate(ids.tolist()):
-        for place, expert in enumerate(own):
-            local = expert if expert_map is None else expert_map[expert]
-            if local != -1:
-                exact[token] += weights[token, place] * (dense[local] @ x[token]).relu()
-    torch.testing.assert_close(product, exact)
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations of torch, but those of kernels that Triton interprets, and views of memory."""
-
-    VIEWS = ("aten.detach", "aten.view", "aten.split")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.is_counting = True
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_counting and not str(function).startswith(self.VIEWS):
-            self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("tokens, count", [(1, 16), (7, 5), (40, 4)])
-@pytest.mark.parametrize("is_mapped", [False, True])
-@pytest.mark.skipif(not INTERPRETED, reason="counts operations around interpreted kernels")
-def test_a_layer_sorts_its_pairs_in_one_launch(tokens: int, count: int, is_mapped: bool, monkeypatch: pytest.MonkeyPatch,
-                                               ) -> None:
-    """The bits of rows that torch sorts; two products, a weighted sum and five allocations; no more tiles than pairs."""
-    monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(PackedWeight, "runs_kernels", True)
-    case, generator = next(c for c in CASES if c.path.stem == "q4_0"), torch.Generator().manual_seed(tokens)
-    up, down = (Experts(experts_of(case, count, n, 128), count) for n in (256, 128))
-    x, ids = x_of(tokens, 128, torch.float16), torch.rand(tokens, count + 2, generator=generator).topk(2).indices
-    weights = torch.rand(tokens, 2, generator=generator)
-    places = torch.tensor([-1, *range(count), -1]) if is_mapped else None
-    ids = ids if is_mapped else ids % count
-
-    def run(x: torch.Tensor, offsets: Offsets, rows: torch.Tensor | None) -> torch.Tensor:
-        inner = up(x, offsets, None, is_mapped, rows)
-        return down(inner[:, :128].contiguous(), offsets, None, is_mapped)
-
-    counter, launches, launch_one = Operations(), [], Call.run
-
-    def counted(call: Call) -> Any:
-        launches.append((call.family, call.grid))
-        counter.is_counting = False
-        try:
-            return launch_one(call)
-        finally:
-            counter.is_counting = True
-
-    monkeypatch.setattr(Call, "run", counted)
-    monkeypatch.setattr(ops, "is_in_torch_dispatch_mode", lambda: False)
-    with counter:
-        out = routed_sum(x, run, count, weights, ids, places)
-    own = [name for name in counter.names if not name.startswith(("aten.clone", "aten.slice", "aten.new_zeros"))]   # of `run`
-    assert [name for name, _ in launches] == ["route", "skinny", "skinny", "weighted_sum"]
-    assert len(own) <= 5 + 2 and all("empty" in name for name in own)                  # two of them are those of the products
-    assert all(grid[1] <= min(2 * tokens, -(-2 * tokens // 8) + count) for name, grid in launches if name == "skinny")
-    monkeypatch.setattr("qdsl.models.experts.route", lambda *_: None)
-    assert torch.equal(out, routed_sum(x, run, count, weights, ids, places))
 
 
 def test_no_rows() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from bench import costs as writer
 from bench.gpu.candidates import SHAPES, X, weights
 from bench.gpu.device import DeviceInfo, launches_for
 from qdsl.runtime.gpu import costs, plan
@@ -24,7 +25,7 @@ FILE = ROOT / "bench" / "results" / "gpu-nvidia-h100-80gb-hbm3-torch2.11-triton3
 # The mean of |log(modelled / measured)| by kernel, rounded up.  Records of odd sizes are loaded by single bytes, and tables are
 # looked up out of order: the model does not know of either, which `gemm` and `matvec` take most of their time for.
 ERRORS = {"gemv": 0.13, "skinny": 0.16, "tile_gemm": 0.118, "matvec": 0.36, "gemm": 0.48}
-# Counts of the kernels that were timed, for sm_90, as costs.json had them, of storages whose kernels have changed since.
+# Counts of the kernels that were timed, for sm_90, of storages whose kernels have changed since.
 TIMED_KERNELS = ROOT / "tests" / "data" / "measured_kernels.json"
 MEAN, P90, WORST = 1.052, 1.22, 1.43                             # times the fastest candidate's measured time, of the choice
 
@@ -52,13 +53,16 @@ def products(path: Path = FILE) -> dict[tuple[str, int], list[Timed]]:
         assert (row["n"], row["k"]) == SHAPES[0]
         rows[described(row)].append(row)
     device = DeviceInfo(run["device"]["gpu"], run["device"]["capability"], run["device"]["multiprocessors"], run["device"]["l2"])
+    timed_kernels = writer.counted()["sm_90"] | json.loads(TIMED_KERNELS.read_text())
+    table = costs.parsed(writer.compact(writer.counted() | {"sm_90": timed_kernels}))
+    plan.forget()                                                # choices by the shipped table
     try:
-        with launches_for(device), patch.dict(costs.table()["sm_90"], json.loads(TIMED_KERNELS.read_text())):
-            costs._cost.cache_clear()
+        with launches_for(device), patch.object(costs, "counts", cache(partial(costs.decoded, *table))):
             return {key: list(timed(plan.choice(by_name[key[0]], key[1], X, torch.device("meta")), same))
                     for key, same in rows.items()}
     finally:
-        costs._cost.cache_clear()
+        plan.forget()
+
 
 
 def timed(choice: plan.Choice, rows: list[dict[str, Any]]) -> Iterator[Timed]:

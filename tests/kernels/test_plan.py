@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton
 
+from bench import costs as writer
 from bench import dispatch
 from bench.launch import StubDriver
 from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k, quanto, squeezellm
@@ -79,8 +80,9 @@ def test_traps(gpu: Gpu) -> None:
 @pytest.mark.parametrize("form, gpu, more, many", [
     (int_group, "h100", 1.3, 2), (fp8_block, "h100", 1.3, 2), (q4_0, "h100", 1.4, 2),
     (int_group, "h200", 1.31, 2), (fp8_block, "h200", 1.3, 2), (q4_0, "h200", 1.44, 2.05)])
-def test_more_rows_are_no_cliff(form: ModuleType, gpu: str, more: float, many: float) -> None:
-    """Programs that share K, and 16 rows of x in a program: 4096 x 4096; 1.3 and 2 are wanted of all."""
+def test_more_rows_are_no_cliff(form: ModuleType, gpu: str, more: float, many: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that share K, and 16 rows of x in a program: 4096 x 4096, by exact counts; 1.3 and 2 are wanted of all."""
+    monkeypatch.setattr(costs, "counts", writer.exact)
     packed = form.FORMAT.empty((4096, 4096), "planar", "meta")
     times = {m: choice_for(packed, m, GPUS[gpu]).options[0].seconds for m in (1, 9, 16, 64)}
     assert times[9] <= times[16] <= more * times[1] and times[64] <= many * times[1]
@@ -93,8 +95,8 @@ def test_sixteen_rows_of_x_where_they_are_counted() -> None:
         for gpu in (GPUS["h200"], GPUS["t4"]):
             wide = {option.candidate.config["R"] for option in choice_for(packed, 9, gpu).options
                     if option.candidate.kind == "skinny" and "BM" in option.candidate.config}
-            entry = costs.table()["sm_90"][costs.storage_key(packed)] if gpu.name == "h200" else {}
-            assert wide == {r for r in (1, 2) if f"skinny R={r} 16" in entry}
+            entry = costs.counts(costs.storage_key(packed))["sm_90"] if gpu.name == "h200" else {}
+            assert wide == {r for r in (1, 2) if ("skinny", r, 16, 0) in entry}
             assert not any("BM" in option.candidate.config for option in choice_for(packed, 8, gpu).options
                            if option.candidate.kind == "skinny")
             counted += len(wide)
@@ -105,30 +107,27 @@ def test_sixty_four_rows_of_x_and_short_groups() -> None:
     """`tile_gemm` takes them at once in the configurations of the table; of groups of 128 columns in all."""
     for packed, are_short in ((q4_k.FORMAT.empty((4096, 4096), "planar", "meta"), True),
                               (int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4), False)):
-        entry = costs.table()["sm_90"][costs.storage_key(packed)]
+        entry = costs.counts(costs.storage_key(packed))["sm_90"]
         wide = {option.candidate.config["R"] for option in choice_for(packed, 64, GPUS["h200"]).options
                 if option.candidate.kind == "tile_gemm" and option.candidate.config["BM"] == 64
                 and not option.candidate.config.get("SCALED")}
-        assert wide == {r for r in (1, 2) if not are_short or f"tile_gemm R={r} 64" in entry}
+        assert wide == {r for r in (1, 2) if not are_short or ("tile_gemm", r, 64, 0) in entry}
         assert not are_short or wide == {1}
 
 
 def test_no_kernel_that_spills_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the table: the shipped one, and one in which R = 2 spills everywhere."""
+    """By the table, which leaves kernels out that spill: the shipped one, and one without R = 2."""
     packed = q4_0.FORMAT.empty((4096, 4096), "planar", "meta")
-    kernels = costs.table()["sm_90"]["q4_0.planar"]
-    spilling = {key: [*row, 0, 7] if "R=2" in key else row for key, row in kernels.items()}
-    lanes = ("gemv", "skinny", "tile_gemm")
-    rows = {"gemv": 1, "skinny": 8, "tile_gemm": 64}
+    few = {arch: {key: cost for key, cost in entry.items() if key[1] != 2} for arch, entry in costs.counts("q4_0.planar").items()}
 
-    def launched(m: int) -> set[str]:
-        return {costs.config_key(way.kind, *costs.configuration(way.config))
-                for way in plan.candidates(packed, m, BF16, META) if way.kind in lanes}
+    def launched() -> set[tuple[str, int]]:
+        return {costs.kernel_key(way.kind, way.config)[:2] for m in (1, 8, 64)
+                for way in plan.candidates(packed, m, BF16, META) if way.kind in writer.LANES}
 
     with configure.assumed(9, 132, GPUS["h200"]):
-        assert {"gemv R=2", "skinny R=2", "tile_gemm R=2 32"} <= {key for m in rows.values() for key in launched(m)}
-        monkeypatch.setattr(costs, "table", lambda: {"sm_90": {"q4_0.planar": spilling}})
-        assert not any("R=2" in key for m in rows.values() for key in launched(m))
+        assert {(kind, r) for kind in writer.LANES for r in (1, 2)} == launched()
+        monkeypatch.setattr(costs, "counts", lambda storage: few)
+        assert {(kind, 1) for kind in writer.LANES} == launched()
 
 
 def test_what_was_counted_is_chosen() -> None:
@@ -137,8 +136,8 @@ def test_what_was_counted_is_chosen() -> None:
     for packed in (q4_k.FORMAT.empty((4096, 4096), "planar", "meta"), awq_gemv_fast.FORMAT.empty((4096, 4096), "planar", "meta")):
         for m in (16, 33, 64, 96, 256):
             choice = choice_for(packed, m, GPUS["h200"])
-            counted = [option.seconds for option in choice.options if costs.doubt(packed, option.candidate, "sm_90") == 1]
-            assert choice.options[0].seconds <= min(counted) / costs.doubt(packed, choice.candidate, "sm_90")
+            counted = [option.seconds for option in choice.options if costs.has_counts(packed, option.candidate, "sm_90")]
+            assert choice.options[0].seconds <= min(counted)
             if choice.candidate.kind == "tile_gemm" and choice.candidate.config["BM"] <= 64:
                 assert choice.candidate.config["STAGES"] == 3
                 tiles += 1

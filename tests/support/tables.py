@@ -234,6 +234,12 @@ def by_dense() -> list[str]:
     return rows(["storage", *(GPUS[name].title for name in dense_ratios.COMPARED)], dense_ratios.shown())
 
 
+def of_dense() -> list[str]:
+    """The README's part of by_dense, by the formats' names."""
+    lines = dense_ratios.shown(dense_ratios.README, dense_ratios.README_GPUS, dense_ratios.README_ROWS)
+    return rows(["", *(GPUS[name].title for name in dense_ratios.README_GPUS)], lines)
+
+
 def bandwidth() -> list[str]:
     """What every format reaches of an H200's bandwidth, as modelled; those that miss the goal with what bounds them."""
     best = sorted(reaches(GPUS["h200"]), key=lambda reach: (-round(100 * reach.part.reached), reach.format))
@@ -258,4 +264,4 @@ def global_states() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, branch_kinds, limits, reserved, passes, formats, no_planar, figures, missed,
-        speeds, gguf_maps, quality, compatibility, public, bandwidth, by_dense, dispatch, matrix, global_states, *WALK)}
+        speeds, gguf_maps, quality, compatibility, public, bandwidth, by_dense, of_dense, dispatch, matrix, global_states, *WALK)}

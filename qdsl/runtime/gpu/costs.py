@@ -1,7 +1,8 @@
 """Modelled seconds of every candidate for x @ w.T on a GPU, by which plan.py chooses; nothing is compiled or timed.
 
-Kernels' instruction counts come from costs.json, which `python -m bench.costs` writes from compiled kernels.  The time of a
-launch follows from them, its grid and the GPU's data sheet:
+Kernels' instruction counts come from costs.txt, which `python -m bench.costs` writes from compiled kernels: a line per kernel
+with the medians over all storages, then a line per storage with five letters for each of these kernels (`counts`).  The time of
+a launch follows from them, its grid and the GPU's data sheet:
 
     LAUNCH + first + longer(memory, work) + EXPOSED * shorter(memory, work) + merge, work = x + busy + chain - first
 
@@ -12,12 +13,12 @@ COPIED_BYTES, EXPOSED and WAIT were fitted to times on an H100 (docs/predictions
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +36,6 @@ LATENCY = 300e-9                                                 # seconds from 
 EXPOSED = 0.4                                                    # share of the shorter of memory and SM time not overlapped
 WAIT = 150                                                       # cycles from an MMA of a warp group to an MMA that needs its sum
 MORE_REGISTERS = 8                                               # other Triton releases may need them
-EXTRAPOLATED = 1.1                                               # factor on the time of a kernel whose own counts the table lacks
-RESCALED = 1.05                                                  # the same if it counts half or twice as many warps
-WARPS = 4                                                        # of the kernels in the table whose keys name no warps
 REACHABLE = 0.9                                                  # share of the bandwidth that a plain copy reaches, rounded
 L2_BYTES = 28                                                    # bytes of x per clock and SM, loaded from the L2 cache
 COPIED_BYTES = 64                                                # the same of asynchronous copies, at the SM's full width
@@ -45,8 +43,9 @@ ARRIVAL = 3 * 270                                                # cycles: a sto
 MATMUL = 0.9                                                     # share of the matrix rate that the vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out per SM in the vendor's matmul
 DECODED = 1 << 28                                                # bytes of a weight that a product decodes at a time
-SCALED = " S=1"                                                  # ends the table's key of a kernel that scales weights
-TABLE = Path(__file__).with_name("costs.json")
+TABLE = Path(__file__).with_name("costs.txt")
+FIRST, SAME, ABSENT = "#", "!", "~"                              # the letter of 0; counts of the kernel before; no counts
+STEPS = 7                                                        # letters per factor of e in cycles: they are within 8 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,9 @@ class Cost:
     rows: float = 0.0
     spills: float = 0.0
 
+
+Key = tuple[str, int, int, int]
+Column = tuple[str, Key, Cost]
 
 # Used where the table has no entry: the median of its entries of that kind, rounded.
 USUAL = {
@@ -210,7 +212,20 @@ def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target:
 
 def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch: str) -> Cost:
     """Counts of a storage's kernel, a Candidate's kind or 'dequantize', from the table's nearest one; USUAL if it has none."""
-    return _cost(storage_key(packed), kind, *configuration(config), _warps(config), variant(config), arch)
+    storage, (_, r, columns, scaled), warps = storage_key(packed), kernel_key(kind, config), _warps(config)
+    counted = counted_on(storage, kind, arch)
+    if counted is None:
+        return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
+    entry = {key: cost for key, cost in counts(storage)[counted].items() if key[0] == kind}
+    nearest = min(entry, key=lambda key: (key[3] != scaled, abs(key[2] - columns), abs(key[1] - r)))
+    return _with_warps(entry[nearest], warps)
+
+
+def has_counts(packed: PackedWeight, candidate: Candidate, arch: str) -> bool:
+    """Whether the table has counts of a candidate's kernel, perhaps with other warps, and it spills no registers or is `gemm`."""
+    storage, key, warps = storage_key(packed), kernel_key(candidate.kind, candidate.config), _warps(candidate.config)
+    counted = counted_on(storage, candidate.kind, arch)
+    return counted is not None and key in counts(storage)[counted] and variant_key(counted, key, warps) not in spilling(storage)
 
 
 def _warps(config: Mapping[str, int]) -> int:
@@ -218,22 +233,14 @@ def _warps(config: Mapping[str, int]) -> int:
     return config["WN"] * config["WK"] if "WK" in config else config.get("W", 0)
 
 
-def configuration(config: Mapping[str, int]) -> tuple[int, int]:
-    """The r and columns of config_key for a launch.  R is 0 for entropy codes: there it counts streams, which K decides."""
-    return (0, config["BLOCKS"]) if "BLOCKS" in config else (config.get("R", 0), config.get("BM", 0))
+def kernel_key(kind: str, config: Mapping[str, int]) -> Key:
+    """The table's key of a kernel: its kind, tiles of 16 rows of w per warp, rows of x per program, and if it scales weights.
 
-
-def variant(config: Mapping[str, int]) -> str:
-    """The part of config_key for constants other than the table's usual ones: ' W=8', ' E=0' or ''.
-
-    W: warps.  E=0: partial tiles.  B: BN of `matvec`, whose usual one the shape decides.  S=1: scaled weights.
+    R is 0 for entropy codes: there it counts streams, which K decides.
     """
     if "BLOCKS" in config:
-        return ""
-    rows = config["BN"] if "BK" in config and "BM" not in config else 0
-    parts = ("W", _warps(config) or WARPS, WARPS), ("E", int(config.get("EVEN", 1)), 1), ("B", rows, 0), (
-        "S", config.get("SCALED", 0), 0)
-    return "".join(f" {name}={value}" for name, value, usual in parts if value != usual)
+        return kind, 0, config["BLOCKS"], 0
+    return kind, config.get("R", 0), config.get("BM", 0), config.get("SCALED", 0)
 
 
 def storage_key(packed: PackedWeight) -> str:
@@ -242,60 +249,62 @@ def storage_key(packed: PackedWeight) -> str:
     return f"{packed.format.name}.{packed.storage}{chosen}"
 
 
-def config_key(kind: str, r: int = 0, columns: int = 0, variant: str = "") -> str:
-    """The table's key of a kernel in a launch configuration: 'tile_gemm R=2 64', 'skinny R=1 W=8'.
-
-    r: tiles of 16 rows of w per warp.  columns: rows of x per program, for kernels with several choices of it.
-    """
-    return " ".join([kind, *([f"R={r}"] if r else ()), *([str(columns)] if columns else ())]) + variant
+@cache
+def counts(storage: str) -> dict[str, dict[Key, Cost]]:
+    """The shipped counts of a storage's kernels, by architecture and kernel_key; empty without the file."""
+    return decoded(*_table(), storage)
 
 
 @cache
-def table() -> dict[str, dict[str, dict[str, list[float]]]]:
-    """The shipped counts by architecture, storage_key and config_key: the fields of a Cost in order.  Empty without the file."""
-    return json.loads(TABLE.read_text(encoding="utf-8"))["kernels"] if TABLE.is_file() else {}
+def spilling(storage: str) -> frozenset[str]:
+    """The variant_key of kernels of a storage that spill registers, though they do not with as many warps as were counted."""
+    return frozenset(_table()[1].get(storage, "").partition("\t")[2].split())
 
 
-@lru_cache(maxsize=4096)
-def _cost(storage: str, kind: str, r: int, columns: int, warps: int, variant: str, arch: str) -> Cost:
-    """The table's entry for a configuration, or the usual kernel for the nearest number of rows of x, scaled to `warps`."""
-    counted = counted_on(storage, kind, arch)
-    if counted is None:
-        return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
-    entry = table()[counted][storage]
-    if (own := _own(entry, kind, r, columns, variant)) is not None:
-        return _with_warps(own, warps)
-    keys = [key for key in entry if key.split()[0] == kind]
-    own_keys = [key for key in keys if (SCALED in key) == (SCALED in variant)] or keys
-    usual = [key for key in own_keys if "=" not in key.replace("R=", "").replace(SCALED, "")] or own_keys
-    return _with_warps(_read(entry[min(usual, key=lambda key: _distance(key, r, columns))]), warps)
+def variant_key(arch: str, key: Key, warps: int) -> str:
+    """The name in the table of a kernel with other warps: 'sm_90/skinny/2/16/8'."""
+    return "/".join([arch, *map(str, key[:3]), str(warps)])
 
 
-def _own(entry: Mapping[str, Sequence[float]], kind: str, r: int, columns: int, variant: str) -> Cost | None:
-    """A storage's counts for a configuration, or of the usual kernel for its rows; None if the table has none."""
-    keys = (config_key(kind, r, columns, text) for text in ((variant,) if SCALED in variant else (variant, "")))
-    return next((_read(entry[key]) for key in keys if key in entry), None)
+@cache
+def _table() -> tuple[list[Column], dict[str, str]]:
+    return parsed(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else ([], {})
+
+
+def parsed(text: str) -> tuple[list[Column], dict[str, str]]:
+    """The columns of a table in the form of TABLE, and for every storage its letters and, after a tab, variants that spill."""
+    head, body = (part.splitlines() for part in text.split("\n\n"))
+    columns = []
+    for line in head:
+        arch, kind, *numbers = line.split()
+        r, bm, scaled, *values = (int(number) if number.isdigit() else float(number) for number in numbers)
+        columns.append((arch, (kind, int(r), int(bm), int(scaled)), Cost(*values)))  # type: ignore[arg-type]
+    return columns, dict(line.split("\t", 1) for line in body)
+
+
+def decoded(columns: Sequence[Column], letters: Mapping[str, str], storage: str) -> dict[str, dict[Key, Cost]]:
+    """The counts of a storage.  Five letters stand for registers, step, trip, chain and chain_loads, the rest is the column's.
+
+    A kernel without a loop has letters for `fixed` and `start` instead of trip and chain.
+    """
+    kernels: dict[str, dict[Key, Cost]] = {}
+    cells, numbers = iter(letters.get(storage, "").partition("\t")[0]), [0] * 5
+    for (arch, key, usual), first in zip(columns, cells, strict=False):
+        if first == ABSENT:
+            continue
+        if first != SAME:
+            numbers = [ord(letter) - ord(FIRST) for letter in (first, *itertools.islice(cells, 4))]
+        registers, step, loads = min(255, 8 * numbers[0]), round(2 ** (numbers[1] / 4)), numbers[4] / 4
+        busy, chain = (math.exp((number - 1) / STEPS) if number else 0.0 for number in numbers[2:4])
+        own = replace(usual, trip=busy, chain=chain) if usual.trip else replace(usual, fixed=busy, start=chain)
+        kernels.setdefault(arch, {})[key] = replace(own, registers=registers, step=step, chain_loads=loads)
+    return kernels
 
 
 def counted_on(storage: str, kind: str, arch: str) -> str | None:
     """The architecture whose counts are used for `arch`: itself or a similar one; None if only USUAL applies."""
-    return next((name for name in similar_archs(arch)
-                 if any(key.split()[0] == kind for key in table().get(name, {}).get(storage, ()))), None)
-
-
-def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | None:
-    """The table's counts for a candidate's configuration, perhaps with other warps; None if the table has none."""
-    counted, config = counted_on(storage_key(packed), candidate.kind, arch), candidate.config
-    entry = table()[counted][storage_key(packed)] if counted else {}
-    return _own(entry, candidate.kind, *configuration(config), variant(config))
-
-
-def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
-    """Factor on the candidate's modelled time: above 1 if the table counts its kernel only with other constants or warps."""
-    own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
-    if own is None:
-        return 1.0 if counted_on(storage_key(packed), candidate.kind, arch) is None else EXTRAPOLATED
-    return 1.0 if warps in (0, own.warps) else RESCALED if warps in (own.warps // 2, 2 * own.warps) else EXTRAPOLATED
+    own = counts(storage)
+    return next((name for name in similar_archs(arch) if any(key[0] == kind for key in own.get(name, ()))), None)
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:
@@ -304,25 +313,13 @@ def similar_archs(arch: str) -> tuple[str, ...]:
     sm_89 and sm_120 have GeForce matrix units, a quarter as fast as those of sm_80.
     """
     return {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_120", "sm_80"), "sm_90": ("sm_90", "sm_80"),
-            "sm_100": ("sm_100", "sm_90", "sm_80"), "sm_120": ("sm_120", "sm_80"), "sm_75": ("sm_80",),
+            "sm_100": ("sm_100", "sm_90", "sm_80"), "sm_120": ("sm_120", "sm_89", "sm_80"), "sm_75": ("sm_80",),
             "gfx942": ("gfx942",), "gfx950": ("gfx942",)}.get(arch, ())
 
 
 def matrix_unit(arch: str) -> str:
     """The instruction of NVIDIA's matrix units for which Triton compiles a product: wgmma, tcgen05 or mma."""
     return {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(arch, "mma")
-
-
-def _distance(key: str, r: int, columns: int) -> tuple[int, int]:
-    """Distance of a table's configuration from a wanted one: in rows of x, then of w."""
-    parts = key.split()[1:]
-    has_r = next((int(part[2:]) for part in parts if part.startswith("R=")), 0)
-    return abs(next((int(part) for part in parts if part.isdigit()), 0) - columns), abs(has_r - r)
-
-
-def _read(row: Sequence[float]) -> Cost:
-    registers, shared, warps, step, *cycles = row
-    return Cost(int(registers), int(shared), int(warps), int(step), *cycles)
 
 
 def _with_warps(cost: Cost, warps: int) -> Cost:

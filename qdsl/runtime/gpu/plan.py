@@ -40,7 +40,7 @@ class Option:
 class Choice:
     """The candidate for a product.  is_tuned: `qdsl.tune` timed it as the fastest.
 
-    options: all legal candidates, the cheapest first.  The order multiplies a candidate's time by costs.doubt.
+    options: all legal candidates, the cheapest first.
     """
 
     candidate: Candidate
@@ -136,7 +136,7 @@ def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device:
 def _choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, gpu: Gpu, is_aligned: bool) -> Choice:
     legal = candidates(packed, m, dtype, device, is_aligned)
     modelled = [Option(candidate, costs.seconds(packed, candidate, m, dtype, gpu)) for candidate in legal]
-    options = tuple(sorted(modelled, key=lambda option: option.seconds * costs.doubt(packed, option.candidate, gpu.arch)))
+    options = tuple(sorted(modelled, key=lambda option: option.seconds))
     file = {} if device.type == "meta" else configure.tuned(configure.tuned_file(device))
     timed: Any = file.get(configure.key(packed, m, dtype))
     for option in options if isinstance(timed, dict) else ():

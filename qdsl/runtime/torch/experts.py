@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu.expert_tiles import ROWS, most_tiles, tile_height, tile_map
 from qdsl.runtime.gpu.families import BY_EXPERTS
 from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.libraries.call import Call
@@ -32,12 +33,10 @@ from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.routing import Offsets, Routing
 
-ROWS = 8                                                         # rows of x per tile
 MOST = 64                                                        # rows of x per expert up to which tiles decode anew (predicted)
 WIDTH = 1024                                                     # columns per program of the weighted sum
 DECODED = 1 << 26                                                # weights to decode at a time, at least one expert
-
-PAIRS = 1 << 14                                                  # most pairs of token and expert that one launch sorts
+FEW = 1 << 14                                                    # pairs that `route` sorts in blocks of 1024; more in 4096
 
 
 def route(x: Tensor, ids: Tensor, weights: Tensor, experts: int, expert_map: Tensor | None = None) -> Routing | None:
@@ -46,34 +45,17 @@ def route(x: Tensor, ids: Tensor, weights: Tensor, experts: int, expert_map: Ten
     expert_map: the local number of each expert, below 0 for those of other ranks.  weights: those of the pairs.
     """
     pairs, tensors = ids.numel(), (ids, *(() if expert_map is None else (expert_map,)))
-    if not is_on_gpu(x, weights, *tensors) or not 0 < pairs <= PAIRS:
+    if not is_on_gpu(x, weights, *tensors) or not pairs:
         return None
-    count = min(pairs, cdiv(pairs, ROWS) + experts)
-    offsets, tokens, places, tiles = (torch.empty(size, dtype=torch.int32, device=x.device)
-                                      for size in ((experts + 1,), (pairs,), (pairs,), (count, 3)))
+    height = ROWS if pairs <= experts * MOST else tile_height(pairs, experts)
+    count = most_tiles(pairs, experts, height)
+    sizes = [experts + 1, -(experts + 1) % 4, pairs, -pairs % 4, pairs, -pairs % 4, 3 * count]     # tensors aligned to 16 bytes
+    offsets, _, tokens, _, places, _, tiles = torch.empty(sum(sizes), dtype=torch.int32, device=x.device).split_with_sizes(sizes)
     with torch.no_grad(), on_device(x.device):
         Call(kernels.route, (ids.contiguous(), expert_map, offsets, tokens, places, tiles, pairs, count),
-             {"EXPERTS": experts, "TOP": ids.shape[-1], "HEIGHT": ROWS, "BINS": 1 << (experts + 1).bit_length(), "BLOCK": 1024},
-             (experts + 1,), {"num_warps": 4}).run()
-    return Routing(offsets, tokens, places, tiles)
-
-
-def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
-    """Tiles of rows of x: int32 [T, 3] of (expert, first row, end of the expert's rows).
-
-    T: the smaller of rows and cdiv(rows, height) + E, which suffices for any offsets.  height: rows per tile.  offsets: integers
-    [E + 1]; expert e has rows [offsets[e], offsets[e + 1]).  Unused tiles have a first row that is not before the end, and so no
-    rows.
-    """
-    count = offsets.numel() - 1
-    offsets = offsets.clamp(0, rows).to(torch.int32)
-    first, last = offsets[:-1], offsets[1:]
-    needed = (last - first).clamp(min=0).add(height - 1).div(height, rounding_mode="floor")
-    stop = needed.cumsum(0)
-    tiles = torch.arange(min(rows, cdiv(rows, height) + count), device=offsets.device)
-    expert = torch.searchsorted(stop, tiles, right=True).clamp(max=count - 1)
-    start = first[expert] + height * (tiles - (stop - needed)[expert])
-    return torch.stack((expert, start, last[expert]), 1).to(torch.int32)
+             {"EXPERTS": experts, "TOP": ids.shape[-1], "HEIGHT": height, "BINS": 1 << (experts + 1).bit_length(),
+              "BLOCK": 1024 if pairs <= FEW else 4096}, (experts + 1,), {"num_warps": 4}).run()
+    return Routing(offsets, tokens, places, tiles.view(count, 3), height)
 
 
 def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None = None, partial: bool = False,
@@ -217,21 +199,35 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
     m, experts = x.shape[0] if rows is None else rows.shape[0], len(offsets) - 1
     out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
     if _is_fused(x, m, packed, experts):
-        tiles = offsets.tiles if isinstance(offsets, Routing) else tile_map(device_offsets(offsets, x), m)
-        launch.grouped(x, packed.decode_streams(), tiles, bias, out, rows)
+        launch.grouped(x, packed.decode_streams(), _tiles(offsets, x, m, ROWS), bias, out, rows)
     elif m:
         if packed.layout.streams and not stream_kernels.has_rows(packed, n):
             packed = packed.decode_streams()
-        chosen, borders = experts_with_rows(device_offsets(offsets, x), min(m, experts))
+        chosen = None
+        if m < experts:
+            chosen, offsets = experts_with_rows(device_offsets(offsets, x), m)
+            bias = None if bias is None else bias[chosen]
 
         def decode(start: int, stop: int) -> Tensor:
-            part = packed if stop - start == experts else taken(packed, n, chosen[start:stop])
+            if chosen is None and not packed.layout.streams:
+                part = packed.cut("N", start * n, stop * n) if stop - start < experts else packed
+            elif chosen is None:
+                part = taken(packed, n, torch.arange(start, stop, device=x.device)) if stop - start < experts else packed
+            else:
+                part = taken(packed, n, chosen[start:stop])
             weight = x.new_empty(part.shape)
             launch.dequantize(part, weight)
             return weight
 
-        matmul(x, decode, borders, None if bias is None else bias[chosen], rows, out)
+        matmul(x, decode, offsets, bias, rows, out)
     return out
+
+
+def _tiles(offsets: Offsets, x: Tensor, rows: int, height: int) -> Tensor:
+    """The tiles of `height` rows of x: those of the router's launch where they have that height."""
+    if isinstance(offsets, Routing) and offsets.height == height:
+        return offsets.tiles
+    return tile_map(device_offsets(offsets, x), rows, height)
 
 
 def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
@@ -244,34 +240,29 @@ def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
     return next(option.candidate.kind for option in options if option.candidate.kind in (fused, "decode")) == fused
 
 
-def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Tensor, bias: Tensor | None, rows: Tensor | None,
+def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Offsets, bias: Tensor | None, rows: Tensor | None,
            out: Tensor) -> None:
     """Multiply rows of x by the weights of their experts, plus bias [E, N], into out [M, N], on a GPU.
 
     decode(start, stop): returns the weights [(stop - start) * N, K] of these experts in x's dtype; about DECODED weights are
     decoded at a time.  rows: int64 [M], the row of x for each row of out, if different.
     """
-    (m, n), k, experts = out.shape, x.shape[1], offsets.shape[0] - 1
+    (m, n), k, experts = out.shape, x.shape[1], len(offsets) - 1
     size = max(1, DECODED // max(1, n * k))
-    height = _tile_height(m, experts)
+    height = tile_height(m, experts)
+    tiles = _tiles(offsets, x, m, height)
     for start in range(0, experts, size):
-        stop = min(start + size, experts)
-        tiles = tile_map(offsets[start:stop + 1], m, height)
-        matmul_call(x, decode(start, stop), None if bias is None else bias[start:stop], rows, tiles, out, height).run()
-
-
-def _tile_height(rows: int, experts: int) -> int:
-    """The rows of a tile for decoded experts: about the average number of rows per expert."""
-    return min(128, max(16, 1 << (cdiv(rows, experts) - 1).bit_length()))
+        matmul_call(x, decode(start, min(start + size, experts)), bias, rows, tiles, out, height, start).run()
 
 
 def matmul_call(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, tiles: Tensor, out: Tensor, height: int,
-                ) -> Call:
-    """The launch that multiplies rows of x by the decoded weights [E * N, K] of their experts; tiles: of `height` rows."""
+                first: int = 0) -> Call:
+    """The launch that multiplies rows of x by decoded weights [E * N, K] of experts from `first` on; tiles: of `height` rows."""
     (n, k), wide = (out.shape[1], x.shape[1]), x.dtype == torch.float32
     bn, bk = (64, 32) if wide else (128, 64)
-    return Call(kernels.matmul, (x, weight, bias, rows, tiles, out, n, k), {"BM": height, "BN": bn, "BK": bk},
-                (tiles.shape[0], cdiv(n, bn)), {"num_warps": 4, "num_stages": 3}, weights=bn * k, step=bn * bk)
+    return Call(kernels.matmul, (x, weight, bias, rows, tiles, out, n, k, first, weight.shape[0] // n),
+                {"BM": height, "BN": bn, "BK": bk}, (tiles.shape[0], cdiv(n, bn)), {"num_warps": 4, "num_stages": 3},
+                weights=bn * k, step=bn * bk)
 
 
 def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | None, transposed: bool = False) -> Tensor:
@@ -287,7 +278,7 @@ def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor |
         return x.new_zeros(0, width)
     if packed.layout.streams and not stream_kernels.has_rows(packed, n):
         packed = packed.decode_streams()
-    height = _tile_height(m, experts)
+    height = tile_height(m, experts)
     chosen, offsets = experts_with_rows(offsets, min(m, experts))
     tiles = tile_map(offsets, m, height)
     expert, rows = chosen[tiles[:, 0]], tiles[:, 1:2] + torch.arange(height, device=x.device)            # [T], [T, height]

@@ -13,13 +13,14 @@ class Routing:
     """Pairs of token and expert sorted by expert, on a GPU; its length is that of the offsets, E + 1.
 
     offsets: int32 [E + 1].  tokens: int32 [M], the token of each row.  places: int32 [M], the row of each pair, by token.  tiles:
-    as tile_map of runtime/torch/experts.py returns them; both products of a layer share them.
+    as tile_map of runtime/torch/experts.py returns them for `height` rows; both products of a layer share them.
     """
 
     offsets: Tensor
     tokens: Tensor
     places: Tensor
     tiles: Tensor
+    height: int
 
     def __len__(self) -> int:
         return len(self.offsets)

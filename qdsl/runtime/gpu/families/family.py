@@ -95,9 +95,10 @@ class MatrixUnitFamily(Family):
         return [way for way in super().candidates(product) if self.has_registers(way, product.packed, arch)]
 
     def has_registers(self, candidate: Candidate, packed: PackedWeight, arch: str) -> bool:
-        """Whether no registers spill, by the table's counts; without counts: whether a program takes few enough rows of x."""
-        cost, rows = costs.own_cost(packed, candidate, arch), candidate.config.get("BM", 8)
-        return cost.spills == 0 if cost is not None else rows <= self.rows_without_counts(packed)
+        """Whether no registers spill: the table has such kernels alone.  Without any: whether a program takes few rows of x."""
+        if costs.counted_on(costs.storage_key(packed), self.name, arch) is not None:
+            return costs.has_counts(packed, candidate, arch)
+        return not candidate.config.get("SCALED") and candidate.config.get("BM", 8) <= self.rows_without_counts(packed)
 
     def rows_without_counts(self, packed: PackedWeight) -> int:
         """The most rows of x per program with which no format's kernel spills."""

@@ -222,8 +222,6 @@ class TileGemm(MatrixUnitFamily):
         counted = costs.counted_on(costs.storage_key(packed), self.name, arch)
         if arch != "sm_90" and (counted is None or costs.matrix_unit(counted) != costs.matrix_unit(arch)):
             return False
-        if candidate.config.get("SCALED") and costs.own_cost(packed, candidate, arch) is None:
-            return False
         return super().has_registers(candidate, packed, arch)
 
     def rows_without_counts(self, packed: PackedWeight) -> int:

@@ -104,11 +104,12 @@ class Gemm(Family):
         return (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid
 
     def candidates(self, product: Product) -> list[Candidate]:
-        """The default tile and, if its kernel spills, the other tiles with counts."""
+        """The default tile; all tiles with counts if the small one is among them, as larger ones spill."""
         packed, arch, ways = product.packed, configure.gpu(product.device).arch, super().candidates(product)
-        rule = costs.own_cost(packed, ways[0], arch)
-        return [way for way in ways if way.config["BM"] == ways[0].config["BM"] or (
-            rule is not None and rule.spills and costs.own_cost(packed, way, arch) is not None)]
+        counted = [costs.has_counts(packed, way, arch) for way in ways]
+        spills = any(own and way.config["BM"] == SMALL for way, own in zip(ways, counted, strict=True))
+        return [way for way, own in zip(ways, counted, strict=True)
+                if way.config["BM"] == ways[0].config["BM"] or (spills and own)]
 
     def calls(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Config) -> Iterator[Call]:
         bn, bk, split, (rows, units) = config["BN"], config["BK"], config["SPLIT"], configure.grid_axes(packed)

@@ -17,7 +17,8 @@ host does not know how many rows an expert has, so the list has empty tiles, who
 
 `route` has a program per expert, and one for pairs of no expert.  Each reads all pairs of token and expert twice.  First it
 counts those of every expert, so that it knows where its own rows and tiles begin.  Then it stores its own in their order.
-Nothing is added by several programs, so every run gives the same order: that of a stable sort.
+Nothing is added by several programs, so every run gives the same order: that of a stable sort.  `list_tiles` lists the tiles
+alone, where offsets come without pairs, or tiles have another height.
 
 `weighted_sum` has a program per token and BN columns.  It adds in the order of the list, so that every run gives the same bits.
 
@@ -27,8 +28,8 @@ Cost: that of the vendor's matmul for such a tile.  w was decoded before, and is
 from qdsl.runtime.libraries.triton import tl, triton
 
 
-@triton.jit
-def matmul(x, w, bias, rows, tiles, out, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+@triton.jit(do_not_specialize=["begin", "experts"])
+def matmul(x, w, bias, rows, tiles, out, N, K, begin, experts, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """out[m] = x[rows[m]] @ w[e].T + bias[e], in float32, for up to BM rows m of one expert e and BN rows of its weight.
 
                       K ->
@@ -36,11 +37,12 @@ def matmul(x, w, bias, rows, tiles, out, N, K, BM: tl.constexpr, BN: tl.constexp
          w  [BN, BK]  #### . . .      decoded, so that a tile of the transpose is loaded along K
         out[BM, BN]  summed by the matrix unit, stored once
 
-    w: [E, N, K].  tiles: [T, 3] of (expert, first row, end of the expert's rows); a program without rows does nothing.
+    w: [experts, N, K], of experts from `begin` on.  tiles: [T, 3] of (expert, first row, end of the expert's rows); a program
+    without rows or of another expert does nothing.
     """
     tile = tiles + tl.program_id(0) * 3
     expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
-    if first < last:
+    if (first < last) & (expert >= begin) & (expert < begin + experts):
         m = first + tl.arange(0, BM)
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         k = tl.arange(0, BK)
@@ -48,7 +50,7 @@ def matmul(x, w, bias, rows, tiles, out, N, K, BM: tl.constexpr, BN: tl.constexp
         if rows is not None:
             row = tl.load(rows + m, m < last, 0)
         left = x + row.to(tl.int64)[:, None] * K + k[None, :]
-        right = w + (expert * N + n)[None, :] * K + k[:, None]
+        right = w + ((expert - begin) * N + n)[None, :] * K + k[:, None]
         total = tl.zeros((BM, BN), tl.float32)
         for start in range(0, K, BK):
             a = tl.load(left + start, (m < last)[:, None] & (start + k < K)[None, :], 0)
@@ -68,7 +70,7 @@ def expert_of(ids, expert_map, at, pairs, EXPERTS: tl.constexpr):
     return tl.where(at < pairs, tl.where((e < 0) | (e > EXPERTS), EXPERTS, e), EXPERTS + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "count"])
 def route(ids, expert_map, offsets, tokens, places, tiles, pairs, count, EXPERTS: tl.constexpr, TOP: tl.constexpr,
           HEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """Sort pairs of token and expert by expert, and list tiles of up to HEIGHT rows of one expert.
@@ -93,7 +95,29 @@ def route(ids, expert_map, offsets, tokens, places, tiles, pairs, count, EXPERTS
         tl.store(tokens + row, at // TOP, is_own)
         tl.store(places + at, row, is_own)
         place += tl.sum(is_own.to(tl.int32))
-    last = tl.where(own < EXPERTS, tile + (stop - first + HEIGHT - 1) // HEIGHT, count)
+    store_tiles(tiles, tile, own, first, stop, count, EXPERTS, HEIGHT)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def list_tiles(offsets, tiles, rows, count, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr, BINS: tl.constexpr):
+    """List tiles of up to HEIGHT rows of one expert, as `route` does, by a program per expert and one for unused tiles.
+
+    offsets: [EXPERTS + 1] integers; those outside of [0, rows] count as the nearest inside.  BINS: a power of two above EXPERTS.
+    """
+    own, bins = tl.program_id(0), tl.arange(0, BINS)
+    start, end = offsets + bins, offsets + bins + 1
+    first = tl.minimum(tl.maximum(tl.load(start, bins < EXPERTS, 0), 0), rows).to(tl.int32)
+    stop = tl.minimum(tl.maximum(tl.load(end, bins < EXPERTS, 0), 0), rows).to(tl.int32)
+    needed = (tl.maximum(stop - first, 0) + (HEIGHT - 1)) // HEIGHT
+    tile = tl.sum(tl.where(bins < own, needed, 0))
+    store_tiles(tiles, tile, own, tl.sum(tl.where(bins == own, first, 0)), tl.sum(tl.where(bins == own, stop, 0)), count,
+                EXPERTS, HEIGHT)
+
+
+@triton.jit
+def store_tiles(tiles, tile, own, first, stop, count, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr):
+    """Store the tiles of rows [first, stop) of expert `own` from number `tile` on; for EXPERTS, zeros up to number `count`."""
+    last = tl.minimum(tl.where(own < EXPERTS, tile + (stop - first + HEIGHT - 1) // HEIGHT, count), count)
     for start in range(tile, last, 32):
         at = start + tl.arange(0, 32)
         row = tl.where(own < EXPERTS, first + (at - tile) * HEIGHT, 0)
