@@ -246,9 +246,10 @@ def usual(kernels: Counts, storage: str) -> tuple[dict[str, dict[costs.Key, Cost
     """The counts of a storage's usual kernels as the package has them, but not rounded; and the variants of them that spill.
 
     Kernels for matrix units that spill are left out.  Other kernels' spills are cycles of their trips: each moves 128 bytes per
-    warp through the L2 cache.  sm_89 stands in for sm_120, but for `tile_gemm`, which is not counted there.
+    warp through the L2 cache.  sm_89 stands in for sm_120, but for `tile_gemm`, which is not counted there, and `gemm`, whose
+    spills differ.
     """
-    compiled = [("sm_89" if arch == "sm_120" and key[0] != "tile_gemm" else arch, arch, key, is_usual, cost)
+    compiled = [("sm_89" if arch == "sm_120" and "gemm" not in key[0] else arch, arch, key, is_usual, cost)
              for arch in ORDER for key, is_usual, cost in _read(kernels.get(arch, {}).get(storage, {}))]
     spilling = {(place, key) for place, _, key, is_usual, cost in compiled if is_usual and cost.spills and key[0] in LANES}
     entries: dict[str, dict[costs.Key, Cost]] = {}

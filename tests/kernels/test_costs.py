@@ -43,7 +43,7 @@ SPILLING: dict[str, dict[str, tuple[int, int]]] = {
         "skinny R=2 16": (2, 23), "tile_gemm R=1 32": (1, 4), "tile_gemm R=2 32": (1, 13), "tile_gemm R=2 64": (13, 1064)},
     "sm_80": {"gemm 16": (38, 9717), "gemm 32": (1, 23), "gemm 64": (60, 30412), "gemv R=1": (5, 16), "gemv R=2": (6, 28),
         "matvec": (10, 3010), "skinny R=1": (6, 81), "skinny R=1 16": (7, 393), "skinny R=2": (10, 325),
-        "skinny R=2 16": (11, 5289), "tile_gemm R=2 16": (2, 6), "tile_gemm R=2 32": (2, 20), "tile_gemm R=2 64": (15, 5197)},
+        "skinny R=2 16": (11, 5289), "tile_gemm R=2 16": (2, 6), "tile_gemm R=2 32": (2, 20), "tile_gemm R=2 64": (17, 5525)},
     "sm_89": {"gemm 16": (37, 10271), "gemm 32": (3, 98), "gemm 64": (54, 23973), "gemv R=1": (5, 24), "gemv R=2": (9, 56),
         "matvec": (11, 3273), "skinny R=1": (4, 32), "skinny R=1 16": (12, 52), "skinny R=2": (10, 390),
         "skinny R=2 16": (1, 6)},
