@@ -14,8 +14,9 @@ from tests.support.producer_answers import recorded
 from tests.support.producer_programs import PRODUCERS
 
 PACKAGES = {"bitsandbytes": "bitsandbytes", "hqq": "hqq", "quanto": "optimum.quanto", "torchao": "torchao",
-            "compressed-tensors": "compressed_tensors", "gptqmodel": "gptqmodel", "auto-round": "auto_round", "aqlm": "aqlm",
-            "transformers": "transformers", "modelopt": "modelopt", "quark": "quark"}
+            "compressed-tensors": "compressed_tensors", "gptqmodel": "gptqmodel", "gptqmodel-bits": "gptqmodel",
+            "auto-round": "auto_round", "aqlm": "aqlm",
+            "transformers": "transformers", "modelopt": "modelopt", "modelopt-packed": "modelopt", "quark": "quark"}
 pytestmark = pytest.mark.filterwarnings("default")
 
 

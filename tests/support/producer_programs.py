@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -283,11 +283,7 @@ def compressed_tensors(work: Path) -> Iterator[Answer]:
 
 def gptqmodel(work: Path) -> Iterator[Answer]:
     """gptqmodel's own loader, with its kernels in torch: GPTQ's and AWQ's files."""
-    from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization.config import AWQConfig, GPTQConfig
-
-    def load(folder: Path, backend: Any = BACKEND.TORCH) -> Any:
-        return GPTQModel.load(str(folder), device="cpu", dtype=torch.float16, backend=backend).model
 
     values: dict[str, tuple[Any, ...]] = {
         "bits": (8, 3, 2), "group_size": (32, 64, -1), "format": ("gptq", "gptq_v2", "gemm", "gemv", "marlin"),
@@ -305,16 +301,31 @@ def gptqmodel(work: Path) -> Iterator[Answer]:
         keys |= {key: values[key] for key in more if key not in keys}
         if name in ("gptq v2", "gptq act-order"):
             keys = {key: keys[key] for key in ("format", "checkpoint_format", "desc_act", "sym", "meta")}
-        own = partial(load, backend=BACKEND.TORCH_AWQ) if name == "awq" else load
-        yield from loading(name, "gptqmodel", work, kind_of(name), keys, own, torch.float16, replaces=True)
-        few = {key: keys[key] for key in ("desc_act", "sym", "zero_point", "static_groups") if key in keys}
-        for bits, group in ((2, 32), (3, 32), (8, 32), (4, 64), (4, -1), (8, -1)):
-            yield from loading(f"{name}, {bits} bits in groups of {group}", "gptqmodel", work, kind_of(name, bits, group), few,
-                               own, torch.float16, replaces=True)
-        mixed = kind_of(name)
-        wide = replace(mixed, attention=kind_of(name, 8).stored)
-        yield from loading(f"{name}, attention of 8 bits", "gptqmodel", work, replace(wide, settings={
-            **dict(wide.settings or {}), "dynamic": {"+:.*self_attn.*": {"bits": 8}}}), few, own, torch.float16, replaces=True)
+        yield from loading(name, "gptqmodel", work, kind_of(name), keys, loaded_by_gptqmodel(name), torch.float16,
+                           replaces=True)
+
+
+def gptqmodel_bits(work: Path) -> Iterator[Answer]:
+    """gptqmodel's answers to layers of other bits and groups, and to those whose settings are of some layers."""
+    for name, bits, group in (("gptq v1", 2, 32), ("gptq v1", 3, 32), ("gptq v1", 8, 32), ("gptq v1", 4, 64),
+                              ("gptq v1", 4, -1), ("gptq v2", 2, 32), ("gptq v2", 3, 32), ("gptq v2", 8, 64),
+                              ("gptq act-order", 8, 32), ("awq", 8, 32), ("awq", 4, 64)):
+        yield from loading(f"{name}, {bits} bits in groups of {group}", "gptqmodel", work, kind_of(name, bits, group), {},
+                           loaded_by_gptqmodel(name), torch.float16, replaces=True)
+    for name in ("gptq v1", "awq"):
+        kind = kind_of(name)
+        settings = {**dict(kind.settings or {}), "dynamic": {"+:.*self_attn.*": {"bits": 8}}}
+        yield from loading(f"{name}, attention of 8 bits", "gptqmodel", work, replace(
+            kind, attention=kind_of(name, 8).stored, settings=settings), {}, loaded_by_gptqmodel(name), torch.float16,
+            replaces=True)
+
+
+def loaded_by_gptqmodel(name: str) -> Callable[[Path], Any]:
+    """A function that loads a folder of a kind with gptqmodel's own kernels for CPUs."""
+    from gptqmodel import BACKEND, GPTQModel
+
+    backend = BACKEND.TORCH_AWQ if name == "awq" else BACKEND.TORCH
+    return lambda folder: GPTQModel.load(str(folder), device="cpu", dtype=torch.float16, backend=backend).model
 
 
 def kind_of(name: str, bits: int = 4, group: int = 32) -> Kind:
@@ -423,6 +434,49 @@ def modelopt(work: Path) -> Iterator[Answer]:
     yield from answers("modelopt", "nvidia-modelopt", {"class": classes[0]}, {"class": classes[1:]}, run)
 
 
+def modelopt_packed(work: Path) -> Iterator[Answer]:
+    """Layers as modelopt's export packs them, whose quantizers need a GPU: y is that of its own decoding functions."""
+    from modelopt.torch.export.quant_utils import process_layer_quant_config, to_quantized_weight
+    from modelopt.torch.quantization import qtensor
+    from modelopt.torch.quantization.qtensor import mxfp8_tensor
+
+    linear = loaded(plain(work / "plain")).get_submodule(LAYER)
+    weight = linear.weight.detach()
+    blocks = weight.view(SIZE, -1, 32).abs().amax(2) / 7
+    rows = weight.abs().amax(1) / 127
+    pre = torch.linspace(0.5, 2, SIZE)
+
+    def of_blocks(cls: Any, length: int, **named: str) -> tuple[dict[str, Tensor], Tensor]:
+        packed, *scales = cls.quantize(weight, *([length] if length else []))
+        dense = packed.dequantize(torch.float32, block_sizes={-1: length or 32}, **dict(zip(named.values(), scales, strict=True)))
+        stored_scales = {name: own.reshape(SIZE, -1) if own.numel() > 1 else own for name, own in zip(named, scales, strict=True)}
+        return {"weight": packed._quantized_data, **stored_scales}, dense
+
+    def of_integers(kind: str, scale: Tensor, codes: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return {"weight": to_quantized_weight(weight, scale, kind, block_size=32), "weight_scale": scale}, codes
+
+    nvfp4 = of_blocks(qtensor.NVFP4QTensor, 16, weight_scale="scale", weight_scale_2="double_scale")
+    mxfp4 = of_blocks(qtensor.MXFP4QTensor, 32, weight_scale="scale")
+    mxfp8 = of_blocks(mxfp8_tensor.MXFP8QTensor, 0, weight_scale="scale")
+    grouped = ((weight.view(SIZE, -1, 32) / blocks[..., None]).round().clamp(-8, 7) * blocks[..., None]).view(SIZE, SIZE)
+    int4 = of_integers("int4_awq", blocks, grouped)
+    int8 = of_integers("int8_sq", rows, (weight / rows[:, None]).round() * rows[:, None])
+    smooth = {"pre_quant_scale": pre}
+    for kind, block, (tensors, dense), more in (
+            ("nvfp4", 16, nvfp4, {}), ("nvfp4_static", 16, nvfp4, {}), ("w4a16_nvfp4", 16, nvfp4, {}),
+            ("nvfp4_awq", 16, nvfp4, smooth),
+            ("mxfp4", 32, mxfp4, {}), ("w4a8_mxfp4_fp8", 32, mxfp4, {}), ("mxfp8", 32, mxfp8, {}), ("int4_awq", 32, int4, smooth),
+            ("w4a8_awq", 32, int4, {**smooth, "weight_scale_2": torch.tensor(0.01)}), ("int8_sq", 0, int8, smooth),
+            ("int8_wo", 0, int8, {})):
+        settings = process_layer_quant_config({f"{LAYER}.quantization": kind, f"{LAYER}.awq_block_size": block})
+        inputs = x() * pre if "pre_quant_scale" in more else x()
+        every = {**tensors, **more, "bias": linear.bias.detach()}
+        y = torch.nn.functional.linear(inputs, dense, linear.bias).detach()
+        yield Answer("modelopt packed", "quantization", kind, {"quant_method": "modelopt", **settings},
+                     {f"{LAYER}.{name}": own for name, own in every.items()}, y,
+                     package=f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}")
+
+
 def quark(work: Path) -> Iterator[Answer]:
     """Quark's quantizers on a model, its export, and what transformers and Quark load of that."""
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
@@ -448,8 +502,8 @@ def quark(work: Path) -> Iterator[Answer]:
 
 PRODUCERS: dict[str, Callable[[Path], Iterator[Answer]]] = {
     "bitsandbytes": bitsandbytes, "hqq": hqq, "quanto": quanto, "torchao": torchao, "compressed-tensors": compressed_tensors,
-    "gptqmodel": gptqmodel, "auto-round": auto_round, "auto-round-old": old_auto_round, "transformers": transformers,
-    "aqlm": aqlm, "modelopt": modelopt, "quark": quark}
+    "gptqmodel": gptqmodel, "gptqmodel-bits": gptqmodel_bits, "auto-round": auto_round, "auto-round-old": old_auto_round,
+    "transformers": transformers, "aqlm": aqlm, "modelopt": modelopt, "modelopt-packed": modelopt_packed, "quark": quark}
 
 
 if __name__ == "__main__":
