@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.files.safetensors import write
+from tests.support.modelopt_layers import modelopt_packed
 from tests.support.producer_answers import CALIBRATED, LAYER, OTHER, SIZE, Answer, record, set_key, x
 from tests.support.producer_folders import KINDS, Kind, Stored, named
 
@@ -113,11 +114,11 @@ def answers(producer: str, package: str, base: dict[str, Any], keys: Mapping[str
             settings, tensors, y = run(changed)
         except Exception as error:                               # whatever a program raises is its refusal
             text = re.sub(r"'/[^']*/", "'", f"{type(error).__name__}: {error}")      # files without their folders
-            yield Answer(producer, key, shown(value), {}, {}, None, text[:200], version)
+            yield Answer(producer, key, shown(value), {}, {}, None, text[:200], package=version)
             if not key:
                 return
             continue
-        yield Answer(producer, key, shown(value), json.loads(json.dumps(settings, default=str)), tensors, y, "", version)
+        yield Answer(producer, key, shown(value), json.loads(json.dumps(settings, default=str)), tensors, y, package=version)
 
 
 def shown(value: Any) -> Any:
@@ -309,15 +310,14 @@ def gptqmodel_bits(work: Path) -> Iterator[Answer]:
     """gptqmodel's answers to layers of other bits and groups, and to those whose settings are of some layers."""
     for name, bits, group in (("gptq v1", 2, 32), ("gptq v1", 3, 32), ("gptq v1", 8, 32), ("gptq v1", 4, 64),
                               ("gptq v1", 4, -1), ("gptq v2", 2, 32), ("gptq v2", 3, 32), ("gptq v2", 8, 64),
-                              ("gptq act-order", 8, 32), ("awq", 8, 32), ("awq", 4, 64)):
+                              ("gptq act-order", 8, 32), ("awq", 4, 64)):
         yield from loading(f"{name}, {bits} bits in groups of {group}", "gptqmodel", work, kind_of(name, bits, group), {},
                            loaded_by_gptqmodel(name), torch.float16, replaces=True)
-    for name in ("gptq v1", "awq"):
-        kind = kind_of(name)
-        settings = {**dict(kind.settings or {}), "dynamic": {"+:.*self_attn.*": {"bits": 8}}}
-        yield from loading(f"{name}, attention of 8 bits", "gptqmodel", work, replace(
-            kind, attention=kind_of(name, 8).stored, settings=settings), {}, loaded_by_gptqmodel(name), torch.float16,
-            replaces=True)
+    kind = kind_of("gptq v1")
+    mixed = replace(kind, attention=kind_of("gptq v1", 8).stored, settings={
+        **dict(kind.settings or {}), "dynamic": {"+:.*self_attn.*": {"bits": 8}}})
+    yield from loading("gptq v1, attention of 8 bits", "gptqmodel", work, mixed, {}, loaded_by_gptqmodel("gptq v1"),
+                       torch.float16, replaces=True)
 
 
 def loaded_by_gptqmodel(name: str) -> Callable[[Path], Any]:
@@ -434,49 +434,6 @@ def modelopt(work: Path) -> Iterator[Answer]:
     yield from answers("modelopt", "nvidia-modelopt", {"class": classes[0]}, {"class": classes[1:]}, run)
 
 
-def modelopt_packed(work: Path) -> Iterator[Answer]:
-    """Layers as modelopt's export packs them, whose quantizers need a GPU: y is that of its own decoding functions."""
-    from modelopt.torch.export.quant_utils import process_layer_quant_config, to_quantized_weight
-    from modelopt.torch.quantization import qtensor
-    from modelopt.torch.quantization.qtensor import mxfp8_tensor
-
-    linear = loaded(plain(work / "plain")).get_submodule(LAYER)
-    weight = linear.weight.detach()
-    blocks = weight.view(SIZE, -1, 32).abs().amax(2) / 7
-    rows = weight.abs().amax(1) / 127
-    pre = torch.linspace(0.5, 2, SIZE)
-
-    def of_blocks(cls: Any, length: int, **named: str) -> tuple[dict[str, Tensor], Tensor]:
-        packed, *scales = cls.quantize(weight, *([length] if length else []))
-        dense = packed.dequantize(torch.float32, block_sizes={-1: length or 32}, **dict(zip(named.values(), scales, strict=True)))
-        stored_scales = {name: own.reshape(SIZE, -1) if own.numel() > 1 else own for name, own in zip(named, scales, strict=True)}
-        return {"weight": packed._quantized_data, **stored_scales}, dense
-
-    def of_integers(kind: str, scale: Tensor, codes: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        return {"weight": to_quantized_weight(weight, scale, kind, block_size=32), "weight_scale": scale}, codes
-
-    nvfp4 = of_blocks(qtensor.NVFP4QTensor, 16, weight_scale="scale", weight_scale_2="double_scale")
-    mxfp4 = of_blocks(qtensor.MXFP4QTensor, 32, weight_scale="scale")
-    mxfp8 = of_blocks(mxfp8_tensor.MXFP8QTensor, 0, weight_scale="scale")
-    grouped = ((weight.view(SIZE, -1, 32) / blocks[..., None]).round().clamp(-8, 7) * blocks[..., None]).view(SIZE, SIZE)
-    int4 = of_integers("int4_awq", blocks, grouped)
-    int8 = of_integers("int8_sq", rows, (weight / rows[:, None]).round() * rows[:, None])
-    smooth = {"pre_quant_scale": pre}
-    for kind, block, (tensors, dense), more in (
-            ("nvfp4", 16, nvfp4, {}), ("nvfp4_static", 16, nvfp4, {}), ("w4a16_nvfp4", 16, nvfp4, {}),
-            ("nvfp4_awq", 16, nvfp4, smooth),
-            ("mxfp4", 32, mxfp4, {}), ("w4a8_mxfp4_fp8", 32, mxfp4, {}), ("mxfp8", 32, mxfp8, {}), ("int4_awq", 32, int4, smooth),
-            ("w4a8_awq", 32, int4, {**smooth, "weight_scale_2": torch.tensor(0.01)}), ("int8_sq", 0, int8, smooth),
-            ("int8_wo", 0, int8, {})):
-        settings = process_layer_quant_config({f"{LAYER}.quantization": kind, f"{LAYER}.awq_block_size": block})
-        inputs = x() * pre if "pre_quant_scale" in more else x()
-        every = {**tensors, **more, "bias": linear.bias.detach()}
-        y = torch.nn.functional.linear(inputs, dense, linear.bias).detach()
-        yield Answer("modelopt packed", "quantization", kind, {"quant_method": "modelopt", **settings},
-                     {f"{LAYER}.{name}": own for name, own in every.items()}, y,
-                     package=f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}")
-
-
 def quark(work: Path) -> Iterator[Answer]:
     """Quark's quantizers on a model, its export, and what transformers and Quark load of that."""
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
@@ -503,7 +460,8 @@ def quark(work: Path) -> Iterator[Answer]:
 PRODUCERS: dict[str, Callable[[Path], Iterator[Answer]]] = {
     "bitsandbytes": bitsandbytes, "hqq": hqq, "quanto": quanto, "torchao": torchao, "compressed-tensors": compressed_tensors,
     "gptqmodel": gptqmodel, "gptqmodel-bits": gptqmodel_bits, "auto-round": auto_round, "auto-round-old": old_auto_round,
-    "transformers": transformers, "aqlm": aqlm, "modelopt": modelopt, "modelopt-packed": modelopt_packed, "quark": quark}
+    "transformers": transformers, "aqlm": aqlm, "modelopt": modelopt,
+    "modelopt-packed": lambda work: modelopt_packed(loaded(plain(work / "plain")).get_submodule(LAYER)), "quark": quark}
 
 
 if __name__ == "__main__":
