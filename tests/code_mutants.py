@@ -66,7 +66,7 @@ EQUAL: dict[str, dict[str, str]] = {
     "qdsl/runtime/weight/convert.py": {
         "_Change: done -= {field for name in self.wanted if name not in moved for field in stored[name].fields}"
         " -> pass": "by_words notices tensors on meta and makes all of them from fields, which takes longer"},
-    "qdsl/compiler/passes/record_lines.py": {"RecordReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
+    "qdsl/compiler/passes/record_lines.py": {"RecordReader.read_item: 0 -> 1": "the width of a gap that fits is never 0"},
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
