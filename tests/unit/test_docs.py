@@ -224,9 +224,9 @@ def test_a_page_is_a_walk_from_an_empty_folder(name: str, tiny_llama: Path, begi
 
 
 def test_the_readme_is_short_and_explains_its_terms() -> None:
-    """At most 165 lines; words of this project stand in it only where they are explained, or in a command and its output."""
+    """At most 150 lines; words of this project stand in it only where they are explained, or in a command and its output."""
     text = (ROOT / "README.md").read_text()
-    assert text.count("\n") <= 165
+    assert text.count("\n") <= 150
     prose = " ".join(sentences(text))
     assert re.findall(r"hlane|fix4|matvec|storages?\b", prose) == []
     assert prose.count("planar") == 1 and "`planar`, a second layout of the same bits" in prose
