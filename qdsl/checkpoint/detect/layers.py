@@ -180,7 +180,8 @@ class _Recognizer:
         coded = [entry for leaf, entry in entries.items() if entry.dtype not in PLAIN and leaf in names]
         is_cast = (self.quantization is None or self.quantization.method == OWN) and module.is_complete and bool(coded) \
             and coded[0].dtype in FLOAT8 and len({*entries} & {*names, *self.collector.layer_tensors}) == 1 \
-            and not any("scale" in leaf and kind_of(full, None) is None for leaf, full in module.tensors.items())
+            and not any("scale" in leaf and leaf not in names and kind_of(full, None) is None
+                        for leaf, full in module.tensors.items())
         if module.claims is None and not coded:
             return None
         if module.claims is None and is_cast and len(coded[0].shape) not in (2, 3):
