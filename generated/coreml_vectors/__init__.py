@@ -8,7 +8,7 @@
 
     coreml: 1 bits per weight at bits = 4, 2 at 8
 
-Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
+Built from the spec coreml_vectors (sha256 f4a5a480209d520e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -19,7 +19,7 @@ from . import bits_4, bits_8
 PROGRAM = {
     "name": "coreml_vectors", "title": "Core ML palettes of vectors, a code for a few rows of a column into a table of vectors",
     "source": "coremltools 9.0 optimize/_utils.py lut_to_dense with vector_axis 0, ClusterDim of OpPalettizerConfig",
-    "formula": "lut[q, n % rows]", "bits": "1 to 2", "digest": "7e9bf2a1a0412ffb",
+    "formula": "lut[q, n % rows]", "bits": "1 to 2", "digest": "f4a5a480209d520e",
     "params": {"bits": (4, 8), "rows": (4,), "level_type": ("f16", "f32")},
     "by": ("bits",),
     "variants": {

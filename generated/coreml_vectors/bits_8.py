@@ -2,13 +2,14 @@
 
     w = lut[q, n % rows]
 
-Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
+Built from the spec coreml_vectors (sha256 f4a5a480209d520e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import vector_kmeans
 from qdsl.runtime import Kernels, Storage, Variant, entries
 from qdsl.runtime.libraries.triton import tl, triton
 
@@ -33,6 +34,14 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     return (lut if out is None else out.copy_(lut)).flatten(0, 1)
 
 
+def encode(weight: Tensor, *, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: vectors of the one stored table by k-means of runs of rows or columns; codes of the
+    nearest vectors.  importance: float32 [K].
+    """
+    q, lut = vector_kmeans(weight, code="u8", levels=level_type, rows=4, columns=1, importance=importance)
+    return {"q": q, "lut": lut}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -52,5 +61,5 @@ VARIANT = Variant(
     storages={
         "coreml": Storage(unpack_coreml, pack_coreml, Kernels(_decode_coreml, rows="N", units="K", last="k")),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )

@@ -11,8 +11,10 @@ from qdsl.encode.minmax import affine, edge_affine, float_middle, float_zero, mi
 from qdsl.encode.nearest import meansign, nearest, ternary
 from qdsl.encode.nested import nested_absmax, progressive
 from qdsl.encode.units import unit_absmax, unit_level, unit_level_nested
+from qdsl.encode.vectors import vector_kmeans
 
 __all__ = ["absmax", "absmax_level", "affine", "block_levels", "edge_affine", "float_middle", "float_zero",
            "grid_shifts", "grid_signs", "kmeans", "kquant_levels", "kquant_minmax", "kquant_signmax", "least_squares",
            "least_squares_nested", "meansign", "minmax", "nearest", "nested_absmax", "progressive", "scaled_kmeans",
-           "scaled_zero", "signmax", "ternary", "unit_absmax", "unit_level", "unit_level_nested"]
+           "scaled_zero", "signmax", "ternary", "unit_absmax", "unit_level", "unit_level_nested",
+           "vector_kmeans"]

@@ -67,14 +67,13 @@ def scaled_codes(values: Tensor, columns: int, divisor: float, with_sign: bool, 
     return codes, scales
 
 
-def choose_columns(numbers: Tensor, inner: Tensor, first: Tensor, factor: Tensor, borders: Tensor, values: Tensor, descends: bool,
-                   places: Tensor, errors: Tensor) -> bool:
+def choose_columns(old: Tensor, slopes: Tensor, inner: Tensor, first: Tensor, factor: Tensor, borders: Tensor, values: Tensor,
+                   places: Tensor, changes: Tensor) -> bool:
     """Choose the places of columns [columns, rows] in order, as calibrated/affine.py does; False where torch is to do it."""
-    functions, (columns, rows) = _functions(), numbers.shape
-    if functions is None or columns > COLUMNS or numbers.device.type != "cpu":
+    functions, (columns, rows) = _functions(), slopes.shape
+    if functions is None or columns > COLUMNS or slopes.device.type != "cpu":
         return False
-    functions.choose_columns(numbers, inner, first, factor, borders, values, columns, rows, len(values), int(descends), places,
-                             errors)
+    functions.choose_columns(old, slopes, inner, first, factor, borders, values, columns, rows, len(values), places, changes)
     return True
 
 

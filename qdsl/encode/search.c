@@ -207,35 +207,31 @@ void scaled_codes(const float *values /* blocks * columns */, int64_t blocks, in
 
 /* The places in rising `values` of columns in order, of weights first + factor * values[place].
 
-   x: the numbers to come nearest to, or with `descends` the slopes of the loss, from the places that are there.  inner: by what an
-   error of a column changes the x of those that follow.  errors: of each column, in the units of inner's rows. */
-void choose_columns(float *numbers /* columns * rows */, const float *inner /* columns * columns */,
-                    const float *first /* columns * rows */, const float *factor /* columns * rows */,
-                    const float *borders /* choices - 1 */, const float *values /* choices */, int64_t columns, int64_t rows,
-                    int64_t choices, int descends, int32_t *places /* columns * rows */, float *errors /* columns * rows */) {
+   old: the weights before.  slopes: by how much their loss falls with them.  inner: by what a change of a column lessens the slopes
+   of those that follow; a slope is 0 after a change of slope / inner's diagonal. */
+void choose_columns(const float *old /* columns * rows */, float *slopes /* columns * rows */,
+                    const float *inner /* columns * columns */, const float *first /* columns * rows */,
+                    const float *factor /* columns * rows */, const float *borders /* choices - 1 */,
+                    const float *values /* choices */, int64_t columns, int64_t rows, int64_t choices,
+                    int32_t *places /* columns * rows */, float *changes /* columns * rows */) {
     for (int64_t row = 0; row < rows; row += LANES) {
-        vf x[COLUMNS], offset, scale, error;
-        vi place;
-        load(x, numbers, columns, rows, row);
+        vf slope[COLUMNS], before, offset, scale, change;
+        load(slope, slopes, columns, rows, row);
         for (int64_t c = 0; c < columns; c++) {
             const float own = inner[c * columns + c];
+            load(&before, old + c * rows, 1, rows, row);
             load(&offset, first + c * rows, 1, rows, row);
             load(&scale, factor + c * rows, 1, rows, row);
-            load((vf *)&place, (const float *)places + c * rows, 1, rows, row);
-            vf old, target = x[c];
-            for (int i = 0; i < LANES; i++) old[i] = values[descends ? place[i] : 0];
-            old = offset + scale * old;
-            if (descends) target = own > 0 ? old + x[c] / own : old;
+            const vf target = own > 0 ? before + slope[c] / own : before;
             const vf wanted = pick(scale != 0, (target - offset) / scale, all(0));
-            place = (vi){0};
+            vi place = {0};
             for (int64_t b = 0; b < choices - 1; b++) place -= wanted > borders[b];
-            for (int i = 0; i < LANES; i++) error[i] = values[place[i]];
-            error = offset + scale * error;
-            error = descends ? error - old : (x[c] - error) / own;
-            for (int64_t later = c + 1; later < columns; later++) x[later] -= inner[c * columns + later] * error;
+            for (int i = 0; i < LANES; i++) change[i] = values[place[i]];
+            change = offset + scale * change - before;
+            for (int64_t later = c + 1; later < columns; later++) slope[later] -= inner[c * columns + later] * change;
             save((float *)places + c * rows, (vf)place, rows, row);
-            save(errors + c * rows, error, rows, row);
+            save(changes + c * rows, change, rows, row);
         }
-        for (int64_t c = 0; c < columns; c++) save(numbers + c * rows, x[c], rows, row);
+        for (int64_t c = 0; c < columns; c++) save(slopes + c * rows, slope[c], rows, row);
     }
 }

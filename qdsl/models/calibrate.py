@@ -30,7 +30,7 @@ PRODUCTS = {nn.functional.linear, torch.matmul, torch.mm, torch.bmm, Tensor.matm
 
 
 class _Reached(Exception):
-    """Stops a model at its first block."""
+    """Stops a model at a block."""
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -288,8 +288,10 @@ def _arguments(model: nn.Module, blocks: nn.ModuleList, sample: Tensor) -> list[
 
     def take(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         taken.append((inputs[1:], {key: value for key, value in named.items() if inputs or key != HIDDEN}))
+        if len(taken) == len(blocks):
+            raise _Reached                                       # the head of a model takes as long as several blocks
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, suppress(_Reached):
         for block in blocks:
             stack.enter_context(block.register_forward_pre_hook(take, with_kwargs=True))
         model(sample, use_cache=False)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qdsl.encode.calibrated import solve
 from qdsl.encode.calibrated.affine import affine
-from qdsl.encode.calibrated.descent import Descent, descend
-from qdsl.encode.calibrated.hessian import Hessian, inverse_factor
+from qdsl.encode.calibrated.descent import Descent, Run, descend
+from qdsl.encode.calibrated.hessian import Hessian, factor
 from qdsl.encode.calibrated.levels import code_choices, code_field, levels
 from qdsl.encode.calibrated.scales import quantize_clipped
 from qdsl.encode.calibrated.solve import IMPORTANCE, quantize, quantize_codes
@@ -150,34 +150,34 @@ def test_fields_are_chosen_again_only_for_less_loss(format: Format) -> None:
     """Whatever they begin with: after rounding, all kinds of fields have much to gain."""
     weight, hessian = layer()
     rounded = format.quantize(weight)
-    assert loss(format, descend(rounded, weight, hessian), weight, hessian) < 0.9 * loss(format, rounded, weight, hessian)
+    chosen = descend(Descent(rounded, weight, hessian))
+    assert loss(format, chosen, weight, hessian) < 0.9 * loss(format, rounded, weight, hessian)
     exact = format.dequantize(rounded, torch.float32)
-    assert descend(rounded, exact, hessian) is rounded
+    assert descend(Descent(rounded, exact, hessian)) is rounded
 
 
 def test_fields_that_decode_to_a_larger_loss_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the sums say that it fell."""
-    def spoil(state: Descent, name: str) -> bool:
-        state.fields = {**state.fields, name: torch.zeros_like(state.fields[name])}
-        state.loss = 0.0
-        return True
+    def spoil(run: Run, name: str) -> None:
+        run.fields = {**run.fields, name: torch.zeros_like(run.fields[name])}
+        run.gradient.zero_()
 
     weight, hessian = layer()
     rounded = q4_k.FORMAT.quantize(weight)
-    monkeypatch.setattr(Descent, "choose", spoil)
-    assert descend(rounded, weight, hessian) is rounded
+    monkeypatch.setattr(Run, "choose", spoil)
+    assert descend(Descent(rounded, weight, hessian)) is rounded
 
 
 def test_the_best_row_of_a_grid_is_chosen() -> None:
     """Of all rows of it, by the loss of the whole weight: no other row for any one group has less."""
     format, (weight, hessian) = iq2_xs.FORMAT, layer()
-    chosen = descend(format.quantize(weight[:1]), weight[:1], hessian)
+    chosen = descend(Descent(format.quantize(weight[:1]), weight[:1], hessian))
     fields = format.unpack(chosen)
     state = Descent(chosen, weight[:1], hessian)
     kind = affine(chosen, "g", 8)
     assert kind is not None and kind.values.shape[1] == 8
     before = state.loss
-    state.choose("g")
+    state.sweep(["g"])
     least = [min(loss(format, format.pack({**fields, "g": torch.where(torch.arange(64) == group, code, fields["g"])}),
                       weight[:1], hessian) for code in kind.choices[::37]) for group in (0, 31, 63)]
     assert state.loss <= before and all(state.loss <= one * (1 + 1e-4) for one in least)
@@ -202,11 +202,18 @@ def test_importance_alone_lessens_the_weighted_error() -> None:
         assert weighted < 0.99 * plain
 
 
-def test_columns_without_inputs_and_few_samples_are_inverted() -> None:
+def test_columns_without_inputs_and_few_samples_are_factored() -> None:
+    """The factor is that of the damped matrix, and its columns are in units of their own."""
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     x[:, 7] = 0
-    factor = inverse_factor(x.T @ x / 5)
-    assert bool(torch.isfinite(factor).all()) and torch.equal(factor, factor.triu())
+    matrix = x.T @ x / 5
+    upper = factor(matrix)
+    assert bool(torch.isfinite(upper).all()) and torch.equal(upper, upper.triu()) and bool((upper.diagonal() == 1).all())
+    damped = matrix + 0.01 * (matrix.trace() + 1) / 64 * torch.eye(64)
+    damped[7, 7] += 1
+    inverse = torch.linalg.inv(upper.double())
+    units = inverse @ damped.double() @ inverse.T
+    torch.testing.assert_close(units, torch.diag(units.diagonal()), rtol=0, atol=1e-5)
 
 
 def test_moments_that_do_not_fit_are_refused() -> None:
@@ -214,4 +221,4 @@ def test_moments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(FormatError, match="has 256 columns, and its inputs had 512"):
         quantize(int_group.FORMAT, weight[:, :256], hessian)
     with pytest.raises(FormatError, match="not finite"):
-        inverse_factor(torch.full((4, 4), torch.nan))
+        factor(torch.full((4, 4), torch.nan))

@@ -270,7 +270,7 @@ def _check_levels(program: Program, call: g.CallExpr, roles: Mapping[str, str], 
 def _check_entries(program: Program, call: g.CallExpr, roles: Mapping[str, str], problems: Problems) -> None:
     """Adds a problem unless a stored table has a level for every code."""
     code, levels = (program.field(roles[role]) for role in ("code", "levels"))
-    if levels.table != (1 << code.bits,):
+    if levels.table[0] != 1 << code.bits:
         problems.add(call.span, f"'{call.name}' needs a level for every code: '{levels.name}' has {levels.table[0]}, and "
                                 f"'{code.name}' is {code.kind}")
     if "scale" in roles and levels.index:
@@ -341,8 +341,9 @@ def _match_pattern(program: Program, roles: Mapping[str, str], pattern: g.Expr, 
             return {word: int(number)} if number is not None and number == int(number) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
-        case g.Subscript(word, (row,)) if word in roles:
-            is_entry = value.op == "entry" and value.name == roles[word] and len(program.field(value.name).table) == 1
+        case g.Subscript(word, (row, *columns)) if word in roles:
+            op = "row" if columns else "entry"
+            is_entry = value.op == op and value.name == roles[word] and len(program.field(value.name).table) == 1 + len(columns)
             return _match_pattern(program, roles, row, program.values[value.args[0]]) if is_entry else None
         case g.Subscript(word, (row, *columns)):
             shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]

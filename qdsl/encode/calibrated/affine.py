@@ -60,37 +60,35 @@ class Columns:
 
     @classmethod
     def of(cls, packed: PackedWeight, fields: Mapping[str, Tensor], name: str, kind: Affine) -> Columns:
-        """The codes that a weight has in a field with a value for each weight."""
+        """The columns of a field with a value for each weight, before any is chosen."""
         first, factor = kind.parts(packed, fields, name)
         values, order = kind.values[:, 0].sort(stable=True)
         choices = kind.choices.to(first.device)[order]
-        return cls(first, factor, values, choices, places_of(choices, fields[name].T))
+        return cls(first, factor, values, choices, torch.empty(first.shape, dtype=torch.int32, device=first.device))
 
     @property
     def codes(self) -> Tensor:
         """The codes that were chosen, [K, N]."""
         return self.choices[self.places]
 
-    def choose(self, columns: Tensor | slice, numbers: Tensor, inner: Tensor, descends: bool = False) -> Tensor:
-        """Choose the places of some columns in order, and return the errors of each, in units of inner's rows.
+    def choose(self, columns: Tensor | slice, old: Tensor, slopes: Tensor, inner: Tensor) -> Tensor:
+        """Choose the places of some columns in order; returns how their weights, `old` [columns, N], change.
 
-        numbers [columns, N]: what to come nearest to; with `descends` the slopes of the loss from the places that are there.  An
-        error of a column changes those of later ones, by the rows of inner [columns, columns].
+        slopes [columns, N]: by how much the loss falls with each.  A change of a column lessens those of later ones, by the rows
+        of inner [columns, columns].
         """
-        first, factor, places = (matrix[columns].clone(memory_format=torch.contiguous_format)
-                                 for matrix in (self.first, self.factor, self.places))
-        borders, errors = (self.values[1:] + self.values[:-1]) / 2, torch.empty_like(numbers)
-        if not native.choose_columns(numbers, inner.contiguous(), first, factor, borders, self.values, descends, places, errors):
+        first, factor = (matrix[columns].clone(memory_format=torch.contiguous_format) for matrix in (self.first, self.factor))
+        borders, changes = (self.values[1:] + self.values[:-1]) / 2, torch.empty_like(slopes)
+        places = torch.empty(slopes.shape, dtype=torch.int32, device=slopes.device)
+        if not native.choose_columns(old, slopes, inner.contiguous(), first, factor, borders, self.values, places, changes):
             for column, own in enumerate(inner.diagonal().tolist()):
-                old = first[column] + factor[column] * self.values[places[column]]
-                target = numbers[column] if not descends else old + numbers[column] / own if own > 0 else old
+                target = old[column] + slopes[column] / own if own > 0 else old[column]
                 wanted = torch.where(factor[column] != 0, (target - first[column]) / factor[column], 0)
                 places[column] = torch.searchsorted(borders, wanted)
-                new = first[column] + factor[column] * self.values[places[column]]
-                errors[column] = new - old if descends else (numbers[column] - new) / own
-                numbers[column + 1:].addr_(inner[column, column + 1:], errors[column], alpha=-1)
+                changes[column] = first[column] + factor[column] * self.values[places[column]] - old[column]
+                slopes[column + 1:].addr_(inner[column, column + 1:], changes[column], alpha=-1)
         self.places[columns] = places
-        return errors
+        return changes
 
 
 def decoded(packed: PackedWeight, fields: Mapping[str, Tensor]) -> Tensor:

@@ -2,12 +2,14 @@
 
 What a block of columns b adds to the loss when its weights change by d is d H_bb d^T - 2 d g_b^T, with g = (weight - decoded) H.
 In a field that weights are affine in, the best scale of a block is a quotient, which is rounded to the field's type; and the best
-of the rows of a grid is that of least cost among all.  See affine.py.
+of the rows of a grid is that of least cost among all.  See affine.py.  All fields of a run of columns are chosen before those of
+the next, so that one product with H serves them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -30,74 +32,111 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 STEP = 128                                                       # columns whose changes reach the others by one product
 SWEEPS = 3                                                       # over all fields, at most
-LEAST_GAIN = 0.01                                                # of the loss, for another sweep
+LEAST_GAIN = 0.1                                                 # of the loss, for another sweep
+DRIFT = 1e-5                                                     # of the largest value, by sums of changes
 
 Choose = Callable[[slice, Tensor, Tensor], Tensor]               # columns, their H and g: how their weights change
 
 
-def descend(packed: PackedWeight, weight: Tensor, hessian: Hessian) -> PackedWeight:
-    """The weight with the fields that lessen its loss.  Progress: its numbers."""
-    state = Descent(packed, weight, hessian)
-    # codes last: they are the best ones for the scales that are stored
-    names = sorted(state.fields, key=lambda name: field_columns(packed, name), reverse=True)
-    sweep = weight.numel() * len(names) / (2 + SWEEPS * len(names))      # progress counts products with H: a field is one
-    progress.passed((weight.numel() - SWEEPS * sweep) / 2)
-    loss = state.loss
-    for _ in range(SWEEPS):
-        before = state.loss
-        with progress.part(sweep, len(names) * weight.numel()):
-            names = [name for name in names if state.choose(name)]
-        if not names or state.loss > (1 - LEAST_GAIN) * before:
+def descend(state: Descent) -> PackedWeight:
+    """The weight with the fields that lessen its loss.  Progress: its numbers, as many for each product with H."""
+    products = 1 + max(0, len(state.names) - 1) / len(state.runs)        # of a sweep: fields of a run have one each, within it
+    losses, numbers = [state.loss], state.weight.numel() / (1 + SWEEPS * products)
+    progress.passed(numbers)                                     # of the gradient
+    for _ in range(SWEEPS if state.names else 0):
+        with progress.part(products * numbers, len(state.names) * state.weight.numel()):
+            state.sweep(state.names)
+        losses.append(state.loss)
+        if losses[-1] > (1 - LEAST_GAIN) * losses[-2]:
             break
-    chosen = packed.format.pack(state.fields, packed.storage, **packed.params)
-    # some formats round what they decode once more
-    return chosen if hessian.loss(packed.format.dequantize(chosen, torch.float32).sub_(weight)) < loss else packed
+    chosen = state.chosen()
+    return chosen if state.measured(chosen) < losses[0] else state.packed
 
 
 class Descent:
     """A weight while its fields are chosen.  Its matrices are [K, N], as those of `solve`.
 
-    values: the decoded weights; gradient: H (weight - values); loss: of the whole weight.
+    values: the decoded weights; gradient: H (weight - values).  kinds: how weights depend on the fields that may be chosen, those
+    of long blocks first: codes are then the best ones for the scales that are stored.  names: those fields.  runs: of columns.
     """
 
     def __init__(self, packed: PackedWeight, weight: Tensor, hessian: Hessian) -> None:
-        self.packed, self.hessian, self.weight = packed, hessian.matrix, weight.T
-        self.fields = packed.format.unpack(packed)
-        self.kinds: dict[str, Affine | None] = {}
-        self.values = self.decoded()
-        self.gradient = self.hessian @ (self.weight - self.values)
-        self.loss = self.measured()
+        self.packed, self.hessian, self.weight = packed, hessian, weight.T.contiguous()
+        fields = packed.format.unpack(packed)
+        self.values = decoded(packed, fields).T.contiguous()
+        self.gradient = hessian.matrix @ (self.weight - self.values)
+        steps = {name: field_columns(packed, name) for name in fields}
+        kinds = {name: _kind(packed, name, step) for name, step in sorted(steps.items(), key=lambda item: -item[1])}
+        self.kinds = {name: kind for name, kind in kinds.items() if kind is not None}
+        self.names = tuple(self.kinds)
+        k, size = packed.shape[1], lcm(STEP, packed.step("K"), *(steps[name] for name in self.names))
+        self.runs = [Run(self, slice(start, min(k, start + size)), steps) for start in range(0, k, size)]
 
-    def measured(self) -> float:
-        """The loss, from the values and the gradient."""
+    @property
+    def loss(self) -> float:
+        """The loss of the whole weight, from the values and the gradient."""
         return float(((self.weight - self.values) * self.gradient).sum(dtype=torch.float64))
+
+    def sweep(self, names: Sequence[str]) -> None:
+        """Choose fields again, run by run."""
+        for run in self.runs:
+            before = run.values.clone()
+            for name in names:
+                run.choose(name)
+            changes = run.values - before
+            for others in (slice(0, run.columns.start), slice(run.columns.stop, None)):
+                self.gradient[others].addmm_(self.hessian.matrix[others, run.columns], changes, alpha=-1)
+
+    def chosen(self) -> PackedWeight:
+        """The weight with the fields of all runs."""
+        fields = self.packed.format.unpack(self.packed)
+        for name in self.names:
+            parts = [run.fields[name].reshape(self.packed.shape[0], -1) for run in self.runs]
+            fields[name] = torch.cat([_bytes(part) for part in parts], 1).view(parts[0].dtype).view(fields[name].shape)
+        return self.packed.format.pack(fields, self.packed.storage, **self.packed.params)
+
+    def measured(self, packed: PackedWeight) -> float:
+        """The loss of a weight as it decodes; some formats round that once more."""
+        values = packed.format.dequantize(packed, torch.float32).T
+        if bool((values - self.values).abs().max() <= DRIFT * values.abs().max()):
+            return self.loss
+        return self.hessian.loss((values - self.weight).T)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Values of one byte as integers, which torch joins whatever they are."""
+    return values.view(torch.uint8) if values.element_size() == 1 else values
+
+
+def _kind(packed: PackedWeight, name: str, step: int) -> Affine | bool | None:
+    """How weights depend on a field; True for one of long floats that they are linear in, None for one that is not chosen."""
+    bits, is_float = field_number(packed, name)
+    if not step or not bits or (bits > MOST_BITS and not is_float):
+        return None
+    return affine(packed, name, step) if not is_float or bits <= FLOAT_BITS else is_linear(packed, name) or None
+
+
+class Run:
+    """A run of columns of a weight, of whole blocks; values and gradient are views of the weight's."""
+
+    def __init__(self, whole: Descent, columns: slice, steps: Mapping[str, int]) -> None:
+        self.packed = whole.packed.cut("K", columns.start, columns.stop)
+        self.columns, self.hessian = columns, whole.hessian.matrix[columns, columns]
+        self.values, self.gradient = whole.values[columns], whole.gradient[columns]
+        self.kinds, self.steps = whole.kinds, steps
+        self.fields = self.packed.format.unpack(self.packed)
 
     def decoded(self, **changed: Tensor) -> Tensor:
         """The weights, some of their fields changed."""
         return decoded(self.packed, {**self.fields, **changed}).T.contiguous()
 
-    def choose(self, name: str) -> bool:
-        """Choose a field again; returns whether its kind allows it."""
-        chosen = self.chosen(name)
-        if chosen is not None:
-            self.fields = {**self.fields, name: chosen.contiguous()}
-            self.loss = self.measured()
-        return chosen is not None
-
-    def chosen(self, name: str) -> Tensor | None:
-        """The values of a field that lessen the loss; None where its blocks or its kind allow no choice."""
-        step, (bits, is_float) = field_columns(self.packed, name), field_number(self.packed, name)
-        if not step or not bits or (bits > MOST_BITS and not is_float):
-            return None
-        blocks = self.fields[name].reshape(self.packed.shape[0], -1).T       # [blocks, N]
-        if is_float and bits > FLOAT_BITS:
-            new = self._floats(name, blocks, step) if is_linear(self.packed, name) else None
-        else:
-            if name not in self.kinds:
-                self.kinds[name] = affine(self.packed, name, step)
-            kind = self.kinds[name]
-            new = None if kind is None else self._codes(name, kind, blocks, step)
-        return None if new is None else new.T.reshape(self.fields[name].shape).contiguous().view(self.fields[name].dtype)
+    def choose(self, name: str) -> None:
+        """Choose a field again, for less loss."""
+        step, kind = self.steps[name], self.kinds[name]
+        old = self.fields[name]
+        blocks = old.reshape(self.packed.shape[0], -1).T         # [blocks, N]
+        new = self._codes(name, kind, blocks, step) if isinstance(kind, Affine) else self._floats(name, blocks, step)
+        self.fields = {**self.fields, name: new.T.reshape(old.shape).contiguous().view(old.dtype)}
 
     def _floats(self, name: str, blocks: Tensor, step: int) -> Tensor:
         """The best floats [blocks, N] of a field."""
@@ -134,7 +173,7 @@ class Descent:
         for start in range(0, len(self.values), STEP):
             places = slice(start, min(start + STEP, len(self.values)))
             inner, slope = self.hessian[places, places], self.gradient[places].clone()
-            self._change(places, columns.choose(places, slope, inner, descends=True))
+            self._change(places, columns.choose(places, self.values[places], slope, inner))
         return columns.codes
 
     def _scalars(self, factor: Tensor, values: Tensor, places: Tensor, step: int) -> Tensor:

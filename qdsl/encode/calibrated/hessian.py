@@ -18,27 +18,37 @@ ATTEMPTS = 12                                                    # each doubles 
 class Hessian:
     """The mean of x x^T over the rows of x that a layer was called with: float32 [K, K], and the number of rows.
 
-    factors: those of `inverse_factor` that were computed, which layers with the same input share.
+    lower: that half of it, and the other one where `is_whole`.  factors: those of `factor` that were computed, which layers with
+    the same input share.
     """
 
-    matrix: Tensor
+    lower: Tensor
     rows: int = 0
     factors: dict[bool, Tensor] = field(default_factory=dict, repr=False)
+    is_whole: bool = True
 
     @classmethod
     def empty(cls, columns: int, device: torch.device | str = "cpu") -> Hessian:
         """The moments of no rows."""
         return cls(torch.zeros(columns, columns, dtype=torch.float32, device=device))
 
+    @property
+    def matrix(self) -> Tensor:
+        """All moments, [K, K]."""
+        if not self.is_whole:
+            for start in range(0, len(self.lower), STRIP):
+                self.lower[start:start + STRIP, start + STRIP:] = self.lower[start + STRIP:, start:start + STRIP].T
+            self.is_whole = True
+        return self.lower
+
     def add(self, x: Tensor) -> None:
         """Count the rows of x [..., K]."""
-        flat = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
+        flat = x.reshape(-1, x.shape[-1]).to(self.lower.device, torch.float32)
         rows = self.rows + len(flat)
-        for start in range(0, len(self.matrix), STRIP) if len(flat) else ():     # the upper half is that below, mirrored
+        for start in range(0, len(self.lower), STRIP) if len(flat) else ():
             stop = start + STRIP
-            self.matrix[start:, start:stop].addmm_(flat[:, start:].T, flat[:, start:stop], beta=self.rows / rows, alpha=1 / rows)
-            self.matrix[start:stop, stop:] = self.matrix[stop:, start:stop].T
-        self.rows = rows
+            self.lower[start:, start:stop].addmm_(flat[:, start:].T, flat[:, start:stop], beta=self.rows / rows, alpha=1 / rows)
+        self.rows, self.is_whole = rows, False
         self.factors.clear()
 
     @property
@@ -46,11 +56,11 @@ class Hessian:
         """The columns, those with the largest mean squares first."""
         return self.matrix.diagonal().argsort(dim=0, descending=True, stable=True)
 
-    def inverse_factor(self, is_sorted: bool) -> Tensor:
-        """`inverse_factor` of the matrix, its columns sorted by `order`, or as they are."""
+    def factor(self, is_sorted: bool) -> Tensor:
+        """`factor` of the matrix, its columns sorted by `order`, or as they are."""
         if is_sorted not in self.factors:
             order = self.order
-            self.factors[is_sorted] = inverse_factor(self.matrix[order][:, order] if is_sorted else self.matrix)
+            self.factors[is_sorted] = factor(self.matrix[order][:, order] if is_sorted else self.matrix)
         return self.factors[is_sorted]
 
     @property
@@ -60,23 +70,30 @@ class Hessian:
 
     def loss(self, error: Tensor) -> float:
         """The mean squared error of the outputs, summed over them, that an error of the weight [N, K] makes."""
-        return float(((error @ self.matrix) * error).sum(dtype=torch.float64))
+        total = torch.zeros((), dtype=torch.float64, device=error.device)
+        for start in range(0, len(self.matrix), STRIP):          # the half below the diagonal counts twice
+            own, below = error[:, start:start + STRIP], error[:, start + STRIP:]
+            products = own @ self.matrix[start:start + STRIP, start:start + STRIP]
+            products.addmm_(below, self.matrix[start + STRIP:, start:start + STRIP], alpha=2)
+            total += products.mul_(own).sum(dtype=torch.float64)
+        return float(total)
 
 
 def inverting(columns: int) -> int:
-    """Bytes of memory that the moments of this many columns take while they are inverted."""
+    """Bytes of memory that the moments of this many columns take while they are factored."""
     return (4 + 3 * 8) * columns ** 2
 
 
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """U, upper triangular float32 [K, K], with U^T U = the inverse of the damped Hessian.
+def factor(hessian: Tensor) -> Tensor:
+    """R, upper triangular float32 [K, K] with ones on its diagonal, with R D R^T = the damped Hessian for a diagonal D.
 
-    The damping doubles until Cholesky's decomposition exists.  A column without inputs counts as if alone.  Raises FormatError
-    for a Hessian that is not finite.
+    An error e of a row of the weight so costs the sum of squares of e R, by D: that of column k is none where e[k] is minus what
+    the columns before it add, e[:k] R[:k, k].  The damping doubles until Cholesky's decomposition exists.  A column without
+    inputs counts as if alone.  Raises FormatError for a Hessian that is not finite.
     """
     if not bool(torch.isfinite(hessian).all()):
         raise FormatError("the inputs that a layer was calibrated with are not finite")
-    matrix = hessian.to(torch.float64, copy=True)
+    matrix = hessian.flip(0, 1).to(torch.float64)                # its lower factor, turned again, is the upper one
     diagonal = matrix.diagonal()
     diagonal[diagonal == 0] = 1
     mean = float(diagonal.mean())
@@ -87,8 +104,6 @@ def inverse_factor(hessian: Tensor) -> Tensor:
         added = wanted
         lower, failed = torch.linalg.cholesky_ex(matrix)
         if not int(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed):
-                factor: Tensor = upper.float()
-                return factor
-    raise FormatError(f"the Hessian of a layer has no inverse, even with {added / mean:g} of its mean diagonal added")
+            upper: Tensor = (lower / lower.diagonal()).float().flip(0, 1)
+            return upper
+    raise FormatError(f"the Hessian of a layer has no factor, even with {added / mean:g} of its mean diagonal added")

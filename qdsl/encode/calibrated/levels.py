@@ -58,14 +58,50 @@ class Levels:
         places = torch.searchsorted(self.borders[block], weights[:, None])
         return self.values[block].gather(1, places)[:, 0], self.choices[block].gather(1, places)[:, 0]
 
-    def choose(self, columns: Tensor, numbers: Tensor, inner: Tensor) -> Tensor:
+    def choose(self, columns: Tensor, old: Tensor, slopes: Tensor, inner: Tensor) -> Tensor:
         """Choose the codes of some columns in order, as `affine.Columns.choose` does."""
-        errors = torch.empty_like(numbers)
+        changes = torch.empty_like(slopes)
         for place, column in enumerate(columns.tolist()):
-            value, self.codes[column] = self.nearest(numbers[place], column)
-            errors[place] = (numbers[place] - value) / inner[place, place]
-            numbers[place + 1:].addr_(inner[place, place + 1:], errors[place], alpha=-1)
-        return errors
+            value, self.codes[column] = self.nearest(old[place] + slopes[place] / inner[place, place], column)
+            changes[place] = value - old[place]
+            slopes[place + 1:].addr_(inner[place, place + 1:], changes[place], alpha=-1)
+        return changes
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The vectors that codes stand for, of a few rows of a column each: float32 [codes, rows].
+
+    codes: those of the weights [K, N / rows], which `choose` fills in.
+    """
+
+    values: Tensor
+    codes: Tensor
+
+    def choose(self, columns: Tensor, old: Tensor, slopes: Tensor, inner: Tensor) -> Tensor:
+        """Choose the codes of some columns in order, as `affine.Columns.choose` does."""
+        changes, half = torch.empty_like(slopes), self.values.square().sum(1) / 2
+        for place, column in enumerate(columns.tolist()):
+            wanted = old[place] + slopes[place] / inner[place, place]
+            chosen = torch.addmm(half, wanted.view(-1, self.values.shape[1]), self.values.T, alpha=-1).argmin(1)
+            self.codes[column] = chosen
+            changes[place] = self.values[chosen].flatten() - old[place]
+            slopes[place + 1:].addr_(inner[place, place + 1:], changes[place], alpha=-1)
+        return changes
+
+
+def vectors(packed: PackedWeight, fields: Mapping[str, Tensor]) -> tuple[str, Vectors] | None:
+    """The field whose codes are of vectors of rows in a table of the whole weight, and these; None for another format."""
+    codes = [name for name in fields if any(axis.dim in ("N", "K", "N*K") for axis in packed.variant.fields[name].axes)]
+    by = {axis.dim: axis.by(packed.sizes) for name in codes for axis in packed.variant.fields[name].axes}
+    kind = number(packed.variant.fields[codes[0]].type) if len(codes) == 1 else None
+    if kind is None or by.keys() != {"N", "K"} or by["K"] != 1 or by["N"] == 1:
+        return None
+    [code], rows = codes, by["N"]
+    every = torch.arange(kind.high + 1, dtype=torch.int32, device=fields[code].device).to(fields[code].dtype)
+    values = torch.empty(rows, len(every), dtype=torch.float32, device=every.device)
+    decode_fields(packed.variant, {**fields, code: every[None]}, packed.sizes, values)
+    return code, Vectors(values.T.contiguous(), torch.empty_like(fields[code].T))
 
 
 def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, choices: Tensor) -> Levels:

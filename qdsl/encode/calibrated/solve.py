@@ -1,13 +1,14 @@
 """Quantizes a weight for the inputs of its layer: the error of each column is carried to the columns that follow (GPTQ).
 
-    H = mean of x x^T         what an error e of a row of w costs is e H e^T
-    U^T U = H^-1              U is upper triangular
+    H = mean of x x^T         what a change e of a row of w costs is e H e^T
+    R D R^T = H               R is upper triangular with a unit diagonal, D diagonal
 
     columns, those with the largest diagonal of H first:
-        codes[k] = nearest(w[k]);  error = (w[k] - value[k]) / U[k, k]
-        w[later] -= error * U[k, later]
+        codes[k] = nearest(w[k] + slope[k]);  e[k] = value[k] - w[k]
+        slope[later] -= e[k] * R[k, later]
 
-Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, 2022.
+Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, 2022, computes the same from
+the inverse of H.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode.calibrated.affine import Columns, affine
-from qdsl.encode.calibrated.descent import descend
+from qdsl.encode.calibrated.descent import Descent, descend
 from qdsl.encode.calibrated.hessian import Hessian
-from qdsl.encode.calibrated.levels import Levels, code_choices, code_field, levels
+from qdsl.encode.calibrated.levels import Levels, Vectors, code_choices, code_field, levels, vectors
 from qdsl.encode.calibrated.scales import CLIPS, quantize_clipped
 from qdsl.host import progress
 from qdsl.runtime.weight import tiles
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 GPTQ, IMPORTANCE = METHODS = ("gptq", "importance")
 STEP = 128                                                       # columns whose errors reach the others by one product
-SCALES, CODES = 1 / 16, 3 / 8                                    # of the time; the rest is spent on all fields once more
+SCALES, CODES = 1 / 8, 1 / 2                                     # of the time; the rest is spent on all fields once more
 
 
 def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPTQ, **options: Any) -> PackedWeight:
@@ -52,11 +53,17 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
         return packed
     code = code_field(packed.variant)
     with progress.part(CODES * weight.numel(), weight.numel()):
-        solved = quantize_codes(packed, fields, code, weight, hessian) if code else \
-            _chunked(format, packed, weight, hessian, options)
-    plain, compensated = (hessian.loss(format.dequantize(one, torch.float32).sub_(weight)) for one in (packed, solved))
+        if code:
+            solved = quantize_codes(packed, fields, code, weight, hessian)
+        elif own := vectors(packed, fields):
+            solved = format.pack({**fields, own[0]: _solve(own[1], weight, hessian)}, packed.storage, **packed.params)
+        else:
+            solved = _chunked(format, packed, weight, hessian, options)
+    state = Descent(solved, weight, hessian)
+    if solved is not packed and hessian.loss(format.dequantize(packed, torch.float32).sub_(weight)) < state.loss:
+        state = Descent(packed, weight, hessian)
     with progress.part((1 - SCALES - CODES) * weight.numel(), weight.numel()):
-        return descend(solved if compensated < plain else packed, weight, hessian)
+        return descend(state)
 
 
 def quantize_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, weight: Tensor, hessian: Hessian) -> PackedWeight:
@@ -72,15 +79,16 @@ def quantize_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, w
     return packed.format.pack({**fields, code: codes}, packed.storage, **packed.params)
 
 
-def _solve(chosen: Columns | Levels, weight: Tensor, hessian: Hessian) -> Tensor:
+def _solve(chosen: Columns | Levels | Vectors, weight: Tensor, hessian: Hessian) -> Tensor:
     """The codes of rows [rows, K], column by column, those with the largest inputs first."""
-    order, factor = hessian.order, hessian.inverse_factor(is_sorted=True)
+    order, factor = hessian.order, hessian.factor(is_sorted=True)
     work = weight.T[order].contiguous()                          # [K, rows], columns in the order
+    slopes = torch.zeros_like(work)
     for start in range(0, len(work), STEP):
-        stop = min(len(work), start + STEP)
-        errors = chosen.choose(order[start:stop], work[start:stop], factor[start:stop, start:stop])
-        work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-        progress.passed((stop - start) * work.shape[1])
+        own = slice(start, min(start + STEP, len(work)))
+        changes = chosen.choose(order[own], work[own], slopes[own], factor[own, own])
+        slopes[own.stop:].addmm_(factor[own, own.stop:].T, changes, alpha=-1)
+        progress.passed(changes.numel())
     return chosen.codes.T.contiguous()
 
 
@@ -90,13 +98,13 @@ def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hess
     step = packed.step("K")
     if step >= weight.shape[1] or packed.variant.cuts[1] == "1":
         return packed
-    factor = hessian.inverse_factor(is_sorted=False)
-    work, parts = weight.T.clone(), []
-    for start in range(0, len(work), step):
-        stop = min(len(work), start + step)
-        part = format.quantize(work[start:stop].T.contiguous(), importance=hessian.importance[start:stop], **options)
+    factor = hessian.factor(is_sorted=False)
+    slopes, parts = torch.zeros_like(weight.T), []
+    for start in range(0, len(slopes), step):
+        own = slice(start, min(len(slopes), start + step))
+        wanted = torch.linalg.solve_triangular(factor[own, own].T, slopes[own], upper=False)
+        part = format.quantize((weight.T[own] + wanted).T.contiguous(), importance=hessian.importance[own], **options)
         parts.append(part)
-        error = work[start:stop] - format.dequantize(part, torch.float32).T
-        carried = torch.linalg.solve_triangular(factor[start:stop, start:stop].T, error, upper=False)
-        work[stop:].addmm_(factor[start:stop, stop:].T, carried, alpha=-1)
+        changes = format.dequantize(part, torch.float32).T - weight.T[own]
+        slopes[own.stop:].addmm_(factor[own, own.stop:].T, changes, alpha=-1)
     return PackedWeight.join(parts, "K")

@@ -120,6 +120,8 @@ def _column_arguments(program: Program, encode: Encode, run: Index | None) -> li
     scale, across = roles.get("scale") or roles.get("levels"), SCHEMES[encode.scheme].across
     if scale is None:
         return []
+    if len(scale.table) > 1:                                     # of vectors
+        return [f"{word}={_block_extent(program, roles['code'], axis)}" for word, axis in (("rows", "n"), ("columns", "k"))]
     rows, axes = ("1", 2) if run is not None else (_block_extent(program, scale, "n"), len(scale.index))
     around = across or run is not None
     arguments = [f"rows={rows}"] if around else []
