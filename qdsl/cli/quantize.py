@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qdsl.jobs.gguf.mixes import Options
 
 GGUF, FOLDER = "GGUF files, with --type", "Folders, with --format"   # headings of options that are for one of the two
+OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".json")   # suffixes of files that are no GGUF files
 _gguf, _folder, _calibrated = (partial(headed, heading) for heading in (GGUF, FOLDER, HEADING))
 
 Mix = Annotated[str | None, typer.Option("--type", "-t", help="Write a GGUF file: a mix of llama-quantize's, such as Q4_K_M, or "
@@ -86,8 +87,8 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
         return
     from qdsl.jobs.gguf import mixes
 
-    if out is not None and out.suffix != ".gguf":                # by which programs know the file
-        fail(f"--type writes a GGUF file: {out} does not end in .gguf", 2)
+    if out is not None and out.suffix in OTHER_FILES:
+        fail(f"--type writes a GGUF file, which {out} does not say: let its name end in .gguf", 2)
     with reported(2):
         options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),

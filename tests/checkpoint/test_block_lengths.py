@@ -64,7 +64,8 @@ class Accepted:
     def params(self) -> dict[str, int | str]:
         """Parameters with which the storage exists."""
         key = next(key for key, storages in self.format.variants.items() if self.storage in storages)
-        return {**{name: values[0] for name, values in self.format.params.items()}, **dict(zip(self.format.by, key, strict=True))}
+        return {**{name: values[0] for name, values in self.format.params.items()}, **dict(zip(self.format.by, key, strict=True)),
+                **self.rule.get("where", {})}
 
     def settings(self, params: Mapping[str, int | str]) -> dict[str, Any]:
         """What the rule demands, in the producer's form."""

@@ -94,7 +94,7 @@ def test_scales_of_inputs(tmp_path: Path, static: tuple[str, ...], config: dict[
 
 
 @pytest.mark.parametrize(("to", "producer", "others"), [
-    ("fp8_tensor", "gptq", "compressed-tensors, fp8, modelopt"), ("int8_channel", "fp8", "compressed-tensors"),
+    ("fp8_tensor", "gptq", "compressed-tensors, auto-round, fp8, modelopt"), ("int8_channel", "fp8", "compressed-tensors"),
     ("q4_k", "fp8", "qdsl")])
 def test_a_producer_that_has_no_settings_for_the_storage(tmp_path: Path, to: str, producer: str, others: str) -> None:
     path = plain_folder(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})

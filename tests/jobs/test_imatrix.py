@@ -120,9 +120,9 @@ def test_counts_that_do_not_divide_the_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("data", "message"), [
     (b"", "0 bytes are no importance matrix"),
-    (struct.pack("<i", 0), "the number of entries is 0"),
-    (struct.pack("<i", -1) + bytes(40), "the number of entries is -1"),
-    (struct.pack("<i", 1 << 30) + bytes(40), "byte 0: the number of entries is 1073741824; it can be 1 to 2"),
+    (struct.pack("<i", 0), "the number of entries of an importance matrix is 0"),
+    (struct.pack("<i", -1) + bytes(40), "the number of entries of an importance matrix is -1"),
+    (struct.pack("<i", 1 << 30) + bytes(40), "byte 0: the number of entries of an importance matrix is 1073741824"),
     (struct.pack("<ii", 1, 1 << 30) + bytes(40), "byte 4: the length of a name is 1073741824"),
     (struct.pack("<ii", 1, 30) + b"a" * 17, "a text take 30 bytes, but 17 follow"),
     (struct.pack("<ii1sii", 1, 1, b"a", 1, 1 << 30) + bytes(8), "1073741824 values of 'a' take 4294967296 bytes, but 8 follow"),

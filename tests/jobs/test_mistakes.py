@@ -43,7 +43,7 @@ MISTAKES = {
     "a file as a folder to write": ("quantize plain --format q4_0 --out text.txt", 2, "is a file: the output is a folder"),
     "a text as tensors": ("infer text.txt", 1, "neither a .safetensors nor a .npz file"),
     "a text that is none": ("imatrix plain latin.txt --out i.gguf", 1, "latin.txt: not UTF-8 text: unexpected end"),
-    "a mix, to another kind of file": ("quantize plain --type Q4_0 --out x.safetensors", 2, "does not end in .gguf"),
+    "a mix, to another kind of file": ("quantize plain --type Q4_0 --out x.safetensors", 2, "let its name end in .gguf"),
     "a type that is none": ("quantize plain --type Q4_0 --tensor-type a=q9 --out x.gguf", 2, "expected one of F32, F16, Q4_0"),
     "a parameter without its equals sign": ("quantize plain --format nf4 --param block 64 --out x", 2, "as --param KEY=VALUE"),
     "a lossless format as a storage": ("convert model --to fix4 --out x", 2, "`qdsl compress --format fix4`"),

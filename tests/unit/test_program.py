@@ -135,5 +135,5 @@ def test_schemes_are_what_encode_implements() -> None:
         pass
 
     assert scheme(nearest) is nearest
-    with pytest.raises(TypeError, match=r"unit_level and its entry in core/schemes\.py differ: other, scale"):
+    with pytest.raises(TypeError, match=r"unit_level and its entry in core/schemes\.toml differ: other, scale"):
         scheme(unit_level)

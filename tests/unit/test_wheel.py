@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.xdist_group("wheel"),
 
 NAMES = [path.stem for path in SHIPPED]
 # What only the compiler needs, and the packages that only it needs: without them every generated module still runs.
-COMPILER = ("compiler", "specs", "core/layout.py", "core/places.py", "cli", "__main__.py")
+COMPILER = ("compiler", "specs", "core/layout.py", "cli", "__main__.py")
 WITHOUT = "import sys\nsys.modules.update(dict.fromkeys(['yaml', 'jinja2', 'typer', 'rich', 'gguf', 'safetensors']))\n"
 
 # Every module of the package's generated/: quantized where it has a quantizer, else wrapped; decoded; multiplied.

@@ -446,7 +446,8 @@ class PackedWeight:
     @property
     def indices(self) -> list[str]:
         """The tensors with the groups of columns, or their order."""
-        return [name for name in self.tensors if name == self.layout.order or self.layout.tensors[name].dtype == "index"]
+        return [name for name, stored in self.layout.tensors.items()
+                if name in self.tensors and (name == self.layout.order or stored.dtype == "index")]
 
     def placed(self, name: str, piece: Piece) -> Placed | None:
         """A piece of a field in a tensor as strides of bits; None if it is not at such strides."""
