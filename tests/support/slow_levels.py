@@ -68,8 +68,9 @@ def of_vectors(reading: Reading, weight: npt.NDArray[np.float32], code: str, lev
                  for own, by in zip(vectors, counts, strict=True))
         return [row.index(min(row)) for row in costs]
 
-    few = len(vectors) <= entries                                # further entries repeat the last vector
-    table = list(vectors) if few else [vectors[(2 * i + 1) * len(vectors) // (2 * entries)] for i in range(entries)]
+    distinct = vectors if len(vectors) <= entries else sorted([list(own) for own in {*map(tuple, vectors)}])
+    few = len(distinct) <= entries                               # further entries repeat the last vector
+    table = list(distinct) if few else [vectors[(2 * i + 1) * len(vectors) // (2 * entries)] for i in range(entries)]
     for _ in range(0 if few else 12):
         chosen, moved = nearest(table), [list(entry) for entry in table]
         for i, entry in enumerate(moved):
