@@ -70,7 +70,8 @@ GATES = (
     Gate("q6_k", "planar", 1, (("f16", 2.8),)),
     Gate("iq4_nl", "planar", 1, (("f16", 2.4), ("bf16", 2.4))),
     Gate("iq4_xs", "planar", 1, (("f16", 2.6), ("bf16", 2.6))),
-    Gate("nf4", "planar", 1, (("f16", 3.2), ("bf16", 3.0))),      # one tile of rows: two spill on sm_90, and count 2.8
+    Gate("nf4", "planar", 1, (("f16", 3.2), ("bf16", 2.8)), archs=("sm_80", "sm_100")),
+    Gate("nf4", "planar", 1, (("f16", 3.2), ("bf16", 2.95)), archs=("sm_90",)),            # one tile of rows, because two spill
     Gate("bnb_fp4", "planar", 1, (("f16", 2.7), ("bf16", 2.7))),
     Gate("iq3_xxs", "planar", 1, (("f16", 2.3), ("bf16", 2.3))),
     Gate("mxfp4", "planar", 1, (("bf16", 2.0),)),

@@ -201,7 +201,7 @@ def test_a_circle_is_found(back: str) -> None:
     assert circle(edges) == ["qdsl.a", "qdsl.b", "qdsl.c", "qdsl.a"] and circle(edges | {"qdsl.c": set()}) == []
 
 
-def words(path: Path) -> Iterator[str]:
+def names_and_texts(path: Path) -> Iterator[str]:
     """The names and texts in a module's code."""
     for node in ast.walk(parsed(path)):
         match node:
@@ -213,7 +213,7 @@ def words(path: Path) -> Iterator[str]:
 
 def test_a_kernel_family_is_named_in_four_files() -> None:
     """Its kernel, its class, the list of families, and what a storage says to it.  Entropy codes have kernels of their own."""
-    modules = {path: set(words(path)) for path in MODULES if not named(path).startswith("qdsl/codecs/")}
+    modules = {path: set(names_and_texts(path)) for path in MODULES if not named(path).startswith("qdsl/codecs/")}
     names = [node.value.value for path in modules if "gpu/families/" in named(path) for node in ast.walk(parsed(path))
              if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "name" and isinstance(node.value, ast.Constant)]
     files = {name: [named(path) for path, used in modules.items() if name in used] for name in (*names, "w8a8")}
