@@ -30,6 +30,7 @@ ROW_FUNCTIONS = """
 /* w = (q - 1) * s */
 #define BITS 2
 #define FIELDS 1
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-1.0f, 0.0f, 1.0f, 2.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (-1)

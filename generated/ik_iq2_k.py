@@ -36,6 +36,7 @@ ROW_FUNCTIONS = """
 #define BITS 2
 #define FIELDS 3
 #define HAS_OFFSET
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-31.0f, -13.0f, 1.0f, 17.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (-31)

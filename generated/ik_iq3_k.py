@@ -39,6 +39,7 @@ ROW_FUNCTIONS = """
 #define BITS 3
 #define FIELDS 3
 #define HAS_OFFSET
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-63.0f, -40.0f, -23.0f, -10.0f, 1.0f, 13.0f, 28.0f, 47.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (-63)

@@ -38,6 +38,7 @@ ROW_FUNCTIONS = """
 #define BITS 5
 #define FIELDS 3
 #define HAS_OFFSET
+#define BRAIN_NUMBERS
 static const float numbers[32] = {-126.0f, -114.0f, -103.0f, -92.0f, -83.0f, -74.0f, -65.0f, -57.0f, -50.0f, -43.0f, -36.0f,
         -30.0f, -24.0f, -18.0f, -12.0f, -6.0f, -1.0f, 5.0f, 11.0f, 17.0f, 23.0f, 29.0f, 36.0f, 43.0f, 51.0f, 59.0f, 68.0f, 77.0f,
         87.0f, 97.0f, 109.0f, 121.0f};

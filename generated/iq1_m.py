@@ -161,6 +161,7 @@ ROW_FUNCTIONS = """
 /* w = d * (2 * sc + 1) * (grid[g, k % 8] + 0.125 * (1 - 2 * down)) */
 #define BITS 3
 #define FIELDS 2
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-9.0f, -7.0f, -1.0f, 1.0f, 7.0f, 9.0f, 9.0f, 9.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (-9)

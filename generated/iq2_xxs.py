@@ -63,6 +63,7 @@ ROW_FUNCTIONS = """
 /* w = d * (sc + 0.5) * 0.25 * (grid[g, k % 8] * sign[s, k % 8]) */
 #define BITS 3
 #define FIELDS 2
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-43.0f, -25.0f, -8.0f, 8.0f, 25.0f, 43.0f, 43.0f, 43.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (-43)

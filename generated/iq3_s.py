@@ -64,6 +64,7 @@ ROW_FUNCTIONS = """
 /* w = d * (2 * sc + 1) * (grid[g, k % 4] * (1 - 2 * s)) */
 #define BITS 4
 #define FIELDS 2
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f,
         6.5f, 7.5f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }

@@ -61,6 +61,7 @@ ROW_FUNCTIONS = """
 /* w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8]) */
 #define BITS 4
 #define FIELDS 2
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-62.0f, -52.0f, -44.0f, -36.0f, -28.0f, -20.0f, -12.0f, -4.0f, 4.0f, 12.0f, 20.0f, 28.0f, 36.0f,
         44.0f, 52.0f, 62.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }

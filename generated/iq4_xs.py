@@ -34,6 +34,7 @@ ROW_FUNCTIONS = """
 /* w = d * (sc - 32) * levels[q] */
 #define BITS 4
 #define FIELDS 2
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-127.0f, -104.0f, -83.0f, -65.0f, -49.0f, -35.0f, -22.0f, -10.0f, 1.0f, 13.0f, 25.0f, 38.0f,
         53.0f, 69.0f, 89.0f, 113.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }

@@ -35,6 +35,7 @@ ROW_FUNCTIONS = """
 /* w = e * 0.5 * level[q] * s */
 #define BITS 4
 #define FIELDS 2
+#define BRAIN_NUMBERS
 static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 6.0f, 8.0f, 12.0f, 0.0f, -1.0f, -2.0f, -3.0f, -4.0f, -6.0f, -8.0f,
         -12.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }

@@ -30,6 +30,7 @@ ROW_FUNCTIONS = """
 /* w = d * (2 * q - 1) */
 #define BITS 1
 #define FIELDS 1
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-0.5f, 0.5f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (-1)

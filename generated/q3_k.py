@@ -31,6 +31,7 @@ ROW_FUNCTIONS = """
 /* w = d * (sc - 32) * (q - 4) */
 #define BITS 3
 #define FIELDS 2
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f, 2.0f, 3.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (-4)

@@ -36,6 +36,7 @@ ROW_FUNCTIONS = """
 /* w = d * (q - 8) */
 #define BITS 4
 #define FIELDS 1
+#define BRAIN_NUMBERS
 static const float numbers[16] = {-8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f,
         6.0f, 7.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }

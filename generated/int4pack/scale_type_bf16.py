@@ -24,6 +24,7 @@ ROW_FUNCTIONS = """
 #define BITS 4
 #define FIELDS 2
 #define HAS_OFFSET
+#define BRAIN_NUMBERS
 static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f,
         15.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }

@@ -26,6 +26,7 @@ ROW_FUNCTIONS = """
 /* w = e * q */
 #define BITS 6
 #define FIELDS 1
+#define BRAIN_NUMBERS
 static const float numbers[64] = {0.0f, 0.125f, 0.25f, 0.375f, 0.5f, 0.625f, 0.75f, 0.875f, 1.0f, 1.125f, 1.25f, 1.375f, 1.5f,
         1.625f, 1.75f, 1.875f, 2.0f, 2.25f, 2.5f, 2.75f, 3.0f, 3.25f, 3.5f, 3.75f, 4.0f, 4.5f, 5.0f, 5.5f, 6.0f, 6.5f, 7.0f, 7.5f,
         0.0f, -0.125f, -0.25f, -0.375f, -0.5f, -0.625f, -0.75f, -0.875f, -1.0f, -1.125f, -1.25f, -1.375f, -1.5f, -1.625f, -1.75f,

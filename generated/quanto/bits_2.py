@@ -25,6 +25,7 @@ ROW_FUNCTIONS = """
 #define BITS 2
 #define FIELDS 2
 #define HAS_OFFSET
+#define BRAIN_NUMBERS
 static const float numbers[16] = {0.0f, 1.0f, 2.0f, 3.0f};
 INLINE vf number(const Weight *w, vu codes) { return lookup_16(numbers, codes); }
 #define BASE (0)

@@ -84,6 +84,20 @@ def test_products_with_interleaved_rows_are_those_of_the_weight(part: int) -> No
     assert count > 4 * len(COVERING) // PARTS
 
 
+@pytest.mark.parametrize("least", [2.0 ** -130, 2.0 ** -127, 2.0 ** -101, 1.0])
+def test_small_numbers_of_x_count(least: float) -> None:
+    """Instructions that multiply pairs of bfloat16 take subnormal numbers for 0: x with such numbers takes others."""
+    for name in ("q4_0", "q4_1", "q5_0", "mxfp4", "nvfp4"):
+        case = next(case for case in CASES if case.path.stem == name)
+        packed = in_order(case, (48, 256))
+        copy, weight = rows.interleaved_copy(packed), plain(packed)
+        assert copy is not None
+        for m in (1, 4, 6):
+            x = sample(m, 256, dtype=torch.bfloat16) * least
+            x[-1, ::3], x[-1, 1::3] = least, 0
+            check(copy.product(x, None), x, weight, what=(name, m), terms=2)
+
+
 def in_8_bits(x: Tensor) -> Tensor:
     """x rounded to 8 bits in blocks of 32 columns."""
     blocks = x.float().unflatten(1, (-1, 32))

@@ -41,9 +41,59 @@ INLINE void add_group(const Weight *w, Place at, int64_t k, const vf (*p)[SUMS],
     }
 }
 
-INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, int64_t N, Place at, const int M) {
+/* x of bfloat16 times numbers that bfloat16 holds, two products in one instruction, which takes subnormal numbers for 0.  No number
+   of x below LEAST is multiplied so: products and sums of the others are far from subnormal numbers. */
+#define LEAST 0x1p-100f
+#define PAIRS(K) ((K) / 2 + 1)                                   /* numbers that pairs take after those of `arrange` */
+#if defined(BRAIN_NUMBERS) && LANES == 16 && defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#define BRAINS(high, low) \
+    (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(numbers + 16 * (high)), _mm512_loadu_ps(numbers + 16 * (low)))
+/* The numbers of columns 8j + 2c and 8j + 2c + 1, as bfloat16 in the halves of a word: a lookup by the codes' low 5 or 6 bits. */
+INLINE __m512bh pair_numbers(Words v, int j) {
+    const __m512i codes = (__m512i)(BITS > 4 ? (j & 1 ? v.high : v.low) >> 8 * (j >> 1) : v.low >> 4 * j);
+    const __m512i first = BRAINS(BITS > 4, 0);
+#if BITS > 5
+    return (__m512bh)_mm512_permutex2var_epi16(first, codes, BRAINS(3, 2));
+#else
+    return (__m512bh)_mm512_permutexvar_epi16(codes, first);
+#endif
+}
+INLINE vf add_pairs(vf sum, __m512bh numbers, float pair) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, numbers, (__m512bh)_mm512_set1_ps(pair));
+}
+#else
+#define HAS_PAIRS 0
+#endif
+
+/* p[m][j] += number * x of columns 8j + 2c + e of a block.  x: of the block, as numbers or as pairs. */
+INLINE void add_part(const Weight *w, const uint8_t *block, const float *x, int64_t step, int c, vf (*p)[SUMS], const int M,
+                     const int are_pairs) {
+#if HAS_PAIRS
+    if (are_pairs) {
+        const Words v = words(block, c);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const __m512bh pair = pair_numbers(v, j);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) p[m][j] = add_pairs(p[m][j], pair, x[m * step + 4 * j + c]);
+        }
+        return;
+    }
+#endif
+    vf q[4][2];
+    part_numbers(w, block, c, q);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++)
+            p[m][i >> 1] = multiply_add(q[i >> 1][i & 1], all_float(x[m * step + 8 * (i >> 1) + 2 * c + (i & 1)]), p[m][i >> 1]);
+}
+
+INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, int64_t N, Place at, const int M,
+                     const int are_pairs) {
     const int64_t K = w->columns, span = SPAN < BLOCK ? SPAN ? BLOCK : K : SPAN;
-    const float *sums = x + K;
+    const float *sums = x + K, *own = are_pairs ? x + step - PAIRS(K) : x;
     const uint8_t *block = w->codes + at.group * (K / BLOCK) * BLOCK_BYTES + 4 * at.lane;
     vf total[M];
 #pragma GCC unroll 4
@@ -56,16 +106,7 @@ INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, 
         do {
             prefetch_block(block, M);
 #pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) {
-                vf q[4][2];
-                part_numbers(w, block, c, q);
-#pragma GCC unroll 8
-                for (int i = 0; i < 8; i++)
-#pragma GCC unroll 4
-                    for (int m = 0; m < M; m++)
-                        p[m][i >> 1] = multiply_add(q[i >> 1][i & 1], all_float(x[m * step + k + 8 * (i >> 1) + 2 * c + (i & 1)]),
-                                                    p[m][i >> 1]);
-            }
+            for (int c = 0; c < 4; c++) add_part(w, block, own + (are_pairs ? k / 2 : k), step, c, p, M, are_pairs);
             k += BLOCK, block += BLOCK_BYTES;
         } while (k < end && !SHORT_GROUPS);
 #if SHORT_GROUPS
@@ -95,23 +136,59 @@ void arrange(const float *x, float *arranged, int64_t K) {
 #endif
 }
 
-/* x [M, K] times groups of rows [first, last): out [M, N].  units: M.  ordered: what `arrange` made of x, or x. */
-void run(const void *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, int64_t K,
-         int64_t first, int64_t last, int64_t units) {
-    const Weight *w = tensors[0];
-    int64_t step = w->columns;
-#ifdef HAS_OFFSET
-    step += SPAN ? (step + SPAN - 1) / (SPAN ? SPAN : 1) : 1;
-#endif
+/* x [M, K] times groups of rows [first, last): out [M, N].  ordered: M rows of x, with `step` numbers each. */
+INLINE void run_rows(const Weight *w, const float *ordered, int64_t step, float *restrict out, int64_t N, int64_t first,
+                     int64_t last, int64_t M, const int are_pairs) {
     for (int64_t g = first; g < last; g++) for (int lane = 0; lane < GROUP_ROWS; lane += LANES) {
         const Place at = {g, lane};
         int64_t m = 0;
-        for (; m + 4 <= units; m += 4) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 4);
-        if (units - m == 3) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 3);
-        if (units - m == 2) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 2);
-        if (units - m == 1) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 1);
+        for (; m + 4 <= M; m += 4) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 4, are_pairs);
+        if (M - m == 3) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 3, are_pairs);
+        if (M - m == 2) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 2, are_pairs);
+        if (M - m == 1) dot_rows(w, ordered + m * step, step, out + m * N, N, at, 1, are_pairs);
     }
 }
+
+INLINE int64_t arranged_size(int64_t columns) {
+#ifdef HAS_OFFSET
+    columns += SPAN ? (columns + SPAN - 1) / (SPAN ? SPAN : 1) : 1;
+#endif
+    return columns;
+}
+
+/* ordered: what `arrange` made of x, or x.  units: M. */
+void run(const void *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, int64_t K,
+         int64_t first, int64_t last, int64_t units) {
+    const Weight *w = tensors[0];
+    run_rows(w, ordered, arranged_size(w->columns), out, N, first, last, units, 0);
+}
+
+#if HAS_PAIRS
+/* As `arrange`, then x in pairs of bfloat16, which it is exact in, and whether all pairs may be multiplied. */
+void arrange_pairs(const float *x, float *arranged, int64_t K) {
+    const int64_t columns = (K + BLOCK - 1) / BLOCK * BLOCK;
+    float *pairs = arranged + arranged_size(columns);
+    int is_small = 0;
+    arrange(x, arranged, K);
+    for (int64_t p = 0; p < columns / 2; p++) {
+        const float low = arranged[2 * p], high = arranged[2 * p + 1];
+        is_small |= (low != 0 && __builtin_fabsf(low) < LEAST) || (high != 0 && __builtin_fabsf(high) < LEAST);
+        pairs[p] = bits_to_float(float_to_bits(low) >> 16 | float_to_bits(high));
+    }
+    pairs[columns / 2] = !is_small;
+}
+
+/* As `run`.  ordered: what `arrange_pairs` made of x. */
+void run_pairs(const void *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, int64_t K,
+               int64_t first, int64_t last, int64_t units) {
+    const Weight *w = tensors[0];
+    const int64_t step = arranged_size(w->columns) + PAIRS(w->columns);
+    int are_pairs = 1;
+    for (int64_t m = 0; m < units; m++) are_pairs &= ordered[(m + 1) * step - 1] != 0;
+    if (are_pairs) run_rows(w, ordered, step, out, N, first, last, units, 1);
+    else run_rows(w, ordered, step, out, N, first, last, units, 0);
+}
+#endif
 
 /* -- dot with x in 8 bits ---------------------------------------------------------------------------------------------------
 

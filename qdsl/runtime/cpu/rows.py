@@ -104,15 +104,10 @@ class Way:
         is_known = dtype in TYPES and bias in TYPES
         few = threads.Product(n=n, k=k, step=1, parts=threads.PARTS, share=SHARE, together=m, units=m, tensors=1)
         if m <= FEW:
-            is_arranged = bool(placed.sums) or k != placed.columns
             kind = dtype if is_known and placed.factor is None else torch.float32
-            few.run, few.tiles = _address_of(placed.functions.run), -(-n // ROWS)
-            few.arrange = _address_of(placed.functions.arrange) if is_arranged else 0
-            few.arranged = placed.columns + placed.sums
-            if rounds_x:
-                few.run, few.arrange = _address_of(placed.functions.run_bytes), _address_of(placed.functions.arrange_bytes)
-                few.arranged = placed.columns // 4 + placed.columns // BLOCK * 3
-            few.type, few.bias_type = TYPES[kind], TYPES[bias if bias in TYPES else torch.float32]
+            few.tiles, few.type, few.bias_type = -(-n // ROWS), TYPES[kind], TYPES[bias if bias in TYPES else torch.float32]
+            loop, arrange, few.arranged = _few_rows(placed, kind, rounds_x)
+            few.run, few.arrange = _address_of(loop), _address_of(arrange) if arrange else 0
             return cls(few, m, kind, kind, False)
         is_narrow = dtype == torch.bfloat16 and has_bfloat16() and placed.factor is None
         kind = torch.bfloat16 if is_narrow else torch.float32
@@ -138,6 +133,17 @@ class Way:
                                        out.data_ptr(), self.rows, torch.get_num_threads(), *places):
             raise MemoryError(f"no memory for {self.rows} rows of x in float32")
         return out if out.dtype is dtype else out.to(dtype)
+
+
+def _few_rows(placed: InterleavedWeight, dtype: torch.dtype, rounds_x: bool) -> tuple[Any, Any, int]:
+    """The loop for few rows, what arranges a row of x for it or None, and how many numbers an arranged row has."""
+    functions, columns = placed.functions, placed.columns
+    if rounds_x:
+        return functions.run_bytes, functions.arrange_bytes, columns // 4 + columns // BLOCK * 3
+    if dtype == torch.bfloat16 and hasattr(functions, "run_pairs"):
+        return functions.run_pairs, functions.arrange_pairs, columns + placed.sums + columns // 2 + 1
+    is_arranged = placed.sums or placed.shape[1] != columns
+    return functions.run, functions.arrange if is_arranged else None, columns + placed.sums
 
 
 def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
