@@ -36,6 +36,7 @@ ROW_FUNCTIONS = """
 /* w = q * s */
 #define BITS 8
 #define FIELDS 1
+#define BRAIN_NUMBERS
 INLINE vf number(const Weight *w, vu codes) { return float_of_e4m3((vi)(codes & 255)); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf s = FIELD(0);

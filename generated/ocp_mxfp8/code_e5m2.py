@@ -25,6 +25,7 @@ ROW_FUNCTIONS = """
 /* w = e * q */
 #define BITS 8
 #define FIELDS 1
+#define BRAIN_NUMBERS
 INLINE vf number(const Weight *w, vu codes) { return float_of_e5m2((vi)(codes & 255)); }
 INLINE void group(const Weight *w, Place at, int64_t k, vf *scale, vf *offset) {
     const vf e = FIELD(0);

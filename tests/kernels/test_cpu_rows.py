@@ -87,7 +87,7 @@ def test_products_with_interleaved_rows_are_those_of_the_weight(part: int) -> No
 @pytest.mark.parametrize("least", [2.0 ** -130, 2.0 ** -127, 2.0 ** -101, 1.0])
 def test_small_numbers_of_x_count(least: float) -> None:
     """Instructions that multiply pairs of bfloat16 take subnormal numbers for 0: x with such numbers takes others."""
-    for name in ("q4_0", "q4_1", "q5_0", "mxfp4", "nvfp4"):
+    for name in ("q4_0", "q4_1", "q5_0", "q6_k", "nvfp4", "fp8_channel"):
         case = next(case for case in CASES if case.path.stem == name)
         packed = in_order(case, (48, 256))
         copy, weight = rows.interleaved_copy(packed), plain(packed)

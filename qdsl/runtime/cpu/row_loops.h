@@ -47,16 +47,28 @@ INLINE void add_group(const Weight *w, Place at, int64_t k, const vf (*p)[SUMS],
 #define PAIRS(K) ((K) / 2 + 1)                                   /* numbers that pairs take after those of `arrange` */
 #if defined(BRAIN_NUMBERS) && LANES == 16 && defined(__AVX512BF16__)
 #define HAS_PAIRS 1
-#define BRAINS(high, low) \
-    (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(numbers + 16 * (high)), _mm512_loadu_ps(numbers + 16 * (low)))
-/* The numbers of columns 8j + 2c and 8j + 2c + 1, as bfloat16 in the halves of a word: a lookup by the codes' low 5 or 6 bits. */
-INLINE __m512bh pair_numbers(Words v, int j) {
+/* The numbers of codes, 32 in a vector, of which instructions look up 32 or 64.  They repeat those of fewer codes. */
+typedef struct { __m512i part[BITS == 8 ? 4 : BITS > 5 ? 2 : 1]; } Table;
+INLINE Table table_of(const Weight *w) {
+    Table t;
+    const vu first = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (unsigned i = 0; i < sizeof t.part / sizeof *t.part; i++)
+        t.part[i] = (__m512i)_mm512_cvtne2ps_pbh((__m512)number(w, first + 32 * i + 16), (__m512)number(w, first + 32 * i));
+    return t;
+}
+
+/* The numbers of columns 8j + 2c and 8j + 2c + 1 in the halves of a word.  Bits above those of a code are another's. */
+INLINE __m512bh pair_numbers(const Table *t, Words v, int j) {
     const __m512i codes = (__m512i)(BITS > 4 ? (j & 1 ? v.high : v.low) >> 8 * (j >> 1) : v.low >> 4 * j);
-    const __m512i first = BRAINS(BITS > 4, 0);
-#if BITS > 5
-    return (__m512bh)_mm512_permutex2var_epi16(first, codes, BRAINS(3, 2));
+#if BITS == 8                                                    /* floats, whose highest bit is the sign */
+    const __m512i low = _mm512_permutex2var_epi16(t->part[0], codes, t->part[1]);
+    const __m512i high = _mm512_permutex2var_epi16(t->part[2], codes, t->part[3]);
+    const __m512i size = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64)), high);
+    return (__m512bh)_mm512_or_si512(size, _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(128)), 8));
+#elif BITS > 5
+    return (__m512bh)_mm512_permutex2var_epi16(t->part[0], codes, t->part[1]);
 #else
-    return (__m512bh)_mm512_permutexvar_epi16(codes, first);
+    return (__m512bh)_mm512_permutexvar_epi16(codes, t->part[0]);
 #endif
 }
 INLINE vf add_pairs(vf sum, __m512bh numbers, float pair) {
@@ -64,17 +76,19 @@ INLINE vf add_pairs(vf sum, __m512bh numbers, float pair) {
 }
 #else
 #define HAS_PAIRS 0
+typedef struct { char unused; } Table;
+INLINE Table table_of(const Weight *w) { return (Table){0}; }
 #endif
 
 /* p[m][j] += number * x of columns 8j + 2c + e of a block.  x: of the block, as numbers or as pairs. */
-INLINE void add_part(const Weight *w, const uint8_t *block, const float *x, int64_t step, int c, vf (*p)[SUMS], const int M,
-                     const int are_pairs) {
+INLINE void add_part(const Weight *w, const Table *t, const uint8_t *block, const float *x, int64_t step, int c, vf (*p)[SUMS],
+                     const int M, const int are_pairs) {
 #if HAS_PAIRS
     if (are_pairs) {
         const Words v = words(block, c);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            const __m512bh pair = pair_numbers(v, j);
+            const __m512bh pair = pair_numbers(t, v, j);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) p[m][j] = add_pairs(p[m][j], pair, x[m * step + 4 * j + c]);
         }
@@ -94,6 +108,7 @@ INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, 
                      const int are_pairs) {
     const int64_t K = w->columns, span = SPAN < BLOCK ? SPAN ? BLOCK : K : SPAN;
     const float *sums = x + K, *own = are_pairs ? x + step - PAIRS(K) : x;
+    const Table t = table_of(w);
     const uint8_t *block = w->codes + at.group * (K / BLOCK) * BLOCK_BYTES + 4 * at.lane;
     vf total[M];
 #pragma GCC unroll 4
@@ -106,7 +121,7 @@ INLINE void dot_rows(const Weight *w, const float *x, int64_t step, float *out, 
         do {
             prefetch_block(block, M);
 #pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) add_part(w, block, own + (are_pairs ? k / 2 : k), step, c, p, M, are_pairs);
+            for (int c = 0; c < 4; c++) add_part(w, &t, block, own + (are_pairs ? k / 2 : k), step, c, p, M, are_pairs);
             k += BLOCK, block += BLOCK_BYTES;
         } while (k < end && !SHORT_GROUPS);
 #if SHORT_GROUPS

@@ -7,6 +7,7 @@ integers times a power of two, UNIT, a third function makes bytes of codes, for 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -88,11 +89,11 @@ def _constant_zero(program: Program) -> float | None:
     return 0.0 if not zero else zero[0][0] if [product for _, product in zero] == [()] else None
 
 
-def _code_numbers(program: Program, most: int = 5) -> list[float]:
-    """The number of every code, if a table in registers holds them; else none.  most: bits of integers that are looked up."""
+def _code_numbers(program: Program) -> list[float]:
+    """The number of every code, if a table in registers holds them; else none."""
     assert program.affine is not None
     kind, table = _code_type(program), program.affine.table
-    if kind.bits > 6 or is_stored(program, table) or (not table and not kind.is_float and kind.bits > most):
+    if kind.bits > 6 or is_stored(program, table) or (not table and not kind.is_float and kind.bits > 5):
         return []
     count = 1 << kind.bits
     values = program.spec.table(table).values[:count] if table else [kind.decode(code) for code in range(count)]
@@ -101,9 +102,12 @@ def _code_numbers(program: Program, most: int = 5) -> list[float]:
     return numbers if len(numbers) == count and is_exact else []
 
 
-def _is_bfloat16(number: float) -> bool:
-    """Whether bfloat16 holds a float32: its lower half is 0."""
-    return struct.pack("<f", number)[:2] == bytes(2)
+def _has_bfloat16_numbers(program: Program) -> bool:
+    """Whether bfloat16 holds the numbers of all codes, and vectors look them up: not those of integers of 8 bits."""
+    kind, zero = _code_type(program), _constant_zero(program) or 0.0
+    if _is_arithmetic(program):
+        return kind.is_float or (kind.bits == 6 and zero == int(zero) and abs(zero) <= 64)
+    return all(struct.pack("<f", number)[:2] == bytes(2) for number in _code_numbers(program) or [math.pi])
 
 
 def _uses_levels(program: Program) -> bool:
@@ -132,11 +136,11 @@ def _definition_lines(program: Program) -> list[str]:
     affine, _ = _parts(program)
     lines = [f"#define BITS {_bits(program)}", f"#define FIELDS {len(affine.fields)}"]
     lines += ["#define HAS_OFFSET"] if affine.offset or _constant_zero(program) is None else []
-    numbers = _code_numbers(program, most=6)                     # pairs of bfloat16 look up integers of 6 bits, too
+    lines += ["#define BRAIN_NUMBERS"] if _has_bfloat16_numbers(program) else []
+    numbers = _code_numbers(program)
     if numbers:
         size = next(size for size in LOOKED_UP if size >= len(numbers))
         shown = [_float(number) for number in numbers]
-        lines += ["#define BRAIN_NUMBERS"] * all(_is_bfloat16(number) for number in numbers)
         lines += wrap_items(f"static const float numbers[{size}] = {{", shown, "};")
     return lines
 
