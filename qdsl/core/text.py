@@ -70,7 +70,11 @@ def name_key(word: str) -> str:
 
 
 def similar_names(key: str, names: Collection[str]) -> list[str]:
-    """The names that begin with a word or contain it, or else those that resemble it, best first; none for ''."""
+    """The name that has the same letters and digits as a word; or else those that begin with it or contain it, or else those that
+    resemble it, best first; none for ''.
+    """
+    if same := [name for name in names if name.replace("_", "") == key.replace("_", "")]:
+        return same
     containing = [name for name in names if key and key in name]
     return sorted(containing, key=lambda name: not name.startswith(key)) or get_close_matches(key, names)
 

@@ -43,10 +43,19 @@ def test_every_format_is_listed_and_imported_when_it_is_used() -> None:
     assert dir(qdsl.generated) == [path.stem for path in SHIPPED]
     for name in ("q8_0", "int_group"):
         assert getattr(qdsl.generated, name) is qdsl.load(name)
-    with pytest.raises(AttributeError, match="no format 'Q4_K'; did you mean 'q4_k'"):
-        _ = qdsl.generated.Q4_K
     with pytest.raises(AttributeError, match="no attribute 'quantize'; did you mean 'quantize_'"):
         _ = qdsl.quantize
+
+
+@pytest.mark.parametrize("line", ["qdsl.generated.{}", "import qdsl.generated.{}", "from qdsl.generated import {}",
+                                  "from qdsl.generated import q4_0, {}", "from qdsl.generated.{} import quantize"])
+def test_a_mistyped_format_gets_the_name_that_is_like_it(line: str) -> None:
+    for wrong, answer in {"q4k": "; did you mean q4_k?", "Q4_K": "; did you mean q4_k?", "mxfp_4": "; did you mean mxfp4?",
+                          "int_grup": "; did you mean int_group", "zzz": ": dir(qdsl.generated) has all"}.items():
+        with pytest.raises((AttributeError, ImportError)) as caught:
+            exec(line.format(wrong), {"qdsl": qdsl})  # noqa: S102
+        assert f"qdsl has no format '{wrong}'{answer}" in str(caught.value)
+    assert not hasattr(qdsl.generated, "q4k") and not hasattr(qdsl.generated, "_q4k")
 
 
 def test_a_spec_of_a_format_that_ships_is_that_format(tmp_path: Path) -> None:
