@@ -73,6 +73,7 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
     A GGUF file is compared with the model that it was quantized from: errors must be those of its types.  A single checkpoint
     is compared with the checksums that qdsl wrote with it.
     """
+    from qdsl.checkpoint.files.gguf import is_gguf
     from qdsl.checkpoint.report import verify as verifying
     from qdsl.host.processes import affordable, needed
 
@@ -83,10 +84,10 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
         return
     if tolerance and not decoded:
         fail("--tolerance is one between decoded weights: give --decoded", 2)
-    if ".gguf" in (a.suffix, b.suffix):
+    if is_gguf(a) or is_gguf(b):
         if decoded:
             fail("--decoded compares folders; a GGUF file is decoded anyway", 2)
-        differences = _gguf_differences(*((a, b) if a.suffix == ".gguf" else (b, a)))
+        differences = _gguf_differences(*((a, b) if is_gguf(a) else (b, a)))
         _print_differences(differences, "equal within the errors of types", as_json)
         return
     with reported():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from errno import ENOENT
 from pathlib import Path
@@ -55,7 +56,7 @@ def _dequantize_gguf(file: Path, out: Path, dtype: str, force: bool, allow_unkno
         check_output(out, file, force=force)
         if out.suffix != ".safetensors":
             fail(f"--out is a .safetensors file, not '{out}'; "
-                 f"`qdsl quantize {file} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
+                 f"`qdsl quantize {shlex.quote(str(file))} --type F32 --allow-requantize --out X.gguf` writes floats as GGUF", 2)
         written = dequantize_file(file, out, dtype, force, progress, allow_unknown)
     if as_json:
         typer.echo(json_text(written))
@@ -80,7 +81,8 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
         with Folder(path) as source:
             detected = shaped_layers(source, layer_shapes)
             if detected.groups or any(layer.format in FORMATS for layer in detected.layers):
-                fail(f"{path} is compressed without loss: `qdsl decompress {path} --out {out}` writes the plain folder")
+                command = shlex.join(["qdsl", "decompress", str(path), "--out", str(out)])
+                fail(f"{path} is compressed without loss: `{command}` writes the plain folder")
             if not detected.layers:
                 fail(f"{path}: no quantized layer: its weights are plain floats already")
             detected, transposed = compared(source, detected)

@@ -23,7 +23,7 @@ from qdsl.checkpoint.detect.ledger import Finding
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.files.components import gguf_files
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.gguf import GgufFile, is_gguf
 from qdsl.checkpoint.files.references import local_path
 from qdsl.checkpoint.files.safetensors import CheckpointError, dtype_of, shown
 from qdsl.checkpoint.report.shards import (
@@ -242,7 +242,7 @@ def gguf_path(model: str | Path, ref: str | None = None) -> Path | None:
     ref: to the file, as `qdsl.open` takes it; without one the model is the file, or a folder that has one.  Raises
     CheckpointError for a folder that has several, and what `local_path` raises.
     """
-    if ref is not None or Path(model).suffix == ".gguf":
+    if ref is not None or is_gguf(Path(model)):
         return local_path(ref or model)
     firsts = gguf_files(Path(model)) if not any(Path(model).glob("*.safetensors")) else []
     if len(firsts) > 1:

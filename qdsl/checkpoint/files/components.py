@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.gguf import is_gguf
 
 PIPELINE = "model_index.json"
 AUTOENCODER = "vae"
@@ -32,18 +33,12 @@ def _has_weights(path: Path) -> bool:
     return any(not file.name.startswith(".") for file in path.glob("*.safetensors"))
 
 
-def _begins_as_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
-
-
 def gguf(path: Path) -> Path | None:
     """The GGUF file of a checkpoint, the first of a split one: the path itself, by its name or its first bytes; or the file of a
     folder without safetensors, of one model.  None if there is none.
     """
     if not path.is_dir():
-        is_file = path.suffix == ".gguf" or (path.suffix != ".safetensors" and path.is_file() and _begins_as_gguf(path))
-        return path if is_file else None
+        return path if is_gguf(path) else None
     if names(path) != [""] or any(path.glob("*.safetensors")):
         return None
     firsts = gguf_files(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.files.crc import Range
+from qdsl.checkpoint.files.gguf import is_gguf
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, TensorFile, open_regular, shown
 from qdsl.checkpoint.files.strict_json import strict_object
 
@@ -174,7 +175,7 @@ class Folder:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self.path))
         if not self.path.is_dir():
             if self.path.suffix != ".safetensors":
-                hint = "; `qdsl dequantize` makes one of a GGUF file" if self.path.suffix == ".gguf" else ""
+                hint = "; `qdsl dequantize` makes one of a GGUF file" if is_gguf(self.path) else ""
                 raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file{hint}")
             return [self.path]
         files = self._weight_files()

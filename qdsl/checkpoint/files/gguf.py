@@ -38,6 +38,14 @@ SPLIT = ("split.no", "split.count", "split.tensors.count")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, by its ending or by its first bytes: files in Ollama's store have no ending."""
+    if path.suffix in (".gguf", ".safetensors") or not path.is_file():
+        return path.suffix == ".gguf"
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """One tensor.  shape: in torch's order, the dimension of rows last, as it is stored; orig_shape: that of the model where it
