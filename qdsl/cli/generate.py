@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdsl.cli.app import app, fail, json_text, needs, reported, without_controls
-from qdsl.cli.models import Device, DType, MatchDense, format_name, print_allowed, running
+from qdsl.cli.models import Device, DType, MatchDense, check_models, format_name, print_allowed, running
 from qdsl.cli.options import AllowUnknown, Force, Json, Params, headed, read_param, refuse_options
 
 if TYPE_CHECKING:
@@ -73,13 +74,14 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
     with reported():
         is_pipeline = has_file(model, "model_index.json")
     if prompt is not None and "/" not in model and Path(prompt).exists() and not Path(model).exists():
-        fail(f"{model}: no such folder or file; the model comes before the prompt: `qdsl generate {prompt} ...`", 2)
+        fail(f"{model}: no such folder or file; the model comes before the prompt: `qdsl generate {shlex.quote(prompt)} ...`", 2)
     if is_pipeline:
         refuse_options(typer_context, TEXT, f"language models, and {model} is a pipeline of diffusers")
     else:
         refuse_options(typer_context, IMAGE, f"pipelines of diffusers, and {model} has no model_index.json")
     params = dict(map(read_param, param or ()))
     format = format_name(format) if format else None
+    check_models(model, against, base=base)
     if prompt is None and not chat:
         fail("give a prompt" if is_pipeline else "give a prompt, or --chat for a conversation", 2)
     if is_pipeline:

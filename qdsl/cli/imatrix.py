@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qdsl.cli.app import app, input_argument, needs, reported
-from qdsl.cli.models import Device, running
+from qdsl.cli.models import Device, check_models, running
 from qdsl.cli.options import Force
 from qdsl.cli.progress import progress
 
@@ -22,6 +22,7 @@ def imatrix(model: Annotated[Path, input_argument("A folder of a language model,
             device: Device = None, force: Force = False) -> None:
     """Write an importance matrix for `quantize --imatrix`, as llama-imatrix does in its GGUF form."""
     needs("running a language model", "models", "transformers")
+    check_models(str(model))
     from qdsl.host.files import check_output
     from qdsl.jobs.calibrate import Sampling, write_imatrix
 

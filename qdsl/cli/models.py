@@ -53,6 +53,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         fail("--format and --svg compare with a model: name it with --against", 2)
     format = [" ".join([format_name(name), *params]) for name, *params in map(str.split, filter(str.strip, format or ()))]
     needs("running a language model", "models", "transformers")
+    check_models(*models, against)
     with running():
         from qdsl.host.files import check_output, read_utf8, write_text
 
@@ -101,6 +102,22 @@ def format_name(word: str) -> str:
 
     with reported():
         return format_target(word)
+
+
+def check_models(*refs: str | None, base: str | None = None) -> None:
+    """Exit with code 1 for a model that is not there, before anything that takes long to import.
+
+    base: the model of an option --base, which libraries look up by themselves.
+    """
+    from qdsl.checkpoint.files.references import available, parsed, similar
+
+    with reported():
+        targets = {ref: parsed(ref) for ref in filter(None, refs)}
+        for ref in [*(ref for ref, target in targets.items() if not isinstance(target, Path)), *([base] if base else [])]:
+            available(ref)
+    for ref, target in targets.items():
+        if isinstance(target, Path) and not target.exists():
+            fail(f"{ref}: no such folder or file{similar(target)}")
 
 
 def print_allowed(loaded: LanguageModel) -> None:

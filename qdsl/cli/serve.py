@@ -10,7 +10,7 @@ import typer
 
 from qdsl.cli.app import app, fail, json_text, needs, print_table, reported
 from qdsl.cli.generate import Base, Exact, Threads
-from qdsl.cli.models import Device, DType, Model, running
+from qdsl.cli.models import Device, DType, Model, check_models, running
 from qdsl.cli.options import Json
 
 SERVER = ("pydantic", "fastapi", "uvicorn", "openai")            # packages of transformers' server
@@ -67,6 +67,7 @@ def serve(model: Model,
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         fail(f"--host {host} --port {port}: {str(error.strerror).partition(' (')[0]}: give another", 2)
+    check_models(model, base=base)
     with running():
         from qdsl.models import openai_server
         from qdsl.models.language import load_language_model

@@ -14,7 +14,7 @@ import transformers
 
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
-from qdsl.checkpoint.files.references import local_path
+from qdsl.checkpoint.files.references import local_path, similar
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
 from qdsl.models.transformers.gguf import file_dtype, gguf_path
@@ -104,7 +104,7 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     path = local_path(ref)
     path = gguf_path(path) or path
     if not path.exists():
-        raise LoadError(f"{ref}: no such folder or file")
+        raise LoadError(f"{ref}: no such folder or file{similar(path)}")
     if path.is_file() and gguf_path(path) is None:
         raise LoadError(f"{ref}: a language model is a GGUF file, or a folder of all its files" + (
             f", as {path.parent}" if path.suffix == ".safetensors" else ""))

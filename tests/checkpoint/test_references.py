@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 import qdsl
 from qdsl.checkpoint.files import download as downloads
 from qdsl.checkpoint.files import references
-from qdsl.checkpoint.files.references import Repository, Url, chosen, local_headers, local_path, parsed
+from qdsl.checkpoint.files.references import Repository, Url, available, chosen, local_headers, local_path, parsed
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.checkpoint.report.contents import contents
 from qdsl.cli import app
@@ -206,6 +208,56 @@ def test_a_prepared_cache_serves_offline(server: Server, tmp_path: Path, monkeyp
         assert path == folder
     with pytest.raises(CheckpointError, match="no file or folder 'toy/other', and the hub says: "):
         local_path("toy/other")
+
+
+@pytest.fixture
+def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub refuses connections."""
+    monkeypatch.setattr(references, "getproxies", dict)
+    monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
+
+
+def test_what_was_downloaded_serves_while_the_hub_cannot_be_reached(server: Server, request: pytest.FixtureRequest) -> None:
+    """Without HF_HUB_OFFLINE, too, for a model that was not downloaded there is a sentence."""
+    server.add_repository("toy/plain", folders.files(gptq(Path(constants.HF_HUB_CACHE).with_name("plain"))))
+    folder = local_path("toy/plain")
+    assert available("toy/plain") == "toy/plain"
+    server.log.clear()
+    request.getfixturevalue("cut_off")
+    assert local_path("toy/plain") == available("toy/plain") == available("toy/plain", revision="main") == folder
+    assert references.has_file("toy/plain", "config.json") and not references.has_file("toy/plain", "model_index.json")
+    with local_headers("toy/plain") as path:
+        assert path == folder
+    assert server.log == []
+    for read in (local_path, available, lambda ref: references.has_file(ref, "config.json")):
+        with pytest.raises(CheckpointError, match=r"no file or folder 'toy/other', and 127\.0\.0\.1, .* cannot be reached: Conn"):
+            read("toy/other")
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, cut_off: None) -> None:
+    """Each of its addresses might take that long; all together may not."""
+    monkeypatch.setattr(references, "CONNECT", 0.1)
+    is_over = threading.Event()
+
+    def waiting(*_: object) -> None:
+        is_over.wait()
+        raise OSError
+
+    monkeypatch.setattr(references.socket, "create_connection", waiting)
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="cannot be reached: no answer within"):
+        local_path("toy/plain")
+    assert time.monotonic() - began < 3
+    is_over.set()
+
+
+@pytest.mark.parametrize(("ref", "message"), [
+    ("gpt3", "'gpt3', and 127.0.0.1, where it might be a repository, cannot"), ("./nope", "'./nope'"),
+    ("two words", "'two words'"), (r"C:\models\qwen", "qwen'"), ("models/qwen.gguf", "'models/qwen.gguf'"), ("a/b/c/d", "c/d'")])
+def test_libraries_are_not_asked_for_what_is_not_there(cut_off: None, ref: str, message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        available(ref)
+    assert message in str(caught.value)
 
 
 # Headers alone

@@ -140,6 +140,7 @@ def test_a_model_that_the_caller_has_is_not_downloaded(tmp_path: Path, monkeypat
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     downloads: list[Any] = []
     monkeypatch.setattr(diffusers.DiffusionPipeline, "download", lambda name, **kwargs: downloads.append(kwargs) or str(tmp_path))
+    monkeypatch.setattr(pipeline, "available", lambda ref: ref)
     monkeypatch.setattr(pipeline, "hf_hub_download", lambda name, file, revision: downloads.append((name, file, revision)))
     assert pipeline.pipeline_folder("owner/name", ["transformer", "tokenizer"]) == tmp_path
     assert downloads == [{"revision": None, "transformer": True, "tokenizer": True},

@@ -100,7 +100,10 @@ def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Pa
     assert len(q8["snr"]) == 14 and lossless["bits_per_weight"] > q8["bits_per_weight"] > q4["bits_per_weight"]
     assert svg.read_text().count("<circle") == 4
     result = run("evaluate", "--text", text, "--against", plain, "-c", 64, plain, "nowhere")
-    assert result.exit_code == 1 and "nowhere: no such folder" in result.stderr
+    assert result.exit_code == 1 and "nowhere: no such folder" in result.stderr and not result.stdout
+    (tmp_path / "empty").mkdir()
+    result = run("evaluate", "--text", text, "--against", plain, "-c", 64, plain, tmp_path / "empty")
+    assert result.exit_code == 1 and "empty" in result.stderr
     heads, row = result.stdout.splitlines()                      # what is known when a later model fails
     assert row.split()[0] == str(plain) and row[heads.index("same top token"):].split()[0] == "100.00%"
     assert row[heads.index("KL mean"):].split()[:2] == ["0.000000", "0.000000"] and "±" in row[heads.index("perplexity"):]

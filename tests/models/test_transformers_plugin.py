@@ -6,6 +6,7 @@ import copy
 import filecmp
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import qdsl
 from qdsl.checkpoint.detect.guard import FIELD, SENTENCE, guarded
+from qdsl.checkpoint.files import references
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.models.plan import LoadError
@@ -48,6 +50,18 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8") / "folder"
     producer_folders.write_folder(folder, "fp8 block", "qwen3")
     return folder
+
+
+def test_what_is_not_there_is_said_at_once(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would ask the hub for most of a minute, also for what cannot be one of its repositories."""
+    monkeypatch.setattr(references, "getproxies", dict)
+    monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
+    began = time.monotonic()
+    for read in (plugin.from_pretrained, plugin.tokenizer, lambda ref: plugin.from_pretrained(own, base=ref)):
+        for ref in ("nope", "owner/nope", tmp_path / "nope", r"C:\models\nope", "two words"):
+            with pytest.raises(CheckpointError, match="no file or folder"):
+                read(ref)
+    assert time.monotonic() - began < 3
 
 
 # -- quantized on the way --------------------------------------------------------------------------------------------------

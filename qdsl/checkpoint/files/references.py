@@ -11,9 +11,10 @@ import re
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -29,7 +30,8 @@ FILES = (".gguf", ".safetensors", ".json")
 SKIPPED = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.mlmodel", "*.png", "*.jpg", "original/*")
 VOCABULARIES = ("*tokenizer*.json", "*vocab*.json")              # files that no reader of headers wants
 LISTED = 8                                                       # names in a message
-CONNECT = 5.0                                                    # seconds to wait for the hub
+CONNECT = 5.0                                                    # seconds to wait for the hub, all its addresses together
+_LIBRARY_NAME = re.compile(r"[\w-][\w.-]*")                      # without an owner, as libraries take it: gpt2
 _REPOSITORY = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w.-]+))?"
                          r"(?:/(?P<file>[^:]+)|:(?P<quant>[\w.-]+))?")
 _HUB_PATH = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/(?:resolve|blob|raw|tree)/(?P<revision>[^/]+)(?:/(?P<file>.+?))?)?/?")
@@ -123,8 +125,8 @@ def has_file(ref: str | os.PathLike[str], name: str) -> bool:
     """Whether a folder or a repository has a file of this name; other references have none.  Raises CheckpointError."""
     target = parsed(ref)
     if isinstance(target, Repository):
-        with _hub_errors(os.fspath(ref)):
-            return target.file is None and target.quant is None and name in _names(_hub(os.fspath(ref)), target)
+        with _hub_errors(os.fspath(ref)) as is_cut_off:
+            return target.file is None and target.quant is None and name in _names(_hub(os.fspath(ref)), target, is_cut_off)
     return isinstance(target, Path) and (target / name).is_file()
 
 
@@ -213,21 +215,46 @@ def _is_offline(ref: str = "") -> bool:
     return bool(_hub(ref).constants.HF_HUB_OFFLINE)
 
 
+def available(ref: str | Path, revision: str | None = None, cache_dir: str | Path | None = None,
+              local_files_only: bool = False, **_: object) -> str | Path:
+    """The reference of a folder or a repository, for libraries that ask the hub by themselves, and would try for a minute.
+
+    Where the hub cannot be reached, it is the repository's folder in huggingface_hub's cache.  The arguments are those of the
+    libraries.  Raises CheckpointError for what is neither here nor there.
+    """
+    text, target = os.fspath(ref), parsed(ref)
+    if isinstance(target, Path) and not target.exists():
+        if _LIBRARY_NAME.fullmatch(text) is None or text.endswith(FILES):
+            raise CheckpointError(f"no file or folder {shown(text)}{similar(target)}")
+        target = Repository(text)
+    if not isinstance(target, Repository) or local_files_only or _is_offline(text):
+        return ref
+    with _hub_errors(text) as is_cut_off:
+        return _snapshot(replace(target, revision=target.revision or revision), cache_dir) if is_cut_off else ref
+
+
 def _from_hub(repository: Repository, ref: str) -> Path:
     """The file, or the folder, in huggingface_hub's cache.  Raises CheckpointError with what the hub says."""
+    with _hub_errors(ref) as is_cut_off:
+        return _downloaded(repository, ref, is_cut_off)
+
+
+def _downloaded(repository: Repository, ref: str, is_cut_off: bool) -> Path:
     hub = _hub(ref)
-    with _hub_errors(ref):
-        files = _files(_names(hub, repository), repository, ref)
-        if files:
-            first, *_ = [hub.hf_hub_download(repository.name, name, revision=repository.revision) for name in files]
-            return Path(first)
-        return Path(hub.snapshot_download(repository.name, revision=repository.revision, ignore_patterns=list(SKIPPED)))
+    options = {"revision": repository.revision, "local_files_only": is_cut_off}
+    files = _files(_names(hub, repository, is_cut_off), repository, ref)
+    if files:
+        first, *_ = [hub.hf_hub_download(repository.name, name, **options) for name in files]
+        return Path(first)
+    return Path(hub.snapshot_download(repository.name, **options, ignore_patterns=list(SKIPPED)))
 
 
 def _headers_from_hub(repository: Repository, ref: str, folder: Path) -> Path:
     """Downloads headers and settings of a repository's files into a temporary folder and returns the path of the model."""
     hub = _hub(ref)
-    with _hub_errors(ref):
+    with _hub_errors(ref) as is_cut_off:
+        if is_cut_off:
+            return _downloaded(repository, ref, is_cut_off)
         names = _names(hub, repository)
         files = _files(names, repository, ref)
         for name in files or [name for name in names if name.endswith(FILES[1:]) and not _fits(name, (*SKIPPED, *VOCABULARIES))]:
@@ -258,39 +285,57 @@ def _files(names: Sequence[str], repository: Repository, ref: str) -> list[str]:
     return _one_set(_models(names), ref, "has no .safetensors and no .gguf file")
 
 
-def _names(hub: Any, repository: Repository) -> list[str]:
+def _names(hub: Any, repository: Repository, is_cut_off: bool = False) -> list[str]:
     """The files of a repository; offline, those in the cache."""
-    if not _is_offline():
+    if not (is_cut_off or _is_offline()):
         return list(hub.HfApi().list_repo_files(repository.name, revision=repository.revision))
-    root = Path(hub.snapshot_download(repository.name, revision=repository.revision, local_files_only=True, allow_patterns=[]))
+    root = _snapshot(repository)
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
-def _check_reachable(ref: str) -> None:
-    """Raises CheckpointError where the hub cannot be reached, for which its client would wait half a minute."""
+def _snapshot(repository: Repository, cache_dir: str | Path | None = None) -> Path:
+    """The folder of a repository in huggingface_hub's cache."""
+    hub = _hub(repository.name)
+    return Path(hub.snapshot_download(repository.name, revision=repository.revision, cache_dir=cache_dir, local_files_only=True,
+                                      allow_patterns=[]))
+
+
+def _unreachable() -> str:
+    """Why the hub cannot be reached, for which its client would wait half a minute; '' if it can, or a proxy is asked."""
     place = urlsplit(_endpoint())
+    address = place.hostname or "", place.port or (80 if place.scheme == "http" else 443)
     if getproxies():
-        return
-    try:
-        socket.create_connection((place.hostname or "", place.port or (80 if place.scheme == "http" else 443)), CONNECT).close()
-    except OSError as error:
-        near = similar(Path(ref)) or ", and"
-        raise CheckpointError(f"no file or folder {shown(ref)}{near} {place.hostname}, where it might be a repository, cannot be "
-                              f"reached: {error.strerror or error}") from None
+        return ""
+    problems = [f"no answer within {CONNECT:.0f} s"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection(address, CONNECT).close()
+            problems.clear()
+        except OSError as error:
+            problems[:] = [error.strerror or str(error)]
+
+    thread = threading.Thread(target=connect, daemon=True)       # which tries one address after the other, each so long
+    thread.start()
+    thread.join(CONNECT)
+    return f"{place.hostname}, where it might be a repository, cannot be reached: {problems[0]}" if problems else ""
 
 
 @contextmanager
-def _hub_errors(ref: str) -> Iterator[None]:
-    """Re-raises errors of huggingface_hub as a CheckpointError with the first line of their message."""
+def _hub_errors(ref: str) -> Iterator[bool]:
+    """Yields whether the hub cannot be reached, and only its cache can serve; re-raises errors of huggingface_hub as a
+    CheckpointError with the first line of their message.
+    """
     errors = _hub(ref).errors
-    if not _is_offline():
-        _check_reachable(ref)
+    problem = "" if _is_offline() else _unreachable()
     try:
-        yield
+        yield bool(problem)
     except Exception as error:
         if not isinstance(error, errors.HfHubHTTPError | errors.HFValidationError | errors.EntryNotFoundError |
                           errors.OfflineModeIsEnabled | ConnectionError) and not type(error).__module__.startswith("httpx"):
             raise                                                # the hub's client is httpx, of which several versions exist
+        if problem:
+            raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref)) or ', and'} {problem}") from None
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
         raise CheckpointError(f"no file or folder {shown(ref)}{similar(Path(ref))}, and the hub says: "
                               f"{next(iter(lines), type(error).__name__)}") from error

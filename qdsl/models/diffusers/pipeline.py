@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from qdsl.checkpoint.checkpoint import open_checkpoint
 from qdsl.checkpoint.detect.guard import describes_model
 from qdsl.checkpoint.files.folder import CONFIG_LIMIT, read_object
-from qdsl.checkpoint.files.references import Repository, local_path, parsed
+from qdsl.checkpoint.files.gguf import is_gguf
+from qdsl.checkpoint.files.references import Repository, available, local_path, parsed
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.base import Base, stored_config
 from qdsl.models.diffusers.single_file import load_single_file
@@ -79,6 +80,8 @@ def pipeline_folder(ref: str | Path, passed: Sequence[str] = ()) -> Path:
     passed: components that the caller has, of which only configs are downloaded.
     """
     target = parsed(ref)
+    if isinstance(target, Repository):
+        target = parsed(available(ref))
     if isinstance(target, Repository) and target.file is None and target.quant is None:
         folder = Path(DiffusionPipeline.download(target.name, revision=target.revision, **dict.fromkeys(passed, True)))
         index = DiffusionPipeline.load_config(folder)
@@ -153,7 +156,7 @@ def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = 
             raise LoadError(_missing(ref, missing))
         return model
     stored = stored_config(ref)
-    if ref.suffix != ".gguf" and describes_model(stored) and not needs_own_reading(stored):
+    if not is_gguf(ref) and describes_model(stored) and not needs_own_reading(stored):
         completing = {}                                          # transformers reads the folder
     return from_pretrained_language_model(ref, model_class=cls, quantization_config=config, **completing, **options)
 

@@ -16,7 +16,8 @@ from qdsl.checkpoint.detect.guard import describes_model
 from qdsl.checkpoint.detect.sources import FolderSource, GgufSource, Source
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.references import local_path
+from qdsl.checkpoint.files.gguf import is_gguf
+from qdsl.checkpoint.files.references import available, local_path
 from qdsl.models.base import Base, check_described, complete, stored_config
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
 from qdsl.models.names import Names
@@ -93,7 +94,7 @@ def _default_subfolder(cls: Any, folder: str | Path) -> str | None:
 
 @contextmanager
 def _open_file(path: Path) -> Iterator[Source]:
-    file: Source = GgufSource(path) if path.suffix == ".gguf" else FolderSource(Folder(path))
+    file: Source = GgufSource(path) if is_gguf(path) else FolderSource(Folder(path))
     try:
         if isinstance(file, GgufSource):
             for name in file.file.tensors:                       # raises where a tensor cannot be read: the file is cut off
@@ -113,5 +114,5 @@ def _config(cls: Any, file: Source, config: str | Path | None, subfolder: str | 
         subfolder = subfolder or mapping.get("default_subfolder") or inferred.get("subfolder")
     elif subfolder is None:
         subfolder = _default_subfolder(cls, config)
-    settings: dict[str, Any] = dict(cls.load_config(str(config), subfolder=subfolder, **hub))
+    settings: dict[str, Any] = dict(cls.load_config(str(available(config, **hub)), subfolder=subfolder, **hub))
     return settings

@@ -14,7 +14,7 @@ from qdsl.checkpoint.detect.gguf_keys import table
 from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
-from qdsl.checkpoint.files.references import Repository, local_path, parsed
+from qdsl.checkpoint.files.references import Repository, available, local_path, parsed
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.gguf_keys import contradictions, unknown, unused_keys, wrong_types
 from qdsl.models.gguf_maps import GgufMap, map_of, model_types
@@ -183,11 +183,10 @@ def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) ->
     Raises LoadError for a vocabulary that is not supported.
     """
     path = gguf_path(ref)
-    if path is None and (base is None or any(Path(ref, name).exists() for name in TOKENIZERS)):
-        return AutoTokenizer.from_pretrained(ref, **kwargs)
-    if base is not None or path is None:
-        return AutoTokenizer.from_pretrained(base, **kwargs)
-    return gguf_tokenizer(path, **kwargs)
+    if path is not None and base is None:
+        return gguf_tokenizer(path, **kwargs)
+    is_own = path is None and any(Path(ref, name).exists() for name in TOKENIZERS)
+    return AutoTokenizer.from_pretrained(available(ref if base is None or is_own else base, **kwargs), **kwargs)
 
 
 def gguf_path(ref: str | Path) -> Path | None:

@@ -23,7 +23,7 @@ from qdsl.checkpoint.detect.ignored import SKIPPED
 from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.sources import FolderSource, Source
-from qdsl.checkpoint.files.references import local_path
+from qdsl.checkpoint.files.references import available, local_path
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.jobs.engine.complete import ADAPTER
 from qdsl.models.base import Base
@@ -263,9 +263,12 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
     if allow_unknown:
         quantization_config = copy.copy(quantization_config or QdslConfig())
         quantization_config.allow_unknown = True
+    hub = {key: kwargs[key] for key in HUB if key in kwargs}
+    if base is not None:
+        base = available(base)
     if (path := gguf_path(ref)) is not None:
         return load_gguf(path, *args, base=base, model_class=model_class, quantization_config=quantization_config, **kwargs)
-    hub = {key: kwargs[key] for key in HUB if key in kwargs}
+    ref = available(ref, **hub)
     config = kwargs.pop("config", None)
     if base is not None or needs_own_reading(_config_dict(ref, hub)):
         others = {key: value for key, value in kwargs.items() if key not in HUB}
