@@ -219,8 +219,9 @@ def recorded(model_type: str) -> GgufMap:
         if name.endswith(".bias") and (weight := plain.get(name.removesuffix("bias") + "weight")) is not None and weight.rows:
             plain[name] = replace(rule, rows=weight.rows)
     unused = sorted({pattern_of(name)[0] for trace in traces for name in trace.unexplained})
-    return GgufMap(model_type, first.architecture, first.model_class, llama_cpp.release(),
-                   plain, tuple(unused), reads_config(model_type))
+    if not reads_config(model_type):
+        raise ValueError("the config from a file is another one")
+    return GgufMap(model_type, first.architecture, first.model_class, plain, tuple(unused))
 
 
 def reads_config(model_type: str) -> bool:

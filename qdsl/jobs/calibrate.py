@@ -169,4 +169,4 @@ def _map_of(path: Path) -> GgufMap:
         return GgufMap.read(FOLDER / f"{transformers.AutoConfig.from_pretrained(path).model_type}.json")
     with GgufFile(path) as file:
         architecture = str(file.metadata["general.architecture"])
-        return map_of(config_of(file, path).model_type, architecture)
+        return map_of(config_of(file).model_type, architecture)

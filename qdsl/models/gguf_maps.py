@@ -1,6 +1,7 @@
 """Recorded maps of GGUF language models: of which rows of which tensors each parameter of a transformers model consists.
 
-A map is the inverse of llama.cpp's converter for one model type, one JSON file in qdsl/models/maps.  It names rules, not numbers:
+A map is the inverse of llama.cpp's converter for one model type, one JSON file in qdsl/models/maps.  It has the rules of
+the `parts` that it names (gguf_map_parts.json), and `tensors` of its own.  Rules have names, not numbers:
 `num_attention_heads * 2 -> num_attention_heads 2 *` takes rows, viewed as the axes on the left, in the order of the axes on the
 right.  An axis is a number, an attribute of the model's config, a product of them as `heads*width`, or `*` for what remains.
 `by num_kv_heads: num_attention_heads num_kv_heads num_kv_heads` divides rows into sections of these sizes, and each section among
@@ -26,6 +27,8 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.plan import LoadError
 
 FOLDER = Path(__file__).parent / "maps"
+PARTS = Path(__file__).with_name("gguf_map_parts.json")
+RECORDED = "llama-cpp-python 0.3.36"                             # the release of the converter
 BLOCK = "{block}"
 GROUPED = "by "                                                  # begins a rule of groups
 PERIODIC = "each "                                                   # begins a rule of spans in each so many rows
@@ -63,15 +66,12 @@ class TensorRule:
         """The rule of a JSON record: the name of an equal tensor, or a mapping."""
         if isinstance(record, str):
             return cls((record,))
-        sources = record["from"]
-        return cls((sources,) if isinstance(sources, str) else tuple(sources), record.get("rows", ""),
-                   record.get("elements", False), record.get("transposed", False), record.get("values", ""))
+        return cls(tuple(record["from"].split()), **{key: value for key, value in record.items() if key != "from"})
 
     def record(self) -> str | dict[str, Any]:
         """The rule as a JSON record."""
-        record: dict[str, Any] = {"from": self.sources[0] if len(self.sources) == 1 else list(self.sources)}
-        record |= {key: value for key in ("rows", "elements", "transposed", "values") if (value := getattr(self, key))}
-        return str(record["from"]) if len(record) == 1 and len(self.sources) == 1 else record
+        further = {key: value for key in ("rows", "elements", "transposed", "values") if (value := getattr(self, key))}
+        return {"from": " ".join(self.sources), **further} if further or len(self.sources) > 1 else self.sources[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +79,34 @@ class GgufMap:
     """The map between a GGUF file and the parameters of one model type.
 
     architecture: as `general.architecture` of files names it.  model_class: the class of transformers whose parameters the names
-    are.  recorded: the release of llama.cpp's converter.  rules: by the names of parameters, with {block} for the number of a
-    layer, or of one layer.  unused: tensors of files that the model has no use for.  reads_config: whether transformers reads the
-    config of files of this model type as it was.
+    are.  rules: by the names of parameters, with {block} for the number of a layer, or of one layer.  unused: tensors of files
+    that the model has no use for.
     """
 
     model_type: str
     architecture: str
     model_class: str
-    recorded: str
     rules: Mapping[str, TensorRule]
     unused: tuple[str, ...] = ()
-    reads_config: bool = False
 
     @classmethod
     def read(cls, path: Path) -> GgufMap:
         """Reads the map of a JSON file."""
         record = json.loads(path.read_text())
-        rules = {name: TensorRule.of(rule) for name, rule in record["tensors"].items()}
-        return cls(path.stem, record["architecture"], record["class"], record["recorded"], rules, tuple(record["unused"]),
-                   record["reads_config"])
+        rules = {name: rule for part in record["parts"].split() for name, rule in _parts()[part].items()}
+        rules |= {name: TensorRule.of(rule) for name, rule in record.get("tensors", {}).items()}
+        return cls(path.stem, record["architecture"], record["class"], rules, tuple(record.get("unused", "").split()))
 
     def text(self) -> str:
-        """The map as JSON text."""
-        rules = {name: rule.record() for name, rule in self.rules.items()}
-        return json.dumps({"architecture": self.architecture, "class": self.model_class, "recorded": self.recorded,
-                           "reads_config": self.reads_config, "tensors": rules, "unused": list(self.unused)}, indent=1) + "\n"
+        """The map as JSON text, a rule in a line."""
+        parts = {name: part for name, part in _parts().items() if part.items() <= self.rules.items()}
+        own = self.rules.keys() - {name for part in parts.values() for name in part}
+        record = {"architecture": self.architecture, "class": self.model_class, "parts": " ".join(parts)}
+        record |= {"unused": " ".join(self.unused)} if self.unused else {}
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()]
+        tensors = [f"  {json.dumps(name)}: {json.dumps(rule.record())}" for name, rule in self.rules.items() if name in own]
+        lines += [' "tensors": {\n' + ",\n".join(tensors) + "\n }"] if tensors else []
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def rule(self, name: str) -> TensorRule | None:
         """The rule of a parameter, with the number of its layer in the source names; None where none is recorded."""
@@ -120,6 +122,13 @@ class GgufMap:
         pattern, _ = pattern_of(tensor)
         return pattern in self.unused or tensor in self.unused or any(
             {pattern, tensor} & {*rule.sources} for rule in self.rules.values())
+
+
+@cache
+def _parts() -> dict[str, dict[str, TensorRule]]:
+    """Rules that maps have in common, by the names of parts of models."""
+    parts = json.loads(PARTS.read_text())
+    return {part: {name: TensorRule.of(rule) for name, rule in rules.items()} for part, rules in parts.items()}
 
 
 @cache

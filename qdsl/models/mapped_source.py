@@ -19,7 +19,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import INPUT_SCALE
 from qdsl.core.text import counted
 from qdsl.core.transforms import OUTPUT, Transform
-from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, pattern_of, row_order
+from qdsl.models.gguf_maps import LATENT, RECORDED, VALUES, GgufMap, TensorRule, are_spans, joined_shape, pattern_of, row_order
 from qdsl.models.names import Names
 from qdsl.models.plan import LoadError, listed
 from qdsl.models.ties import tie
@@ -260,7 +260,7 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fill
              if fills_biases and (name.endswith(".bias") or CHOICE in rule.sources[0]) and stored.keys().isdisjoint(rule.sources)
              and pattern_of(rule.sources[0])[0] not in table()["needed"].get(map.model_type, ())]
     try:
-        return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", zeros=zeros,
+        return MappedSource(file, rules, model, config, origin=f"the map of {RECORDED}", zeros=zeros,
                             unused=[name for name in stored if is_input_scale(name, stored)],
                             problems=_unplaced(stored, map, rules, model))
     except Exception:

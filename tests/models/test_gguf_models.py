@@ -84,8 +84,7 @@ def test_a_map_is_written_as_it_is_read(model_type: str) -> None:
     path = FOLDER / f"{model_type}.json"
     recorded = GgufMap.read(path)
     assert recorded.text() == path.read_text()
-    assert recorded.recorded.startswith("llama-cpp-python ") and issubclass(
-        getattr(transformers, recorded.model_class), transformers.PreTrainedModel)
+    assert issubclass(getattr(transformers, recorded.model_class), transformers.PreTrainedModel)
     sources = [source for rule in recorded.rules.values() for source in rule.sources]
     assert len(sources) == len(set(sources)), "a tensor of a file fills two parameters"
 

@@ -198,9 +198,8 @@ def _speed(expected: dict[str, Any] | None, measured: dict[str, Any] | None) -> 
 def gguf_maps() -> list[str]:
     """The model types that have a map from GGUF files."""
     maps = [GgufMap.read(MAPS / f"{name}.json") for name in model_types()]
-    return rows(["model type", "architecture in files", "class", "config", "converter of"], (
-        [f"`{own.model_type}`", f"`{own.architecture}`", f"`{own.model_class}`", "file" if own.reads_config else "`base=`",
-         own.recorded] for own in maps))
+    return rows(["model type", "architecture in files", "class"], (
+        [f"`{own.model_type}`", f"`{own.architecture}`", f"`{own.model_class}`"] for own in maps))
 
 
 def quality() -> list[str]:

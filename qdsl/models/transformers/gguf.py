@@ -37,7 +37,6 @@ from qdsl.models.transformers.gguf_tokenizer import gguf_tokenizer
 EMBEDDING = "token_embd.weight"
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")        # files of a folder that has one
-BASE = "pass base=, a folder with the model's config.json"
 
 
 def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_class: Any = None,
@@ -52,7 +51,7 @@ def load_gguf(path: Path, *args: Any, base: str | Path | None = None, model_clas
     with GgufFile(path) as file:
         architecture = _architecture(file)
         is_read = base is None and config is None
-        config = config_of(file, path, base) if config is None else config
+        config = config_of(file, base) if config is None else config
         own = map_of(config.model_type, architecture)
         unused = unused_keys(file.metadata, own, bool(getattr(config, "rope_parameters", None))) if is_read else []
         allowed = _check(config, file, own, options.allow_unknown, is_read, {*unused})
@@ -147,19 +146,16 @@ def _set_ends(generation: Any, vocabulary: Vocabulary, keeps: bool) -> None:
         generation.suppress_tokens = sorted({*vocabulary.suppressed, *((keeps and generation.suppress_tokens) or ())})
 
 
-def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any:
+def config_of(file: GgufFile, base: str | Path | None = None) -> Any:
     """The config of a language model: that of `base`, else one of the file's metadata.
 
-    Raises LoadError for a file of an architecture without a map, and for one that the config cannot say.
+    Raises LoadError for a file of an architecture without a map.
     """
     if base is not None:
         config = AutoConfig.from_pretrained(base)
         return config if config.model_type in model_types() else config.get_text_config(decoder=True)
     architecture = str(file.metadata["general.architecture"])
-    own = map_of(model_type_of(file, architecture), architecture)
-    if not own.reads_config:
-        raise LoadError(f"{path}: files do not hold all of the config of model type {own.model_type!r}: {BASE}")
-    return config_of_file(file, own)
+    return config_of_file(file, map_of(model_type_of(file, architecture), architecture))
 
 
 def file_dtype(path: Path) -> str:
