@@ -90,7 +90,6 @@ def packed(name: str, storage: str | None = None, **params: Any) -> PackedWeight
 def _field(kind: str, shape: tuple[int, ...]) -> Tensor:
     """Codes over the whole range of a type, powers of two around one, normal floats."""
     number_type = number(kind)
-    assert number_type is not None
     if number_type.is_float and torch_dtype(kind) == torch.uint8:
         codes = (0, 1 << number_type.bits) if number_type.mantissa else (number_type.bias - 4, number_type.bias + 4)
         return torch.randint(*codes, shape, dtype=torch.uint8)

@@ -95,7 +95,6 @@ def _values(kind: str, shape: tuple[int, ...], groups: int, generator: torch.Gen
         return (size * (1 - 2 * torch.randint(0, 2, shape, generator=generator))).to(DTYPES[kind])
     dtype = torch_dtype(kind)
     number_type = number(kind)
-    assert number_type is not None
     if number_type.exponent == 8:                                # powers of two, 2^-9 to 2^-6 too
         low, high = number_type.bias - 9, number_type.bias - 5
         return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8).view(dtype)

@@ -157,7 +157,7 @@ TORCH_FLOATS = {name: number.torch for name, number in FLOATS.items() if number.
 _INTEGER = re.compile(r"([ui])([1-9][0-9]?)\Z")
 
 
-def number(name: str) -> Number | None:
+def find_number(name: str) -> Number | None:
     """The type with this name: a float of FLOATS, u1 to u16, i2 to i32, or u32 for stored words; None if unknown."""
     match = _INTEGER.match(name)
     if not match:
@@ -166,6 +166,13 @@ def number(name: str) -> Number | None:
     if match[1] == "u":
         return Number(name, bits, "unsigned", signed=False) if bits in (*range(17), 32) else None
     return Number(name, bits, "signed") if 2 <= bits <= 32 else None
+
+
+def number(name: str) -> Number:
+    """The type with this name.  Raises KeyError if there is none."""
+    if (kind := find_number(name)) is None:
+        raise KeyError(name)
+    return kind
 
 
 # What people call the types in other places: torch, numpy, C and papers.
@@ -180,13 +187,13 @@ def near_type(word: str) -> str:
     plain = word.lower().replace("_t", "").replace("-", "_")
     of_torch = {number.torch: name for name, number in FLOATS.items() if number.torch}
     integer = re.fullmatch(r"(s|u|i|si|ui|uint|int|sint)_?([0-9]+)", plain)
-    if integer and number(name := f"{'u' if integer[1].startswith('u') else 'i'}{integer[2]}"):
+    if integer and find_number(name := f"{'u' if integer[1].startswith('u') else 'i'}{integer[2]}"):
         return name
     float_type = re.fullmatch(r"b?f(?:loat|p)?_?([0-9]+)(?:_?(e[0-9]m[0-9])(?:fn)?)?", plain)
     candidates = [plain, of_torch.get(plain), _ALIASES.get(plain), float_type and (float_type[2] or {
         **_BY_BITS, "16": "bf16" if plain[0] == "b" else "f16"}.get(float_type[1])), 
         *get_close_matches(plain, [*FLOATS, "u4", "u8", "i4", "i8"], 1, 0.7)]
-    return next((name for name in candidates if name and number(name) and name != word), "")
+    return next((name for name in candidates if name and find_number(name) and name != word), "")
 
 
 def round_to_f32(value: float) -> float:

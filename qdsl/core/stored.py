@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from qdsl.core.numbers import TORCH_FLOATS, number
+from qdsl.core.numbers import TORCH_FLOATS, find_number
 from qdsl.core.shapes import Axis, axis, extents, own_value, seen_shape
 from qdsl.core.slices import Piece, Placed, called, fill, place
 
@@ -30,7 +30,7 @@ OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale", "prequant_s
 
 def field_dtype(kind: str) -> str:
     """The dtype of a field: uint8 for codes up to 8 bits and floats that torch lacks, int32 for wider codes and indices."""
-    number_type = number(kind)
+    number_type = find_number(kind)
     if kind in TORCH_FLOATS or number_type is None or number_type.bits > 8:
         return TORCH_FLOATS.get(kind, "int32")
     return "int8" if number_type.kind == "signed" else "uint8"

@@ -39,7 +39,7 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
             return _append_sums(*compiled, axes, offset, sums, sums_columns)
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
-    divisor = _largest(code) if divisor is None else divisor
+    divisor = number(code).largest if divisor is None else divisor
     if power or scale == "e8m0":
         scaled, used, stored = _scale_by_powers(blocks, largest, code, scale, divisor, by, least, power or "up")
     else:
@@ -86,7 +86,7 @@ def _find_in_c(weight: Tensor, code: str, scale: str, columns: int, axes: int, d
                with_sign: bool) -> tuple[Tensor, Tensor, Tensor] | None:
     """(codes, exact scales, stored scales) of whole blocks in a row, by 'exact' scales, in C; None where torch finds them."""
     kind, (n, k) = number(code), weight.shape
-    if kind is None or kind.is_float or kind.high > 255 or k % columns or axes != 2:
+    if kind.is_float or kind.high > 255 or k % columns or axes != 2:
         return None
     blocks = native.scaled_codes(weight.float(), columns, divisor, with_sign, offset, (kind.low, kind.high), ties, lost)
     if blocks is None:
@@ -105,15 +105,7 @@ def _append_sums(chosen: Tensor, exact: Tensor, stored: Tensor, axes: int, offse
 def _code_sums(codes: Tensor, scales: Tensor, offset: int, kind: str, columns: int) -> Tensor:
     """Sums of codes [N, K] minus an offset each, over runs of columns; float sums are times scales [N, 1, K / columns, 1]."""
     sums = cut_blocks(codes.to(torch.int32) - offset, 1, columns).sum((1, 3), dtype=torch.int32)
-    number_type = number(kind)
-    assert number_type is not None
-    return (sums * scales[:, 0, :, 0]).to(FLOATS[kind]) if number_type.is_float else sums.to(torch_dtype(kind))
-
-
-def _largest(code: str) -> float:
-    kind = number(code)
-    assert kind is not None and kind.is_float
-    return kind.largest
+    return (sums * scales[:, 0, :, 0]).to(FLOATS[kind]) if number(kind).is_float else sums.to(torch_dtype(kind))
 
 
 def _scale_blocks(blocks: Tensor, largest: Tensor, scale: str, divisor: float, offset: int, by: str, lost: str = "least",

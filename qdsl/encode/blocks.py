@@ -67,9 +67,7 @@ def power_exponents(largest: Tensor, exact: Tensor, divisor: float, code: str, r
     if rule == "up":
         exponents = exact.log2().ceil()
     else:
-        kind = number(code)
-        assert kind is not None
-        bits = 1 if rule == "half" else kind.mantissa
+        bits = 1 if rule == "half" else number(code).mantissa
         more = {"floor": 1.0, "ceil": 0.5 + 2.0 ** -24, "even": 1 - 2.0 ** -(bits + 2), "half": 1 - 2.0 ** -(bits + 2)}[rule]
         exponents = exponent - math.frexp(divisor)[1] + (fraction >= more)
     return torch.where(largest > 0, exponents, -127).clamp_(-127, 127).to(torch.int32)
@@ -97,7 +95,6 @@ def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "s
     is or rounds to 0 keeps its sign; 'negative': an exact 0 becomes -0; 'positive': +0.
     """
     kind = number(code)
-    assert kind is not None
     if kind.is_float:
         cut = values.clamp_(-kind.largest, kind.largest)
         if zeros != "signed":
@@ -116,7 +113,7 @@ def codes(values: Tensor, code: str, ties: str, offset: int = 0, zeros: str = "s
 def _cast_codes(whole: Tensor, code: str) -> Tensor:
     """Integers as codes; through int8 for bytes, because torch casts floats to int8 five times as fast as to uint8."""
     kind = number(code)
-    if kind is None or torch_dtype(code) != torch.uint8:
+    if torch_dtype(code) != torch.uint8:
         return whole.to(torch_dtype(code))
     if kind.high < 128:
         return whole.to(torch.int8).view(torch.uint8)

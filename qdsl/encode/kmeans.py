@@ -43,7 +43,7 @@ def kmeans(weight: Tensor, *, code: str, levels: str, rows: int, columns: int, a
     blocks = cut_blocks(weight.float() + 0.0, rows, columns).transpose(1, 2)        # [R, C, rows, columns], without -0.0
     x = blocks.flatten(2).flatten(0, 1).double().cpu()
     count = None if importance is None else cut_blocks(importance.double().cpu().expand(n, k), rows, columns).transpose(1, 2)
-    fitted = _fit_levels(x, None if count is None else count.reshape(x.shape), _entries(code))
+    fitted = _fit_levels(x, None if count is None else count.reshape(x.shape), number(code).high + 1)
     stored = _cast_levels(fitted, levels, blocks.shape[1])
     middles = _middles(stored.double())
     codes = torch.searchsorted(middles, x).to(torch_dtype(code)).view(blocks.shape).transpose(1, 2)
@@ -66,15 +66,9 @@ def scaled_kmeans(weight: Tensor, *, code: str, scale: str, levels: str, rows: i
     x = join_blocks(quotients(blocks, scales.float()), n, k).double().cpu().view(1, -1)
     squares = join_blocks(scales.double().square().expand_as(blocks), n, k).cpu()
     count = squares if importance is None else squares * importance.double().cpu()
-    stored = _cast_levels(_fit_levels(x, count.view(1, -1), _entries(code)), levels, 1)
+    stored = _cast_levels(_fit_levels(x, count.view(1, -1), number(code).high + 1), levels, 1)
     codes = torch.searchsorted(_middles(stored.double()), x).to(torch_dtype(code)).view(n, k)
     return codes.to(weight.device), shaped(scales, axes).contiguous(), stored[0].to(weight.device)
-
-
-def _entries(code: str) -> int:
-    kind = number(code)
-    assert kind is not None
-    return kind.high + 1
 
 
 def _middles(levels: Tensor) -> Tensor:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.encode import rows, search
-from qdsl.encode.blocks import cast_scale
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 
@@ -43,9 +41,9 @@ def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scal
     d, sc = blocks.positive(scales, super_scale, rows.integer_range(scale)[1])
     dm, mn = blocks.positive(-mins, super_min, rows.integer_range(min)[1])
     less = blocks.units(dm, mn)
-    codes = blocks.codes(code, blocks.units(d, sc),
-                         lambda x, unit, at: search.clip(search.nearest((x + less[at]) / unit), 0, high),
-                         lambda x, at: search.counts(x, low[at], inverse[at], high))
+    codes = blocks.unit_codes(code, blocks.units(d, sc),
+                              lambda x, unit, at: search.clip(search.nearest((x + less[at]) / unit), 0, high),
+                              lambda x, at: search.counts(x, low[at], inverse[at], high))
     return (codes, rows.field_of_blocks(sc, scale, weight, columns), rows.field_of_blocks(mn, min, weight, columns), d, dm)
 
 
@@ -81,26 +79,13 @@ def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, c
     def kept(x: Floats, at: Places) -> Floats:
         return search.fit_exchange(x, low, high)[1] if exchanged else search.signed_or_least(x, inverse[at], low, high)
 
-    codes = blocks.codes(code, blocks.units(d, sc), lambda x, unit, _: search.clip(search.nearest(x / unit), low, high), kept,
-                         offset)
+    codes = blocks.unit_codes(code, blocks.units(d, sc), lambda x, unit, _: search.clip(search.nearest(x / unit), low, high),
+                              kept, offset)
     return codes, rows.field_of_blocks(sc + np.float32(scale_offset), scale, weight, columns), d
 
 
-class _SubBlocks:
-    """The super-blocks of a weight.  What belongs to sub-blocks is flat, in order."""
-
-    def __init__(self, weight: Tensor, columns: int, super_columns: int, importance: Tensor | None, spread: float) -> None:
-        x = rows.split_blocks(weight, super_columns)
-        self.weight, self.supers = weight, len(x)
-        self.parts: Floats = x.reshape(-1, columns)
-        self.counts: Floats | None = None
-        if importance is not None:
-            every = rows.split_blocks(importance.expand_as(weight), super_columns)
-            self.counts = rows.error_weights(x, every, spread).reshape(-1, columns)
-
-    def fit(self, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]]) -> tuple[Floats, ...]:
-        """What `fit` finds for sub-blocks."""
-        return rows.fit_blocks(self.parts, self.counts, fit)
+class _SubBlocks(rows.SubBlocks):
+    """Sub-blocks, whose scales are steps of a super-block's."""
 
     def positive(self, scales: Floats, kind: str, most: int) -> tuple[Tensor, Floats]:
         """(super-scales, steps 0 to most) of scales: in steps of the largest, or searched for.
@@ -139,17 +124,12 @@ class _SubBlocks:
     def by_super(self, values: Floats) -> Floats:
         return rows.transposed(values.reshape(self.supers, -1))
 
-    def stored(self, exact: Floats, kind: str) -> Tensor:
-        """Super-scales [N, super-blocks of a row] as they are stored."""
-        return cast_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
-            self.weight.device)
-
     def units(self, supers: Tensor, steps: Floats) -> Floats:
         """What a step of a code is worth."""
         return np.repeat(supers.float().cpu().numpy().ravel(), len(steps) // self.supers) * steps
 
-    def codes(self, kind: str, unit: Floats, find: Callable[[Floats, Floats, slice], Floats],
-              kept: Callable[[Floats, Places], Floats], offset: int = 0) -> Tensor:
+    def unit_codes(self, kind: str, unit: Floats, find: Callable[[Floats, Floats, slice], Floats],
+                   kept: Callable[[Floats, Places], Floats], offset: int = 0) -> Tensor:
         """Codes that `find` says of weights and units; `kept` says those of sub-blocks whose unit is 0."""
         def chosen(x: Floats, at: slice) -> Floats:
             without_unit = np.flatnonzero(unit[at] == 0)
@@ -158,4 +138,4 @@ class _SubBlocks:
                 codes[:, without_unit] = kept(x[:, without_unit], without_unit + at.start)
             return codes + np.float32(offset)
 
-        return rows.field_of_blocks(rows.find_codes(self.parts, chosen, kind), kind, self.weight)
+        return self.codes(kind, chosen)

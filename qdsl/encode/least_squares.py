@@ -55,7 +55,6 @@ def least_squares_nested(weight: Tensor, *, code: str, scale: str, super_scale: 
     or below its own scale, whichever has the smaller error, and the super-scale is refitted by least squares.
     """
     kind = number(scale)
-    assert kind is not None
     per = -(-min(super_columns, weight.shape[1]) // columns)
     blocks = _Blocks(weight, 1, columns, per * columns, importance)
     tables = _tables(values, code, sign, choice)
@@ -103,7 +102,6 @@ def _transposed(blocks: npt.NDArray[np.float32]) -> Doubles:
 def _split_signs(codes: Tensor, code: str, sign: str | None) -> list[Tensor]:
     """Indices into a choice's values as codes, and as signs if there are any."""
     kind = number(code)
-    assert kind is not None
     low = codes & (1 << kind.bits) - 1
     stored = low.to(torch.uint8) if kind.is_float else (low + kind.low).to(torch_dtype(code))
     stored = stored.view(torch_dtype(code)) if kind.is_float else stored
@@ -160,8 +158,7 @@ def _errors(x: Doubles, by: Doubles | None, decoded: Doubles) -> Doubles:
 
 
 def _tables(values: Sequence[float], code: str, sign: str | None, choice: str | None) -> list[_SortedValues]:
-    kinds = [number(name) for name in (code, sign) if name is not None]
-    size = 1 << sum(kind.bits for kind in kinds if kind is not None)
+    size = 1 << sum(number(name).bits for name in (code, sign) if name is not None)
     return [_SortedValues(values[start:start + size]) for start in range(0, len(values), size)]
 
 

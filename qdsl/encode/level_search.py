@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.encode import rows, search
-from qdsl.encode.blocks import cast_scale
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.tables import Table
@@ -27,8 +27,9 @@ def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels:
     by importance * sqrt(2 * mean square of the block + w^2).  Runs on the CPU, wherever the weight is.  Raises FormatError for a
     scale that does not fit.
     """
-    blocks = _Blocks(weight, columns, columns, levels, importance)
-    return blocks.codes(search.inverse(blocks.scales), code), blocks.stored(blocks.scales, scale)
+    blocks, table = rows.SubBlocks(weight, columns, columns, importance, SPREAD), _LevelTable(levels)
+    scales = _scales(blocks, table)
+    return blocks.codes(code, partial(table.codes, search.inverse(scales))), blocks.stored(scales, scale)
 
 
 @scheme
@@ -41,38 +42,21 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
     scale of largest magnitude, the first among equals, becomes the least code.  Everything else is as in `block_levels`.
     """
     least, most = rows.integer_range(scale, scale_offset)
-    blocks = _Blocks(weight, columns, super_columns, levels, importance)
-    blocks.stored(blocks.scales, "f32")                          # a NaN would be skipped in the search for the largest
-    scales = rows.transposed(blocks.scales.reshape(-1, super_columns // columns))
+    blocks, table = rows.SubBlocks(weight, columns, super_columns, importance, SPREAD), _LevelTable(levels)
+    unrounded = _scales(blocks, table)
+    blocks.stored(unrounded, "f32")                              # a NaN would be skipped in the search for the largest
+    scales = rows.transposed(unrounded.reshape(-1, super_columns // columns))
     exact = search.extremes(scales) / np.float32(least)
     steps = search.clip(search.nearest(search.inverse(exact) * scales), least, most)
-    codes = blocks.codes(search.inverse((exact * steps).T.ravel()), code)
+    codes = blocks.codes(code, partial(table.codes, search.inverse((exact * steps).T.ravel())))
     chosen = rows.field_of_blocks(steps.T + np.float32(scale_offset), scale, weight, columns)
     return codes, chosen, blocks.stored(exact, super_scale)
 
 
-class _Blocks:
-    """The blocks of a weight and their unrounded scales; `spread` columns share a mean square."""
-
-    def __init__(self, weight: Tensor, columns: int, spread: int, levels: Table, importance: Tensor | None) -> None:
-        self.weight, self.levels = weight, _LevelTable(levels)
-        wide = rows.split_blocks(weight, spread)
-        self.x: Floats = wide.reshape(-1, columns)
-        counts = None
-        if importance is not None:
-            own = rows.split_blocks(importance.expand_as(weight), spread)
-            counts = rows.error_weights(wide, own, SPREAD).reshape(-1, columns)
-        [self.scales] = rows.fit_blocks(self.x, counts, lambda x, by: (_fit_scale(x, x * x if by is None else by, self.levels),))
-
-    def codes(self, inverse: Floats, kind: str) -> Tensor:
-        """The codes of weights times `inverse`, one for each block."""
-        codes = rows.find_codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
-        return rows.field_of_blocks(codes, kind, self.weight)
-
-    def stored(self, exact: Floats, kind: str) -> Tensor:
-        """Scales [N, blocks of a row] as they are stored."""
-        return cast_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
-            self.weight.device)
+def _scales(blocks: rows.SubBlocks, table: _LevelTable) -> Floats:
+    """The unrounded scales of all blocks."""
+    [scales] = blocks.fit(lambda x, by: (_fit_scale(x, x * x if by is None else by, table),))
+    return scales
 
 
 class _LevelTable:
@@ -89,9 +73,9 @@ class _LevelTable:
         self.of_halves: Floats = places.astype(np.float32)
         self.value_of_halves: Floats = self.values[places]
 
-    def codes(self, x: Floats) -> Floats:
-        """Indices in the table; NaN gets the last one, as in ggml; overwrites x."""
-        return np.take(self.of_halves, self._halves(x))
+    def codes(self, inverse: Floats, x: Floats, at: slice) -> Floats:
+        """Indices in the table of x * inverse[at]; NaN gets the last one, as in ggml; overwrites x."""
+        return np.take(self.of_halves, self._halves(np.multiply(x, inverse[at], out=x)))
 
     def nearest(self, x: Floats, out: Floats) -> Floats:
         """The levels themselves; overwrites x."""

@@ -35,7 +35,6 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     first code, so that a scale may be negative (NNCF).
     """
     kind = number(code)
-    assert kind is not None
     blocks = cut_blocks(weight.float() if span == "signed" else arithmetic(weight, scale), rows, columns,
                         "edge" if span == "tight" else "zeros")
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
@@ -167,7 +166,6 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
     """
     blocks = cut_blocks(weight.float(), rows, columns)
     kind = number(code)
-    assert kind is not None
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     inverse = torch.where(high - low > 1e-4, kind.high / (high - low), 1).clamp_(max=2e4)
     zeros = -low * inverse
@@ -186,7 +184,6 @@ def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int,
     """
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns, "edge")
     kind = number(code)
-    assert kind is not None
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     exact = ((high - low) / float(kind.high)).clamp_(min=torch.finfo(FLOATS[scale]).smallest_normal)
     stored = cast_scale(exact, scale)

@@ -29,7 +29,6 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
     A weight of zeros has a super-scale of 0, or, `divided`, of 1.
     """
     kind = number(scale)
-    assert kind is not None
     blocks = cut_blocks(weight if precision == "own" else weight.float(), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     whole = largest.amax() if amax is None else largest.new_tensor(amax)
@@ -66,7 +65,6 @@ def progressive(weight: Tensor, *, code: str, scale: str, zero: str, super_scale
     its zero is minus the code of zero, times that scale.
     """
     kind, step = number(code), number(scale)
-    assert kind is not None and step is not None
     n, k = weight.shape
     above = cut_blocks(weight.float(), 1, min(super_columns, k))
     supers = cast_scale(above.abs().amax((1, 3), keepdim=True) / divisor, super_scale)

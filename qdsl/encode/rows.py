@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import cut_blocks, join_blocks
+from qdsl.encode.blocks import cast_scale, cut_blocks, join_blocks
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.match import torch_dtype
 
@@ -69,6 +69,35 @@ def search_blocks(weight: Tensor, importance: Tensor, rows: int, columns: int, c
     return join_blocks(whole.transpose(1, 2), n, k).to(weight.device), *chosen
 
 
+class SubBlocks:
+    """The blocks of a weight's rows, flat and in order: x [blocks, columns].  `super_columns` columns share a mean square.
+
+    counts: the weights of squared errors, as of `error_weights`; None without importance [K].
+    """
+
+    def __init__(self, weight: Tensor, columns: int, super_columns: int, importance: Tensor | None, spread: float) -> None:
+        x = split_blocks(weight, super_columns)
+        self.weight, self.supers = weight, len(x)
+        self.x: Floats = x.reshape(-1, columns)
+        self.counts: Floats | None = None
+        if importance is not None:
+            every = split_blocks(importance.expand_as(weight), super_columns)
+            self.counts = error_weights(x, every, spread).reshape(-1, columns)
+
+    def fit(self, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]]) -> tuple[Floats, ...]:
+        """What `fit` finds for all blocks, as of `fit_blocks`."""
+        return fit_blocks(self.x, self.counts, fit)
+
+    def codes(self, kind: str, find: Callable[[Floats, slice], Floats]) -> Tensor:
+        """The codes [N, K] that `find` returns for blocks [columns, blocks] and their slice."""
+        return field_of_blocks(find_codes(self.x, find, kind), kind, self.weight)
+
+    def stored(self, exact: Floats, kind: str) -> Tensor:
+        """Scales [N, blocks or super-blocks of a row] in their stored type."""
+        return cast_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), kind)[:, 0, :, 0].contiguous().to(
+            self.weight.device)
+
+
 def transposed(blocks: Floats) -> Floats:
     """The transposed array, contiguous."""
     return np.ascontiguousarray(blocks.T)
@@ -96,6 +125,4 @@ def field_of_blocks(values: NDArray[Any], kind: str, weight: Tensor, columns: in
 
 def integer_range(kind: str, offset: int = 0) -> tuple[int, int]:
     """The least and largest value of an integer type, minus an offset."""
-    number_type = number(kind)
-    assert number_type is not None
-    return number_type.low - offset, number_type.high - offset
+    return number(kind).low - offset, number(kind).high - offset

@@ -25,14 +25,12 @@ def vector_kmeans(weight: Tensor, *, code: str, levels: str, rows: int, columns:
     to it, of equals the first; one without any stays.  A table that can hold all vectors has them.  importance [K]: the weight of
     columns in distances.  Raises UnrepresentableValue for a number that the type of levels cannot hold.
     """
-    kind = number(code)
-    assert kind is not None
     blocks = cut_blocks(weight.double(), rows, columns).transpose(1, 2).flatten(2)
     counts = weight.new_ones(1, weight.shape[1]) if importance is None else importance[None]
     counts = cut_blocks(counts.to(blocks.device, torch.float64).expand(rows, -1), rows, columns).transpose(1, 2).flatten(2)
     x = blocks.flatten(0, 1)
     count = counts.expand(blocks.shape).reshape(x.shape)
-    entries = kind.high + 1
+    entries = number(code).high + 1
     table, is_exact = _first_table(x, entries)
     for _ in range(0 if is_exact else ROUNDS):
         codes = _nearest(x, count, table)

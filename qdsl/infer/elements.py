@@ -80,7 +80,7 @@ def decode_numbers(data: npt.NDArray[np.uint8], kind: str) -> Numbers:
         if kind == "bf16":
             return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     form = number(kind)
-    assert form is not None and form.bits == 8
+    assert form.bits == 8
     return np.array([form.decode(code) for code in range(256)])[data]
 
 

@@ -136,7 +136,6 @@ def number_types(bits: int) -> Iterator[tuple[str, Numbers]]:
     names = [f"i{bits}"] if bits > 1 else []
     for name in [*names, f"u{bits}", *(name for name, form in FLOATS.items() if form.bits == bits and form.signed)]:
         form = number(name)
-        assert form is not None
         yield name, np.array([form.decode(code) for code in range(1 << bits)], np.float64)
 
 

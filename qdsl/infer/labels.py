@@ -95,7 +95,6 @@ def label_lattice(values: Values, size: int, affine: bool, most_bits: int) -> La
 def label_minifloats(values: Values, size: int, kind: str) -> Labels | None:
     """Codes of a float type, with each group scaled to the type's largest number; None if most groups do not fit."""
     form = number(kind)
-    assert form is not None
     levels = np.array([form.decode(code) for code in range(1 << form.bits)])
     order = np.argsort(levels, kind="stable")[:np.isfinite(levels).sum()]
     ordered = levels[order]

@@ -59,7 +59,6 @@ def locate_numbers(element: Element, kind: str, wanted: Numbers) -> Layout | Non
     """The layout of the wanted numbers [rows, columns] among a tensor's elements, or None."""
     numbers = element.numbers(kind)
     form = number(kind)
-    assert form is not None
     tiles = [Tile(rows, columns, 1, across) for rows in TILE_ROWS for columns in TILE_COLUMNS for across in (False, True)
              if rows <= wanted.shape[0] and columns <= wanted.shape[1]]
     for tile in sorted(tiles, key=lambda tile: tile.size):

@@ -40,7 +40,6 @@ class Record:
     def numbers_at_offsets(self, kind: str) -> Iterator[tuple[int, Numbers]]:
         """Yields the byte offsets at which a number may lie, and the number there in every record."""
         form = number(kind)
-        assert form is not None
         size = form.bits // 8
         free = [bool((part < 0).all()) for part in self.layout.source.reshape(-1, 8)]
         for place in range(len(free) - size + 1):
@@ -50,7 +49,6 @@ class Record:
     def layout_at(self, tile: Tile, kind: str, places: list[int]) -> Layout:
         """The layout of numbers at these bit positions of a record."""
         form = number(kind)
-        assert form is not None
         source = np.full(len(self.layout.source), -1)
         for i, place in enumerate(places):
             source[place:place + form.bits] = np.arange(form.bits) + i * form.bits

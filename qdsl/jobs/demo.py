@@ -22,7 +22,7 @@ from qdsl.checkpoint.files import safetensors
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.compiler.emit.module.build import build
 from qdsl.core import places
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number
 from qdsl.host.files import make_folder, write_text
 from qdsl.jobs.example import installed
 from qdsl.runtime import FormatError, PackedWeight
@@ -185,7 +185,7 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
         sizes = format.sizes(chosen, (shape[0], shape[1]))
         extents = [axis.rounded(shape[0], shape[1], sizes) for axis in field.axes]
         kind = str(chosen.get(field.type, field.type))
-        number_type = number(kind)
+        number_type = find_number(kind)
         if field.groups is not None:
             continue                                             # columns in order
         drawn = torch.randn(extents, dtype=torch.float32, device="cpu") if number_type is None or number_type.is_float else \

@@ -69,7 +69,6 @@ def encode_constants(cached: CachedRows) -> dict[str, Any]:
     """The constants FLOAT to TYPE of a function in kernels/encode.py."""
     chosen, variant = cached.settings, cached.packed.variant
     kind = number(cached.code_type)
-    assert kind is not None
     levels: tuple[Any, ...] = ()
     divisor = chosen.get("divisor", kind.largest if kind.is_float else 1)
     factor = chosen.get("factor", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number
 from qdsl.core.schemes import SCHEMES
 from qdsl.core.slices import Piece
 from qdsl.kv_cache.cache import CachedRows
@@ -47,7 +47,7 @@ def why_not_store(cached: CachedRows) -> str:
         return f"{packed.format.name}: its scheme has no kernel"
     if unknown := [name for name in cached.settings if name not in KNOWN_SETTINGS]:
         return f"{packed.format.name}: kernels do not know '{unknown[0]}'"
-    kind = number(cached.code_type)
+    kind = find_number(cached.code_type)
     by = str(cached.settings.get("by", "stored"))
     if kind is None or (kind.is_float and kind.name != "e4m3") or by not in ("stored", "exact"):
         return f"{packed.format.name}: kernels do not encode {cached.code_type} so"

@@ -12,7 +12,6 @@ from qdsl.core.program import description
 from qdsl.core.shapes import own_value, values_text
 from qdsl.core.text import did_you_mean
 from qdsl.runtime.cpu import int4
-from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import dequantize, experts, ops
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
 from qdsl.runtime.torch.linear import mode_of
@@ -139,25 +138,11 @@ class Format:
 
     # -- parts, for the methods of PackedWeight with these names -----------------------------------------------------------
 
-    def rows(self, packed: PackedWeight, index: Tensor | Sequence[int]) -> PackedWeight:
-        """See `PackedWeight.rows`."""
-        return algebra.rows(packed, index)
-
-    def cut(self, packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
-        """See `PackedWeight.cut`."""
-        return algebra.cut(packed, dim, start, stop)
-
-    def shard(self, packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
-        """See `PackedWeight.shard`."""
-        return algebra.shard(packed, dim, start, stop)
-
-    def join(self, parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
-        """See `PackedWeight.join`."""
-        return algebra.join(parts, dim)
-
-    def decode_streams(self, packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
-        """The weight with decoded tensors, and the launches that fill them on a GPU."""
-        return stream_kernels.decoded(packed)
+    rows = staticmethod(algebra.rows)
+    cut = staticmethod(algebra.cut)
+    shard = staticmethod(algebra.shard)
+    join = staticmethod(algebra.join)
+    decode_streams = staticmethod(stream_kernels.decoded)
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 

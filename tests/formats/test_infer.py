@@ -234,7 +234,6 @@ def drawn_fields(spec: Drawn, seed: int) -> dict[str, Tensor]:
     fields = {}
     for name, kind in {"q": spec.kind, **spec.numbers}.items():
         form = number(kind)
-        assert form is not None
         shape = (ROWS, COLUMNS) if name == "q" else (ROWS // spec.rows, COLUMNS // spec.columns)
         values = torch.randn(shape, generator=generator) if form.is_float else \
             torch.randint(int(form.low), int(form.high) + 1, shape, generator=generator)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import qdsl.generated
 from qdsl.core import program
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number
 from qdsl.core.shapes import axis, extents
 from qdsl.core.slices import Digit, Piece
 from qdsl.core.stored import Stored, element_dtype
@@ -161,7 +161,7 @@ def compared(packed: PackedWeight, tensors: Mapping[str, Tensor], fields: Mappin
                 names = [*loops.row_codes.rows]
             else:
                 field = packed.variant.fields[piece.field]
-                kind = number(str(packed.params.get(field.type, field.type)))
+                kind = find_number(str(packed.params.get(field.type, field.type)))
                 codes, width = fields[piece.field], 32 if kind is None else kind.bits
                 names = [piece.field]
             count = compare(piece, stored, plain, codes, width, packed)

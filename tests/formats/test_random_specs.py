@@ -160,7 +160,6 @@ def values(draw: random.Random, name: str, kind: str, index: tuple[str, ...]) ->
     axes = [f"{'xy'[i]}<{extent(axis)}" for i, axis in enumerate(index)]
     item = f"{name}[{', '.join('xy'[:len(index)])}]" if index else name
     form = number(kind)
-    assert form is not None
     if form.is_float and draw.random() < 0.25:
         kind = draw.choice(("i16", "i32")) if form.bits == 16 else "i32"
         before = draw.choice((0, int(kind[1:]) - form.bits))
@@ -186,7 +185,6 @@ def block(index: str, length: int, group: int | None) -> int:
 def numbers(draw: random.Random, kind: str, shape: Sequence[int], count: int) -> Tensor:
     """A field: one number but for a few elements, or pseudo-random ones.  count: of codes, 0 for all of the type."""
     form = number(kind)
-    assert form is not None
     low, high = int(form.low) if not form.is_float else 0, count - 1 if count else int(form.high) if not form.is_float else 0
 
     def one() -> float:

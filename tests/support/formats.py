@@ -185,7 +185,6 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
             fields[name] = torch.randint(100, end, size, generator=generator, dtype=torch.uint8).view(dtype)
         else:
             form = number(kind)
-            assert form is not None
             low, count = (0 if form.is_float else int(form.low)), 3 if name in digits else 1 << form.bits
             if form.exponent == 8:                               # powers of two that a product can do with
                 low, count = form.bias - 20, 24

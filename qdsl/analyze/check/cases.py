@@ -121,7 +121,6 @@ def random_values(kind: str, size: Sequence[int], generator: torch.Generator, ba
         stop = 124 if kind == "e5m2" else 126
         return torch.randint(100, stop, size, generator=generator, dtype=torch.uint8, device="cpu").view(dtype)
     type = number(kind)
-    assert type is not None
     low, count = (0 if type.is_float else int(type.low)), 3 if base_3 else 1 << type.bits
     if type.exponent == 8:                                       # powers of two whose products are finite
         low, count = type.bias - 20, 24

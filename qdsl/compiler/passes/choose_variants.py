@@ -15,7 +15,7 @@ from qdsl.compiler.passes.scope import Scope
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Param, Spec, Storage
 from qdsl.compiler.spec.source import Problems, did_you_mean
-from qdsl.core.numbers import KNOWN_TYPES, near_type, number
+from qdsl.core.numbers import KNOWN_TYPES, find_number, near_type
 from qdsl.core.shapes import ANY
 
 MAX_PROGRAMS = 128
@@ -93,7 +93,7 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
                      "its values are all in the list")
     for value in param.values:
         if isinstance(value, str):
-            if number(value) is None:
+            if find_number(value) is None:
                 problems.add(name.span, f"parameter '{name}': unknown type '{value}'"
                                         + (f"; did you mean '{near}'?" if (near := near_type(value)) else ""), KNOWN_TYPES)
             elif not structural:

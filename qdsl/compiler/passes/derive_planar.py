@@ -245,7 +245,7 @@ def float_of_table(program: Program, table: str) -> tuple[Number, float] | None:
     values = [] if is_stored(program, table) else [float(value) for value in program.spec.table(table).values[:16]]
     for name in FLOAT_CODES:
         kind = number(name)
-        if kind is not None and kind.bits == 4 and len(values) == 16:
+        if kind.bits == 4 and len(values) == 16:
             numbers = [kind.decode(code) for code in range(16)]
             unit = max(values) / max(numbers)
             if frexp(unit)[0] == 0.5 and values == [unit * value for value in numbers]:

@@ -282,8 +282,7 @@ class _TensorReader:
             self.problems.add(axis.span, f"a record runs along k, not '{axis}'")
             return None
         lines = self.records.read_lines(self.item.record, set(), local=True)
-        element = number("u8")
-        if lines is None or element is None:
+        if lines is None:
             return None
         covered = {field: self.shared_by(self.fields[field]) * (1 + self.highest(lines, field)) for field in self.records.used}
         if 0 in covered.values():
@@ -297,7 +296,7 @@ class _TensorReader:
             step = run // self.shared_by(self.fields[field])
             self.records.used[field] = [(Affine(0, (("n", 1),)), Affine(0, (("t", step),)))]
         extent = ix.exact(name("K"), run)
-        return element, (Var("n", name("N"), True), Var("t", extent, True)), (Axis(("n",)), Axis(("t", ""))), lines
+        return number("u8"), (Var("n", name("N"), True), Var("t", extent, True)), (Axis(("n",)), Axis(("t", ""))), lines
 
     def shared_by(self, field: Field) -> int:
         """How many columns share a value of a field; 0, with a problem, if that is not constant."""

@@ -16,7 +16,7 @@ from qdsl.compiler.passes.scope import Scope
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Field as SpecField
 from qdsl.compiler.spec.source import Problems, did_you_mean
-from qdsl.core.numbers import KNOWN_TYPES, Number, near_type, number
+from qdsl.core.numbers import KNOWN_TYPES, Number, find_number, near_type
 from qdsl.core.shapes import compiled_step, listed
 from qdsl.core.stored import PLANAR
 
@@ -100,7 +100,7 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
         word += str(value)
     elif isinstance(chosen := program.params.get(word), str):
         word = chosen
-    number_type = number(word)
+    number_type = find_number(word)
     if number_type is None or kind.extent is not None or (number_type.name == "u32" and not stored):
         lists = [param.name.value for param in program.spec.params if isinstance(param.values[0], str)]
         near = near_type(word)
@@ -117,7 +117,7 @@ def _size_domain(program: Program) -> Domain:
     of_weights = [item.typed.type for item in program.spec.fields
                   if [part.name for part in item.typed.index if isinstance(part, g.Name)] == ["n", "k"]]
     words = [kind.name + str(program.params.get(kind.parameter.name) if kind.parameter else "") for kind in of_weights]
-    codes = [] if program.storage == PLANAR else [kind.bits for word in words if (kind := number(word)) is not None]
+    codes = [] if program.storage == PLANAR else [kind.bits for word in words if (kind := find_number(word)) is not None]
     steps = {size: compiled_step(own, codes) for size, own in values.items()}
     return Domain(dict.fromkeys(values, (1, None)), {size: step for size, step in steps.items() if step})
 

@@ -10,7 +10,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number
 from qdsl.encode import native
 from qdsl.encode.calibrated.levels import code_choices
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -100,7 +100,7 @@ def decoded(packed: PackedWeight, fields: Mapping[str, Tensor]) -> Tensor:
 
 def field_number(packed: PackedWeight, name: str) -> tuple[int, bool]:
     """The bits of a field's type, and whether it is a float; (0, False) for an index."""
-    kind = number(str(packed.params.get(packed.variant.fields[name].type, packed.variant.fields[name].type)))
+    kind = find_number(str(packed.params.get(packed.variant.fields[name].type, packed.variant.fields[name].type)))
     return (0, False) if kind is None else (kind.bits, kind.is_float)
 
 

@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number, number
 from qdsl.runtime.weight.layout import Variant
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
@@ -25,7 +25,7 @@ def code_field(variant: Variant) -> str:
     own = [name for name, field in variant.fields.items() if [axis.text for axis in field.axes] == ["N", "K"]]
     steps = [axis.by({}) for name, field in variant.fields.items() for axis in field.axes
              if axis.dim == "K" and axis.step and not any(isinstance(part, str) for part in axis.step)]
-    kind = number(variant.fields[own[0]].type) if len(own) == 1 else None
+    kind = find_number(variant.fields[own[0]].type) if len(own) == 1 else None
     is_code = len(own) == 1 and (kind is None or kind.bits <= 8) and all(step > LEAST_BLOCK for step in steps)
     return own[0] if is_code else ""
 
@@ -94,7 +94,7 @@ def vectors(packed: PackedWeight, fields: Mapping[str, Tensor]) -> tuple[str, Ve
     """The field whose codes are of vectors of rows in a table of the whole weight, and these; None for another format."""
     codes = [name for name in fields if any(axis.dim in ("N", "K", "N*K") for axis in packed.variant.fields[name].axes)]
     by = {axis.dim: axis.by(packed.sizes) for name in codes for axis in packed.variant.fields[name].axes}
-    kind = number(packed.variant.fields[codes[0]].type) if len(codes) == 1 else None
+    kind = find_number(packed.variant.fields[codes[0]].type) if len(codes) == 1 else None
     if kind is None or by.keys() != {"N", "K"} or by["K"] != 1 or by["N"] == 1:
         return None
     [code], rows = codes, by["N"]
@@ -133,7 +133,6 @@ def code_choices(packed: PackedWeight, chosen: Tensor, code: str) -> Tensor:
     """
     variant = packed.variant
     kind = number(str(packed.params.get(variant.fields[code].type, variant.fields[code].type)))
-    assert kind is not None
     if kind.is_float:
         return torch.arange(1 << kind.bits, dtype=torch.uint8, device="cpu")
     low, high = (int(value) for value in chosen.aminmax())

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number
 from qdsl.core.shapes import granule
 from qdsl.core.slices import Piece, Placed
 from qdsl.host import progress
@@ -217,7 +217,7 @@ class _Change:
         if not by or before.further or piece.further or (self.changed is not None and piece.field not in self.changed.kept):
             return None
         field = self.packed.variant.fields[piece.field]
-        kind = number(str(self.packed.params.get(field.type, field.type)))
+        kind = find_number(str(self.packed.params.get(field.type, field.type)))
         width = piece.width or (kind.bits if kind is not None else 32)
         source, (dtype, shape) = self.packed.placed(by, before), self.wanted[name]
         result = self.other.layout.tensors[name].placed(piece, shape, 8 * dtype.itemsize, field.axes, self.packed.shape,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number, number
 from qdsl.core.shapes import values_text
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import branch_pieces, convert
@@ -236,7 +236,7 @@ def _fields(variant: Variant) -> dict[str, Field]:
 def _code(variant: Variant) -> str | None:
     """The codes field, which has a value per weight; None if there is none."""
     codes = [name for name, field in _fields(variant).items() if _steps(field) == [("N", ()), ("K", ())]]
-    kind = number(variant.fields[codes[0]].type) if len(codes) == 1 else None
+    kind = find_number(variant.fields[codes[0]].type) if len(codes) == 1 else None
     return codes[0] if kind is not None and not kind.is_float and kind.kind == "unsigned" and kind.bits <= 8 else None
 
 
@@ -247,9 +247,7 @@ def _ready(value: Tensor) -> Tensor:
 
 def _count(variant: Variant) -> int:
     """The number of codes."""
-    kind = number(variant.fields[str(_code(variant))].type)
-    assert kind is not None
-    return 1 << kind.bits
+    return 1 << number(variant.fields[str(_code(variant))].type).bits
 
 
 def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
@@ -262,14 +260,14 @@ def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
 
 def _choices_of(kind: str) -> int:
     """The number of values of an unsigned integer type of up to 8 bits; 0 for other types."""
-    scalar = number(kind)
+    scalar = find_number(kind)
     is_small = scalar is not None and not scalar.is_float and scalar.kind == "unsigned" and scalar.bits <= 8
     return 1 << scalar.bits if scalar is not None and is_small else 0
 
 
 def _bits(kind: str) -> tuple[int, int]:
     """The bits of a type, and the bytes of the dtype that stores it."""
-    scalar = number(kind)
+    scalar = find_number(kind)
     return 0 if scalar is None else scalar.bits, torch_dtype(kind).itemsize
 
 

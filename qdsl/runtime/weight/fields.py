@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import bfloat16, branch_pieces, order, streams
 from qdsl.runtime.weight.assemble import assemble, check_columns, check_shape
@@ -137,7 +137,7 @@ def _check_field(format: WeightFormat, variant: Variant, name: str, value: Tenso
     if value.dtype != torch_dtype(kind) or tuple(value.shape) != wanted:
         raise FormatError(f"{format.name}: field '{name}' is {str(value.dtype)[6:]} {list(value.shape)}; the format needs "
                           f"{str(torch_dtype(kind))[6:]} {list(wanted)}")
-    scalar = number(kind)
+    scalar = find_number(kind)
     if scalar is not None and scalar.bits < 8 * value.element_size() and value.numel():
         low, high = (0, (1 << scalar.bits) - 1) if scalar.is_float else (scalar.low, scalar.high)
         most = int(value.max())

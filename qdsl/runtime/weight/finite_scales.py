@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qdsl.core.numbers import FLOATS, Number, number
+from qdsl.core.numbers import FLOATS, number
 from qdsl.core.slices import Piece
 from qdsl.runtime.weight.arrays import as_type
 from qdsl.runtime.weight.errors import FormatError
@@ -55,16 +55,9 @@ def _error(packed: PackedWeight, kinds: Mapping[str, str]) -> str:
         if special is not None and bool(special.any()):
             index = torch.nonzero(special)[0]
             value = field[tuple(index)]
-            shown = float(value) if value.is_floating_point() else number_of(kinds[name]).decode(int(value))
+            shown = float(value) if value.is_floating_point() else number(kinds[name]).decode(int(value))
             return f"'{name}' is {shown} at {index.tolist()}, and so are the weights that share it"
     return ""
-
-
-def number_of(kind: str) -> Number:
-    """The number type of a field of floats."""
-    type = number(kind)
-    assert type is not None
-    return type
 
 
 def _has_special(tensor: Tensor) -> bool:
@@ -80,7 +73,7 @@ def _has_special(tensor: Tensor) -> bool:
 @cache
 def _special_codes(kind: str) -> tuple[int, ...]:
     """The codes of an 8-bit float that are NaN or infinite."""
-    own = number_of(kind)
+    own = number(kind)
     return tuple(code for code in range(1 << own.bits) if not abs(own.decode(code)) < float("inf"))
 
 

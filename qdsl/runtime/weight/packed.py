@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.borders import UNITS
-from qdsl.core.numbers import number
+from qdsl.core.numbers import find_number
 from qdsl.core.shapes import compiled_step, granule
 from qdsl.core.slices import Piece, Placed
 from qdsl.core.stored import PLANAR, Description, Stored
@@ -429,7 +429,7 @@ class PackedWeight:
     def has_kernels(self) -> bool:
         """Whether compiled kernels support the lengths of its blocks; torch decodes others."""
         of_weights = [field for field in self.variant.fields.values() if [axis.text for axis in field.axes] == ["N", "K"]]
-        kinds = [] if self.storage == PLANAR else [number(field.type) for field in of_weights]
+        kinds = [] if self.storage == PLANAR else [find_number(field.type) for field in of_weights]
         codes = [kind.bits for kind in kinds if kind is not None]
         return all(size % compiled_step(self.format.params[name], codes) == 0 or size >= self.extents[self.format.size_axes[name]]
                    for name, size in self.sizes.items())
