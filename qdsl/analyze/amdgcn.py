@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from qdsl.analyze import sass
-from qdsl.analyze.chains import FAST, SLOW, ChainCycles, straight_line
+from qdsl.analyze.chains import ChainCycles, chains_of
 from qdsl.analyze.gpus import SCHEDULERS, arch_of
 from qdsl.analyze.sass import Code
 
@@ -139,21 +139,7 @@ def dependence_chains(code: Code, loop: range | None, arch: str, x: int | None =
     Instructions issue in order, and wait at s_waitcnt.  Every global load takes the latency of memory.  x: unused here; the text
     does not show arguments.
     """
-    fast, slow = (_outer_and_loop_cycles(code.instructions, loop, arch, latency) for latency in (FAST, SLOW))
-    outside, trip = (straight_line(*ends) for ends in zip(fast, slow, strict=True))
-    return outside, trip
-
-
-def _outer_and_loop_cycles(instructions: Sequence[sass.Instruction], loop: range | None, arch: str, latency: int,
-                           ) -> tuple[float, float]:
-    """Cycles outside of the loop, and per iteration."""
-    wave = _WaveSimulator(arch, latency)
-    if loop is None:
-        return wave.run(instructions), 0.0
-    wave.run(instructions[:loop.start])
-    ends = [wave.run(instructions[loop.start:loop.stop]) for _ in range(WARM + TRIPS)]
-    trip = (ends[-1] - ends[WARM - 1]) / TRIPS
-    return max(0.0, wave.run(instructions[loop.stop:]) - len(ends) * trip), trip
+    return chains_of(lambda latency: _WaveSimulator(arch, latency).run, code.instructions, loop, WARM, TRIPS)
 
 
 class _WaveSimulator:

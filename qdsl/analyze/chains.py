@@ -9,9 +9,9 @@ published microbenchmarks agree on within a few cycles; none was measured here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from qdsl.analyze import pipes, strides
 from qdsl.analyze.registers import accessed_registers, uses_argument_address
@@ -25,6 +25,8 @@ SHARED = 270                                                     # and from the 
 BARRIER = 30                                                     # cycles of a barrier at which no other warp is late
 WARM, TRIPS = 4, 12                                              # of a loop: until it repeats itself, and those that are counted
 FAST, SLOW = 1000, 1800                                          # cycles of a load between which a chain is a straight line
+
+Step = TypeVar("Step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +51,36 @@ def dependence_chains(code: Code, loop: range | None, arch: str, x: int | None =
     steps = [_timed_instruction(instruction, arch, parts.get(place, 1.0), is_of_x)
              for place, (instruction, is_of_x) in enumerate(
                  zip(code.instructions, uses_argument_address(code.instructions, x), strict=True))]
-    fast, slow = (_outer_and_loop_cycles(steps, loop, latency) for latency in (FAST, SLOW))
-    outside, trip = (straight_line(*ends) for ends in zip(fast, slow, strict=True))
+    return chains_of(lambda latency: _WarpSimulator(latency).run, steps, loop, WARM, TRIPS)
+
+
+def chains_of(simulator: Callable[[int], Callable[[Sequence[Step]], float]], steps: Sequence[Step], loop: range | None, warm: int,
+              trips: int) -> tuple[ChainCycles, ChainCycles]:
+    """The dependence chains of steps outside of a loop, and of one trip.
+
+    simulator: for a latency of memory, a function that runs steps and returns the cycle at which the next one may be.  warm,
+    trips: trips of the loop until it repeats itself, and those that are counted.
+    """
+    fast, slow = (_outer_and_loop_cycles(simulator(latency), steps, loop, warm, trips) for latency in (FAST, SLOW))
+    outside, trip = (_straight_line(*ends) for ends in zip(fast, slow, strict=True))
     return outside, trip
 
 
-def straight_line(fast: float, slow: float) -> ChainCycles:
+def _straight_line(fast: float, slow: float) -> ChainCycles:
     """The chain of so many cycles where a load takes FAST cycles, and SLOW cycles."""
     loads = max(0.0, (slow - fast) / (SLOW - FAST))
     return ChainCycles(max(0.0, fast - loads * FAST), loads)
 
 
-def _outer_and_loop_cycles(steps: Sequence[TimedInstruction], loop: range | None, latency: int) -> tuple[float, float]:
+def _outer_and_loop_cycles(run: Callable[[Sequence[Step]], float], steps: Sequence[Step], loop: range | None, warm: int,
+                           trips: int) -> tuple[float, float]:
     """Cycles outside of the loop, and of one trip."""
-    warp = _WarpSimulator(latency)
     if loop is None:
-        return warp.run(steps), 0.0
-    warp.run(steps[:loop.start])
-    ends = [warp.run(steps[loop.start:loop.stop]) for _ in range(WARM + TRIPS)]
-    trip = (ends[-1] - ends[WARM - 1]) / TRIPS
-    return max(0.0, warp.run(steps[loop.stop:]) - len(ends) * trip), trip
+        return run(steps), 0.0
+    run(steps[:loop.start])
+    ends = [run(steps[loop.start:loop.stop]) for _ in range(warm + trips)]
+    trip = (ends[-1] - ends[warm - 1]) / trips
+    return max(0.0, run(steps[loop.stop:]) - len(ends) * trip), trip
 
 
 class TimedInstruction(NamedTuple):
