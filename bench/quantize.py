@@ -16,7 +16,7 @@ from bench.figure import Figure, rates, ratios
 from bench.folders import plain as write_plain
 from bench.timing import Side, calls
 from bench.weights import BF16_BYTES, F32_BYTES, SHAPE, floats, format_of
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 
 GGUF = {"q4_0": 1.1, "q8_0": 1.7, "mxfp4": 5.0}                  # goals: times gguf-py
 SEARCHED = {"q2_k": None, "q3_k": None, "q4_k": 35.0, "q5_k": 40.0, "q6_k": 60.0,              # goals: MB/s of float32
@@ -57,7 +57,7 @@ def figures(rounds: int) -> Iterator[Figure]:
 def _folder_seconds(path: Path) -> float:
     """CPU time of quantizing a folder, without the imports."""
     begun = time.process_time()
-    run.quantize(path / "in", aim.aimed("fp8_block", True, ignore=()), path / "out")
+    run.quantize(path / "in", target.parse_conversion("fp8_block", True, ignore=()), path / "out")
     took = time.process_time() - begun
     shutil.rmtree(path / "out")
     return took

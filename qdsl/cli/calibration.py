@@ -16,7 +16,7 @@ from qdsl.cli.options import refuse_options
 
 if TYPE_CHECKING:
     from qdsl.jobs.calibrate import Sampling
-    from qdsl.jobs.convert.aim import Aim
+    from qdsl.jobs.convert.target import Conversion
     from qdsl.jobs.gguf.plan_file import Plan
     from qdsl.jobs.gguf.run import Calibration
 
@@ -47,12 +47,12 @@ class CalibrationRun:
             fail(f"{text}: no such file of text", 2)
         return cls(Sampling(text, method or METHODS[0], samples, length, sequential), device)
 
-    def for_folder(self, model: Path, aim: Aim) -> tuple[Aim, Callable[[Path], None]]:
+    def for_folder(self, model: Path, aim: Conversion) -> tuple[Conversion, Callable[[Path], None]]:
         """The aim with what the numbers depend on, and the function that writes moments into a folder."""
         from dataclasses import replace
 
         from qdsl.checkpoint.detect.ignored import is_skipped
-        from qdsl.jobs.convert.aim import target_format
+        from qdsl.jobs.convert.target import target_format
 
         format = target_format(aim)
         options = {**aim.options, "storage": aim.storage}

@@ -42,10 +42,10 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
     from qdsl.codecs.huffman_windows.reference import THREADS
     from qdsl.jobs.compress import patterns as reading
     from qdsl.jobs.compress import run
-    from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim
+    from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Compression
     from qdsl.jobs.engine.others import check_folder
 
-    part = None if shard is None else read_part(shard)
+    part, label = read_part(shard)
     format = one_of(format, FORMATS)
     if format != "df11" and (patterns is not None or threads is not None or by_group or plain_config):
         fail("--patterns, --threads-per-block, --file-per-group and --plain-config are of df11", 2)
@@ -56,12 +56,12 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
     with reported(), exit_on_sigterm():
         if patterns is not None and not patterns.lstrip().startswith("{"):
             check_folder(out, Path(patterns))
-        aim = Aim(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
+        aim = Compression(format, threads or THREADS, None if patterns is None else reading.read(patterns), by_group,
                   tuple(component or ()), plain_config)
         report = run.compress(folder, aim, out, like=like, shapes=model_shapes, jobs=jobs, part=part, check=check,
                               force=force, tell=progress)
         report["notes"] += map(str, missing_in(folder))
-    print_compressed(report, as_json, "" if part is None else f"part {shard} of ")
+    print_compressed(report, as_json, label)
 
 
 def print_compressed(report: dict[str, Any], as_json: bool, part: str = "") -> None:
@@ -92,11 +92,11 @@ def decompress(folder: Annotated[Path, input_argument("A folder written by `comp
     """
     from qdsl.jobs.compress import restore
 
-    part = None if shard is None else read_part(shard)
+    part, label = read_part(shard)
     with reported(), exit_on_sigterm():
         report = restore.decompress(folder, out, like=like, shapes=model_shapes, jobs=jobs, part=part, force=force,
                                     tell=progress)
-    print_restored(report, as_json, "" if part is None else f"part {shard} of ")
+    print_restored(report, as_json, label)
 
 
 def print_restored(report: dict[str, Any], as_json: bool, part: str = "") -> None:

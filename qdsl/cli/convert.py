@@ -52,10 +52,10 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     from qdsl.checkpoint.files.folder import Folder
     from qdsl.jobs.compress.units import FORMATS
     from qdsl.jobs.convert import run
-    from qdsl.jobs.convert.aim import aimed
+    from qdsl.jobs.convert.target import parse_conversion
     from qdsl.jobs.engine.others import check_folder
 
-    part = None if shard is None else read_part(shard)
+    part, label = read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
         fail("say what to write: --to awq, or another storage of the layers' format, keeps all numbers; --requantize fp8_block, "
              "or another format, with its --param, writes other numbers", 2)
@@ -63,7 +63,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     if to is not None and name_key(to) in FORMATS:
         fail(f"{to} is written by `qdsl compress --format {name_key(to)}`, from another lossless format too", 2)
     with reported(2):
-        aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
+        aim = parse_conversion(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits, producer=producer or "", allow_unknown=allow_unknown)
     with reported():
         check_folder(out, folder)                                # before layers are detected, which may take long
@@ -71,7 +71,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
         detected, transposed = compared(source, shaped_layers(source, layer_shapes))
         aim = replace(aim, transposed=transposed)
         report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=progress)
-    print_converted(report, as_json, "" if part is None else f"part {shard} of ")
+    print_converted(report, as_json, label)
 
 
 @app.command("merge-index")

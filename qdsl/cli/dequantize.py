@@ -72,10 +72,10 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
     from qdsl.checkpoint.files.folder import Folder
     from qdsl.jobs.compress.units import FORMATS
     from qdsl.jobs.convert import run
-    from qdsl.jobs.convert.aim import aimed
+    from qdsl.jobs.convert.target import parse_conversion
     from qdsl.jobs.engine.others import check_folder
 
-    part, patterns = None if shard is None else read_part(shard), read_patterns(skip)
+    (part, label), patterns = read_part(shard), read_patterns(skip)
     with reported(), exit_on_sigterm():
         check_folder(out, path)
         with Folder(path) as source:
@@ -86,9 +86,9 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
             if not detected.layers:
                 fail(f"{path}: no quantized layer: its weights are plain floats already")
             detected, transposed = compared(source, detected)
-            aim = replace(aimed(dtype, True, skip=patterns, allow_unknown=allow_unknown), transposed=transposed)
+            aim = replace(parse_conversion(dtype, True, skip=patterns, allow_unknown=allow_unknown), transposed=transposed)
             report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=progress)
-    print_dequantized(report, dtype, as_json, "" if part is None else f"part {shard} of ")
+    print_dequantized(report, dtype, as_json, label)
 
 
 def print_dequantized(report: dict[str, Any], dtype: str, as_json: bool, part: str = "") -> None:

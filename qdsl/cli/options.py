@@ -69,12 +69,14 @@ def read_size(text: str) -> int:
     return int(float(digits) * UNITS[unit])
 
 
-def read_part(text: str) -> tuple[int, int]:
-    """Parses I/N of --shard: the number of the part, from 1, and the number of parts."""
+def read_part(text: str | None) -> tuple[tuple[int, int] | None, str]:
+    """Parses I/N of --shard: the number of the part, from 1, and of all parts; and words for reports.  (None, '') without it."""
+    if text is None:
+        return None, ""
     place, _, count = text.partition("/")
     if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
         fail(f"--shard is I/N with I from 1 to N, not '{text}'", 2)
-    return int(place), int(count)
+    return (int(place), int(count)), f"part {text} of "
 
 
 def read_patterns(patterns: list[str] | None) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     from qdsl.checkpoint.detect.ledger import refuse
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.convert import run
-    from qdsl.jobs.convert.aim import aimed
+    from qdsl.jobs.convert.target import parse_conversion
     from qdsl.jobs.engine.others import check_folder
     from qdsl.jobs.gguf import quality
 
@@ -190,9 +190,9 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     if calibration is not None and shard is not None:
         fail("--calibrate runs the whole model: quantize it without --shard", 2)
     patterns = read_patterns(skip)
-    part = None if shard is None else read_part(shard)
+    part, label = read_part(shard)
     with reported(2):
-        aim = aimed(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()),
+        aim = parse_conversion(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()),
                     producer=producer or "", allow_unknown=allow_unknown)
     with reported(), exit_on_sigterm():
         if svg is not None:
@@ -206,4 +206,4 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]
             write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))
-    print_converted(report, as_json, "" if part is None else f"part {shard} of ")
+    print_converted(report, as_json, label)

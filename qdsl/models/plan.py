@@ -282,7 +282,7 @@ class _Planner:
             self.plan.unused += group.tensors.values()
             return
         members = self._members(group, stacks)
-        wrong = [*group.problems, *([group.unnamed] if group.unnamed else [])]
+        wrong = group.errors
         for own, parts in members.items():
             tensor, numbers = self.names.tensor(own), sum(group.parts[part] for part in parts)
             if tensor is None:

@@ -159,7 +159,7 @@ def _shapes_of(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     own = {name: shapes.get(name, ()) for name in group.parts}
     wrong = [f"{shown(name)} has {count} numbers, and is {list(own[name])} in the model" for name, count in group.parts.items()
              if len(own[name]) != 2 or math.prod(own[name]) != count]
-    if problems := [*group.problems, *([group.unnamed] if group.unnamed else []), *wrong]:
+    if problems := [*group.errors, *wrong]:
         raise ShardError(f"{shown(group.name)}: {problems[0]}")
     return {name: (shape[0], shape[1]) for name, shape in own.items()}
 

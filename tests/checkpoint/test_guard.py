@@ -22,9 +22,9 @@ from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
 from qdsl.generated import fp8_block, int8_channel, int_group
 from qdsl.jobs.compress import restore, run
-from qdsl.jobs.compress.units import FORMATS, Aim
+from qdsl.jobs.compress.units import FORMATS, Compression
 from qdsl.jobs.convert import run as converting
-from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.runtime import PackedWeight
 from tests.support import folders
@@ -51,7 +51,7 @@ def integers(storage: str = "gptq_v2", **options: Any) -> PackedWeight:
 def convert(path: Path, out: Path, to: str) -> dict[str, Any]:
     """The config of the folder that `convert` writes."""
     with Folder(path) as folder:
-        converting.convert(folder, layers(folder), aimed(to), out)
+        converting.convert(folder, layers(folder), parse_conversion(to), out)
     return config(out)
 
 
@@ -159,7 +159,7 @@ def test_plain_floats_are_not_guarded(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", folders.named({"up": integers()}))
     convert(path, tmp_path / "xpu", "xpu_int4pack")
     with Folder(tmp_path / "xpu") as folder:
-        converting.convert(folder, layers(folder), aimed("bf16", True), tmp_path / "out")
+        converting.convert(folder, layers(folder), parse_conversion("bf16", True), tmp_path / "out")
     assert config(tmp_path / "out") == {"model_type": "toy", "architectures": ["Toy"]}
 
 
@@ -182,7 +182,7 @@ def test_a_folder_without_a_config_gets_none_for_the_guard(tmp_path: Path) -> No
     path = folders.folder(tmp_path / "in", folders.named({"up": integers("awq")}))
     (path / "config.json").unlink()
     with Folder(path) as folder:
-        converting.convert(folder, layers(folder), aimed("xpu_int4pack"), tmp_path / "none")
+        converting.convert(folder, layers(folder), parse_conversion("xpu_int4pack"), tmp_path / "none")
     assert not (tmp_path / "none" / "config.json").exists()
     (path / "quantize_config.json").write_text(json.dumps({"quant_method": "awq", "bits": 4, "group_size": 32}))
     assert {*convert(path, tmp_path / "out", "xpu_int4pack")} == {"quantization_config", FIELD}
@@ -198,7 +198,7 @@ def test_compressed_and_restored(format: str, index: bool, tmp_path: Path) -> No
     path = folders.folder(tmp_path / "in", {"a.up.weight": matrix(64, 96), "head.bias": matrix(9)}, index=index, config=VISION)
     text = json.dumps(VISION, indent=3).replace("0000", "0e3") + "\n\n"
     (path / "config.json").write_text(text)
-    run.compress(path, Aim(format), tmp_path / "out")
+    run.compress(path, Compression(format), tmp_path / "out")
     data = config(tmp_path / "out")
     groups = {"dfloat11_config": {"version": "0.5.0", "threads_per_block": [512], "bytes_per_thread": 8,
                                   "pattern_dict": {r"a\.up": []}}} if format == "df11" else {}
@@ -229,10 +229,10 @@ def test_a_config_of_the_dfloat11_package(tmp_path: Path) -> None:
     assert not recognised(tmp_path / "out").problems
     refused = command("compress", path, "-f", "hlane", "--plain-config", "-o", tmp_path / "no")
     assert refused.exit_code == 2 and "--file-per-group and --plain-config are of df11" in refused.stderr
-    run.compress(path, Aim("df11", plain_config=True), tmp_path / "part", part=(1, 1))
+    run.compress(path, Compression("df11", plain_config=True), tmp_path / "part", part=(1, 1))
     assert stage.read_request(tmp_path / "part")["plain_config"] is True
     with pytest.raises(RewriteError, match="a compression to df11 was begun here"):
-        run.compress(path, Aim("df11"), tmp_path / "part")
+        run.compress(path, Compression("df11"), tmp_path / "part")
     run.merge(tmp_path / "part")
     assert folders.files(tmp_path / "part") == folders.files(tmp_path / "out")
 
@@ -247,7 +247,7 @@ def test_models_of_a_pipeline(format: str, tmp_path: Path) -> None:
         write(tmp_path / "pipe" / name / "model.safetensors", {"up.weight": weight})
         (tmp_path / "pipe" / name / "config.json").write_text(json.dumps(data))
     (tmp_path / "pipe" / "model_index.json").write_text('{"_class_name": "Pipe"}')
-    run.compress(tmp_path / "pipe", Aim(format), tmp_path / "out")
+    run.compress(tmp_path / "pipe", Compression(format), tmp_path / "out")
     assert config(tmp_path / "out" / "text_encoder").items() >= guarded(VISION).items()
     assert config(tmp_path / "out" / "transformer").keys() >= {"quantization_config"}
     assert FIELD not in config(tmp_path / "out" / "transformer")
@@ -268,7 +268,7 @@ def test_settings_of_other_layers_stay_alone(format: str, place: str, tmp_path: 
     path = folders.folder(tmp_path / "in", every, index=False, config=before)
     if place == "file":
         (path / "quantize_config.json").write_text(json.dumps(settings))
-    run.compress(path, Aim(format), tmp_path / "out")
+    run.compress(path, Compression(format), tmp_path / "out")
     data = config(tmp_path / "out")
     assert data.get("quantization_config") == (settings if place == "config" else None) and data[FIELD] == SENTENCE
     got = recognised(tmp_path / "out")
@@ -284,7 +284,7 @@ def test_a_guard_from_before_stays(tmp_path: Path) -> None:
     every = {**folders.named({"up": integers()}), "head.weight": matrix(64, 96)}
     path = folders.folder(tmp_path / "in", every, index=False)
     before = convert(path, tmp_path / "xpu", "xpu_int4pack")
-    run.compress(tmp_path / "xpu", Aim("hlane"), tmp_path / "out")
+    run.compress(tmp_path / "xpu", Compression("hlane"), tmp_path / "out")
     assert config(tmp_path / "out") == before
     assert {(layer.name, layer.format, layer.problems) for layer in recognised(tmp_path / "out").layers} == {
         ("up", "int_group", ()), ("head", "hlane", ())}
@@ -296,7 +296,7 @@ def test_a_guard_from_before_stays(tmp_path: Path) -> None:
 def test_what_lies_beside_groups_is_converted_under_a_guard(tmp_path: Path) -> None:
     """The folder still needs a reader of DF11, whoever reads the other layers."""
     path = folders.folder(tmp_path / "in", {**folders.named({"up": integers()}), "head.weight": matrix(64, 96)}, index=False)
-    run.compress(path, Aim("df11"), tmp_path / "df11")
+    run.compress(path, Compression("df11"), tmp_path / "df11")
     assert convert(tmp_path / "df11", tmp_path / "out", "awq")[FIELD] == SENTENCE
 
 
@@ -344,7 +344,7 @@ def test_settings_that_tensors_contradict(settings: dict[str, Any], tmp_path: Pa
 def test_settings_of_layers_that_are_gone(tmp_path: Path) -> None:
     """Groups of DF11 do not excuse a producer's settings of which there is no layer."""
     path = folders.folder(tmp_path / "in", {"a.up.weight": matrix(64, 96)}, index=False)
-    run.compress(path, Aim("df11"), tmp_path / "out")
+    run.compress(path, Compression("df11"), tmp_path / "out")
     [problem] = recognised(tmp_path / "out").problems
     assert problem.startswith("config.json: quantization_config says quant_method = gptq") and "no tensor is quantized" in problem
 
@@ -352,7 +352,7 @@ def test_settings_of_layers_that_are_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_settings_of_another_format_than_the_streams(format: str, tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", {"a.up.weight": matrix(64, 96)}, index=False, config={})
-    run.compress(path, Aim(format), tmp_path / "out")
+    run.compress(path, Compression(format), tmp_path / "out")
     data = config(tmp_path / "out")
     data["quantization_config"] |= {"format": "int_group", "storage": "awq"}
     (tmp_path / "out" / "config.json").write_text(json.dumps(data))

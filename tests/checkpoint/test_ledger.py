@@ -23,7 +23,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.core.producer import INLINE
 from qdsl.jobs.convert import run
-from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.target import parse_conversion
 from tests.support import folders, producer_folders
 from tests.support.converted_folders import weight
 from tests.support.paths import ROOT
@@ -196,10 +196,10 @@ def test_whoever_runs_or_rewrites_a_folder_refuses_it(tmp_path: Path) -> None:
     report = qdsl.load_weights_(model, path, rename, allow_unknown=True)
     assert len(report.allowed) == 1 and "mystery" in report.allowed[0] and "not computed: config.json" in str(report)
     with Folder(path) as folder, pytest.raises(CheckpointError, match="mystery"):
-        run.convert(folder, layers(folder), aimed("gptq_v1"), tmp_path / "refused")
+        run.convert(folder, layers(folder), parse_conversion("gptq_v1"), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     with Folder(path) as folder:
-        written = run.convert(folder, layers(folder), aimed("gptq_v1", allow_unknown=True), tmp_path / "out")
+        written = run.convert(folder, layers(folder), parse_conversion("gptq_v1", allow_unknown=True), tmp_path / "out")
     assert any("mystery" in note for note in written["notes"])
     wrong = two(tmp_path / "wrong", mystery="word")
     config = json.loads((wrong / "config.json").read_text())
@@ -216,12 +216,12 @@ def test_conversions_keep_what_nobody_understands_and_say_what_they_drop(tmp_pat
                 "mystery": unknown, "kv_cache_scheme": {"num_bits": 8}}
     path = folders.folder(tmp_path / "in", folders.named({"model.up": weight(storage="pack_quantized")}),
                           config={"quantization_config": settings})
-    for number, aim in enumerate((aimed("fp8_block", True), aimed("gptq_v2"))):
+    for number, aim in enumerate((parse_conversion("fp8_block", True), parse_conversion("gptq_v2"))):
         out = tmp_path / str(number)
         with Folder(path) as folder, pytest.raises(CheckpointError, match="mystery is"):
             run.convert(folder, layers(folder), aim, out)
         with Folder(path) as folder:
-            allowed = aimed(aim.label, aim.requantize, aim.params, allow_unknown=True)
+            allowed = parse_conversion(aim.label, aim.requantize, aim.params, allow_unknown=True)
             notes = run.convert(folder, layers(folder), allowed, out)["notes"]
         assert json.loads((out / "config.json").read_text())["quantization_config"]["mystery"] == unknown
         assert {f"the settings do not say {name} any more" for name in ("input_activations", "kv_cache_scheme")} <= {*notes}

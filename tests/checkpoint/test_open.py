@@ -18,7 +18,7 @@ from qdsl.checkpoint.files.gguf_write import write as write_gguf
 from qdsl.checkpoint.files.safetensors import CheckpointError, bytes_of, read_header, write
 from qdsl.generated import fp8_block, hlane, hqq, nf4, nvfp4, q4_0, q8_0
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.models.load import fill_model
 from qdsl.models.plan import LoadError
 from qdsl.runtime import PackedWeight
@@ -111,7 +111,7 @@ def test_a_pipeline_of_several_models(tmp_path: Path) -> None:
 def test_groups_of_weights_that_are_coded_together(tmp_path: Path) -> None:
     tensors = {f"layers.0.{name}.weight": weight(64, 128, seed).bfloat16() for seed, name in enumerate(("q", "k"))}
     folder(tmp_path / "plain", tensors)
-    compress(tmp_path / "plain", Aim("df11", patterns={r"layers\.\d+": ["q", "k"]}), tmp_path / "df11")
+    compress(tmp_path / "plain", Compression("df11", patterns={r"layers\.\d+": ["q", "k"]}), tmp_path / "df11")
     with qdsl.open(tmp_path / "df11") as checkpoint:
         assert list(checkpoint.groups) == ["layers.0"] and checkpoint.layers == {}
         for name, dense in tensors.items():
@@ -247,7 +247,7 @@ def test_shapes_that_only_the_caller_knows(tmp_path: Path, module: object) -> No
 
 def test_groups_of_headers_are_a_problem_that_is_told(tmp_path: Path) -> None:
     folder(tmp_path / "plain", {f"layers.{name}.weight": weight(64, 128).bfloat16() for name in ("q", "k")})
-    compress(tmp_path / "plain", Aim("df11", patterns={"layers": ["q", "k"]}), tmp_path / "df11")
+    compress(tmp_path / "plain", Compression("df11", patterns={"layers": ["q", "k"]}), tmp_path / "df11")
     entries = read_header(tmp_path / "df11" / "model.safetensors").tensors
     checkpoint = qdsl.open_headers(list(entries), [entry.dtype for entry in entries.values()],
                                    [entry.shape for entry in entries.values()])

@@ -21,8 +21,8 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.core.producer import ProducerError, check, producer_of, read_yaml
 from qdsl.generated import int_group
-from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.run import convert
+from qdsl.jobs.convert.target import parse_conversion
 from tests.support.paths import ROOT
 
 GUIDE = ROOT / "docs" / "language" / "detection.md"
@@ -62,7 +62,7 @@ def read(path: Path) -> tuple[Layer, Any, Mapping[str, str]]:
 
 def converted(path: Path, to: str, out: Path) -> dict[str, Any]:
     with Folder(path) as folder:
-        return convert(folder, layers(folder), aimed(to), out)
+        return convert(folder, layers(folder), parse_conversion(to), out)
 
 
 @pytest.mark.usefixtures("acme")

@@ -24,7 +24,7 @@ from qdsl.checkpoint.report.contents import contents
 from qdsl.cli import app
 from qdsl.generated import fp8_block, int_group
 from qdsl.jobs.compress import run
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from tests.support import folders, ggufs
 from tests.support.http_server import Server, serve
 
@@ -289,7 +289,7 @@ def test_inspect_reads_what_tells_formats(server: Server, tmp_path: Path) -> Non
     large = folders.folder(tmp_path / "large", folders.named({"up": weight}), config={"quantization_config": {
         "quant_method": "fp8", "weight_block_size": [128, 128]}})
     blocks = {"a.weight": torch.randn(512, 4096).bfloat16(), "b.weight": torch.randn(512, 4096).bfloat16()}
-    run.compress(folders.folder(tmp_path / "blocks", blocks, config={}), Aim("df11"), tmp_path / "df11")
+    run.compress(folders.folder(tmp_path / "blocks", blocks, config={}), Compression("df11"), tmp_path / "df11")
     for local in (path, tmp_path / "df11", large):
         server.log.clear()
         server.add_repository(f"toy/{local.name}", folders.files(local))

@@ -20,7 +20,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.jobs.convert import run
-from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.models.load import LoadError
 
 Settings = Mapping[str, Any]
@@ -138,7 +138,7 @@ def test_the_weight_is_right(name: str, tmp_path: Path) -> None:
     wanted = folder(tmp_path / "in", *RIGHT[name])
     assert (computed(tmp_path / "in") - wanted).norm() <= 1e-6 * wanted.norm()
     with Folder(tmp_path / "in") as read:
-        run.convert(read, layers(read), aimed("q8_0", True), tmp_path / "out")
+        run.convert(read, layers(read), parse_conversion("q8_0", True), tmp_path / "out")
     assert (computed(tmp_path / "out") - wanted).norm() <= 2e-2 * wanted.norm()
 
 

@@ -19,8 +19,8 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import read_header, write
 from qdsl.cli import app
 from qdsl.generated import fp8_block, fp8_channel, fp8_tensor, nf4, nvfp4_modelopt, ocp_mxfp4, ocp_mxfp8
-from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.run import convert
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.jobs.engine import RewriteError
 from tests.support.formats import same_bits
 
@@ -151,7 +151,7 @@ def test_a_plain_weight_is_not_taken_for_experts(tmp_path: Path) -> None:
 
 def converted(path: Path, out: Path, to: str, **options: Any) -> Layer:
     with Folder(path) as folder:
-        convert(folder, layers(folder), aimed(to, **options), out)
+        convert(folder, layers(folder), parse_conversion(to, **options), out)
     with Folder(out) as folder:
         return layers(folder).layers[0]
 

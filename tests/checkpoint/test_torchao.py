@@ -24,8 +24,8 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, read_header, write
 from qdsl.cli import app
 from qdsl.generated import fp8_channel, fp8_tensor, int8_channel, int_group, nvfp4_modelopt, ocp_mxfp4
-from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.run import convert
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.jobs.engine import RewriteError
 from tests.support.formats import ROOT, same_bits
 
@@ -248,7 +248,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
 def converted(path: Path, out: Path, to: str, **options: Any) -> dict[str, Any]:
     with open_models(path) as models:
         (folder,) = models.values()
-        return convert(folder, layers(folder), aimed(to, **options), out)
+        return convert(folder, layers(folder), parse_conversion(to, **options), out)
 
 
 def metadata(path: Path) -> dict[str, str]:

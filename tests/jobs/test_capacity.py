@@ -16,7 +16,7 @@ from qdsl.cli.app import Failure
 from qdsl.cli.options import read_size
 from qdsl.generated import fp8_channel, nvfp4_ct, q8_0
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.jobs.convert.capacity import AS_STORED, CHOICES, LOSSLESS, Capacity, Need, capacity
 from qdsl.jobs.engine import RewriteError
 
@@ -88,7 +88,7 @@ def test_needs_of_packed_models(tmp_path: Path) -> None:
     tensors = {f"blocks.{block}.{name}.weight": weight for block in range(2) for name in ("up", "down")}
     write(tmp_path / "plain" / "model.safetensors", {**tensors, "norm.weight": torch.ones(256, dtype=torch.bfloat16)})
     for format, decoded in (("fix4", 1), ("df11", 2)):
-        compress(tmp_path / "plain", Aim(format), tmp_path / format)
+        compress(tmp_path / "plain", Compression(format), tmp_path / format)
         model, = capacity(tmp_path / format, GB).models
         assert model.weights == 4 * weight.numel() + 256
         assert model.needs[AS_STORED].scratch == decoded * weight.nbytes

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 from qdsl.jobs.engine import RewriteError
 from tests.jobs.test_quantize_folder import COLUMNS, ROWS, check_opens, drawn, expected, plain_folder, quantize
 from tests.support import folders
@@ -28,8 +28,8 @@ def test_settings_of_a_chosen_producer(tmp_path: Path, to: str, params: dict[str
     """Of plain layers, and of a folder that is quantized already: the same weights, and settings that detection reads alike."""
     tensors = {"up.weight": drawn(ROWS, COLUMNS), "lm_head.weight": drawn(96, COLUMNS)}
     path, out = plain_folder(tmp_path / "in", tensors), tmp_path / "out"
-    chosen = aim.aimed(to, True, params, (), producer=producer)
-    assert aim.Aim(**chosen.data()).producer == producer         # as `merge-index` reads it
+    chosen = target.parse_conversion(to, True, params, (), producer=producer)
+    assert target.Conversion(**chosen.data()).producer == producer         # as `merge-index` reads it
     run.quantize(path, chosen, out)
     weights = {"up": expected(tensors["up.weight"], to, params)}
     check_opens(out, weights)
@@ -43,7 +43,7 @@ def test_settings_of_a_chosen_producer(tmp_path: Path, to: str, params: dict[str
                 "up.weight": "F8_E4M3", "up.weight_scale": "F32", "lm_head.weight": "BF16"}
     quantize(path, tmp_path / "default", to, params)
     with Folder(tmp_path / "default") as folder:
-        run.convert(folder, layers(folder), aim.aimed(to.partition(".")[2], producer=producer), tmp_path / "again")
+        run.convert(folder, layers(folder), target.parse_conversion(to.partition(".")[2], producer=producer), tmp_path / "again")
     check_opens(tmp_path / "again", weights)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == settings
 
@@ -59,7 +59,7 @@ def test_models_of_diffusers(tmp_path: Path, to: str, scales: dict[str, Any], re
     """vLLM-Omni calls Fp8Config(**settings): no other names, and plain layers by whole names, even where others contain one."""
     tensors = {f"{LAYER}.weight": drawn(128, 256), "proj_out.weight": drawn(96, 256), "pos.wte.weight": drawn(64, 256)}
     path, out = plain_folder(tmp_path / "in", tensors, config={"_class_name": "FluxTransformer2DModel"}), tmp_path / "out"
-    report = run.quantize(path, aim.aimed(to, True, {}, ["proj_out"], producer="fp8"), out)
+    report = run.quantize(path, target.parse_conversion(to, True, {}, ["proj_out"], producer="fp8"), out)
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings == {"quant_method": "fp8", **scales, "is_checkpoint_fp8_serialized": True,
                         "ignored_layers": ["pos.wte", "proj_out"]}
@@ -78,7 +78,7 @@ def test_scales_of_inputs(tmp_path: Path, static: tuple[str, ...], config: dict[
     scales = {f"{name}.input_scale": torch.tensor(0.5) for name in static}
     settings = json.loads((tmp_path / "dynamic" / "config.json").read_text())
     path = folders.folder(tmp_path / "static", {**load_file(file), **scales}, config=settings, index=False)
-    out, chosen = tmp_path / "out", aim.aimed("safetensors", producer="fp8")
+    out, chosen = tmp_path / "out", target.parse_conversion("safetensors", producer="fp8")
     with Folder(path) as folder:
         if len(static) == 1:
             with pytest.raises(RewriteError, match=r"'fp8' describe .*, some of which have input_scale and some not;"):
@@ -99,11 +99,11 @@ def test_scales_of_inputs(tmp_path: Path, static: tuple[str, ...], config: dict[
 def test_a_producer_that_has_no_settings_for_the_storage(tmp_path: Path, to: str, producer: str, others: str) -> None:
     path = plain_folder(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})
     with pytest.raises(RewriteError, match=rf"no settings of '{producer}' describe its layers in {to}.*; those of {others}.* do"):
-        run.quantize(path, aim.aimed(to, True, {}, (), producer=producer), tmp_path / "out")
+        run.quantize(path, target.parse_conversion(to, True, {}, (), producer=producer), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("producer", "near"), [("compressed_tensors", "compressed-tensors"), ("gptqq", "gptq")])
 def test_a_producer_that_is_none(producer: str, near: str) -> None:
     with pytest.raises(RewriteError, match=rf"no producer '{producer}'; did you mean {near}"):
-        aim.aimed("fp8_tensor", True, {}, (), producer=producer)
+        target.parse_conversion("fp8_tensor", True, {}, (), producer=producer)

@@ -24,7 +24,7 @@ from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.generated import bf16, fix4, hlane
 from qdsl.jobs.compress import patterns, restore, run
 from qdsl.jobs.compress.tensors import Coded
-from qdsl.jobs.compress.units import FORMATS, Aim
+from qdsl.jobs.compress.units import FORMATS, Compression
 from qdsl.jobs.engine import RewriteError
 from tests.support import folders
 from tests.support.bf16_folders import CONFIG, DF11, model, normal, sharded_model, toy_folder, without
@@ -82,7 +82,7 @@ def test_groups_are_decoded_weight_by_weight(toy: Path) -> None:
 def test_a_file_for_each_group(toy: Path, tmp_path: Path) -> None:
     """With all that lies in its module, as with save_single_file=False."""
     group_patterns = json.dumps({r"layers\.\d+": ["q", "ff.0", "ff.2"]})
-    run.compress(toy, Aim("df11", patterns=patterns.read(group_patterns), by_group=True), tmp_path / "out")
+    run.compress(toy, Compression("df11", patterns=patterns.read(group_patterns), by_group=True), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "layers_0.safetensors", "layers_1.safetensors",
                                                     "model.safetensors", checksums.FILE, ORIGINAL]
     with Folder(tmp_path / "out") as folder, Folder(DF11) as single:
@@ -100,7 +100,7 @@ def test_a_file_for_each_group(toy: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_there_and_back_again(format: str, sharded: Path, tmp_path: Path) -> None:
     """Files cut as they were, but DF11's; what is smaller as it is; and all that there was, back."""
-    report = run.compress(sharded, Aim(format), tmp_path / "out", check=True)
+    report = run.compress(sharded, Compression(format), tmp_path / "out", check=True)
     grown = ["head"]                                             # and in no format does it become larger
     assert [row["name"] for row in report["raw"]] == grown and "would take the place of" in report["raw"][0]["why"]
     assert report["matrices"] == 7 and report["bits_per_weight"] < 15 and report["checked"]
@@ -115,7 +115,7 @@ def test_there_and_back_again(format: str, sharded: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("format", "module"), [("hlane", hlane), ("fix4", fix4)])
 def test_weights_as_modules_have_them(format: str, module: Any, sharded: Path, tmp_path: Path) -> None:
     """A layer of a file is the format's own weight, found by its tensors, and says what it was."""
-    run.compress(sharded, Aim(format), tmp_path / "out")
+    run.compress(sharded, Compression(format), tmp_path / "out")
     settings = {"quant_method": "qdsl", "format": format, "storage": format, "version": 1}
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == guarded({**CONFIG, "quantization_config": settings})
     with Folder(tmp_path / "out") as folder, Folder(sharded) as old:
@@ -135,7 +135,7 @@ def test_weights_as_modules_have_them(format: str, module: Any, sharded: Path, t
 
 def test_hlane_without_what_was_kept(sharded: Path, tmp_path: Path) -> None:
     """The tensors say what they are; files are laid out as usual."""
-    run.compress(sharded, Aim("hlane"), tmp_path / "out")
+    run.compress(sharded, Compression("hlane"), tmp_path / "out")
     (tmp_path / "out" / ORIGINAL).unlink()
     report = restore.decompress(tmp_path / "out", tmp_path / "back")
     assert not differences(sharded, tmp_path / "back") and not report["exact"]
@@ -146,7 +146,7 @@ def test_hlane_without_what_was_kept(sharded: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["df11", "hlane"])
 def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> None:
-    report = run.compress(pipeline, Aim(format), tmp_path / "out", check=True)
+    report = run.compress(pipeline, Compression(format), tmp_path / "out", check=True)
     assert report["units"] == {"df11": 5, "hlane": 11}[format]
     files = folders.files(tmp_path / "out")
     before = folders.files(pipeline)
@@ -159,27 +159,28 @@ def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> No
     assert inspected.exit_code == 0
     assert all(f"{tmp_path / 'out' / name}: safetensors" in inspected.stdout for name in ("transformer", "text_encoder", "vae"))
     assert command("verify", pipeline, tmp_path / "back").stdout == "equal\n"
-    only = run.compress(pipeline, Aim(format, only=("transformer",)), tmp_path / "only")
+    only = run.compress(pipeline, Compression(format, only=("transformer",)), tmp_path / "only")
     assert only["units"] < report["units"]
-    run.compress(pipeline, Aim("fix4"), tmp_path / "fix4")
-    run.compress(tmp_path / "only", Aim("fix4"), tmp_path / "again", check=True)
+    run.compress(pipeline, Compression("fix4"), tmp_path / "fix4")
+    run.compress(tmp_path / "only", Compression("fix4"), tmp_path / "again", check=True)
     assert folders.files(tmp_path / "again") == folders.files(tmp_path / "fix4")
-    remaining = run.compress(tmp_path / "only", Aim(format, only=("text_encoder",)), tmp_path / "rest")
+    remaining = run.compress(tmp_path / "only", Compression(format, only=("text_encoder",)), tmp_path / "rest")
     assert only["units"] + remaining["units"] == report["units"]
     assert folders.files(tmp_path / "rest") == folders.files(tmp_path / "out")
     assert any(note.startswith("vae: stays as it is; `--component vae` compresses it") for note in report["notes"])
-    assert run.compress(pipeline, Aim(format, only=("vae",)), tmp_path / "vae")["matrices"] == 1
+    assert run.compress(pipeline, Compression(format, only=("vae",)), tmp_path / "vae")["matrices"] == 1
     with pytest.raises(RewriteError, match="no model 'unet': there are text_encoder, transformer, vae"):
-        run.compress(pipeline, Aim(format, only=("unet",)), tmp_path / "none")
+        run.compress(pipeline, Compression(format, only=("unet",)), tmp_path / "none")
 
 
 @pytest.mark.parametrize(("source", "aim"), [
-    ("df11", Aim("hlane")), ("df11", Aim("fix4")), ("df11", Aim("df11", threads=256)), ("hlane", Aim("df11")),
-    ("fix4", Aim("df11", patterns={r"model\.layers\.\d+": ["mlp.up", "mlp.q"]}))])
-def test_a_compressed_folder_in_another_format(source: str, aim: Aim, sharded: Path, tmp_path: Path,
+    ("df11", Compression("hlane")), ("df11", Compression("fix4")), ("df11", Compression("df11", threads=256)),
+    ("hlane", Compression("df11")),
+    ("fix4", Compression("df11", patterns={r"model\.layers\.\d+": ["mlp.up", "mlp.q"]}))])
+def test_a_compressed_folder_in_another_format(source: str, aim: Compression, sharded: Path, tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """The files that the plain folder would become; groups are decoded once, also where their matrices lie in several files."""
-    run.compress(sharded, Aim(source), tmp_path / "source")
+    run.compress(sharded, Compression(source), tmp_path / "source")
     run.compress(sharded, aim, tmp_path / "expected")
     monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)            # several pieces
     decoded: list[str] = []
@@ -197,13 +198,13 @@ def test_a_published_folder_becomes_hlane(toy: Path, tmp_path: Path) -> None:
     """Shapes come from another checkpoint's headers or from a model; parts of the work know them, too."""
     source = shutil.copytree(DF11, tmp_path / "in", ignore=shutil.ignore_patterns("*.npz"))
     with pytest.raises(RewriteError, match="says what shapes its matrices have; --like REF can, a folder or repository with"):
-        run.compress(source, Aim("hlane"), tmp_path / "out")
+        run.compress(source, Compression("hlane"), tmp_path / "out")
     result = command("compress", source, "-f", "hlane", "-o", tmp_path / "like", "-j", 1, "--like", toy, "--shard", "1/1")
     assert result.exit_code == 0 and command("merge-index", tmp_path / "like").exit_code == 0
     with Folder(toy) as folder:
         shapes = {name: folder.entry(name).shape for name in folder.names()}
-    run.compress(source, Aim("hlane"), tmp_path / "out", shapes=lambda folder: shapes, check=True)
-    run.compress(toy, Aim("hlane"), tmp_path / "expected")
+    run.compress(source, Compression("hlane"), tmp_path / "out", shapes=lambda folder: shapes, check=True)
+    run.compress(toy, Compression("hlane"), tmp_path / "expected")
     same, *others = (without(folders.files(tmp_path / name), "config.json", ORIGINAL, checksums.FILE)
                      for name in ("expected", "like"))
     assert others == [same]
@@ -213,19 +214,19 @@ def test_a_published_folder_becomes_hlane(toy: Path, tmp_path: Path) -> None:
     for wrong, message in (({}, r"nothing says the shape of '.*\.weight'; --like REF can"),
                            (dict.fromkeys(shapes, (1, 1)), r"has \d+ numbers, and not the shape \[1, 1\]")):
         with pytest.raises(RewriteError, match=message):
-            run.compress(source, Aim("hlane"), tmp_path / "wrong", shapes=lambda folder, wrong=wrong: wrong)
+            run.compress(source, Compression("hlane"), tmp_path / "wrong", shapes=lambda folder, wrong=wrong: wrong)
     write(tmp_path / "less.safetensors", {name: torch.zeros(shape).bfloat16() for name, shape in list(shapes.items())[1:]})
     with pytest.raises(RewriteError, match=r"less\.safetensors has no tensor|nothing says the shape of"):
-        run.compress(source, Aim("hlane"), tmp_path / "wrong", like=tmp_path / "less.safetensors")
+        run.compress(source, Compression("hlane"), tmp_path / "wrong", like=tmp_path / "less.safetensors")
 
 
 def test_files_that_libraries_read(tmp_path: Path) -> None:
     """A model of diffusers in a file for each group becomes files with an index, by the library's names."""
     path = folders.folder(tmp_path / "in", model(), config={"_class_name": "Toy"}, index=False)
-    run.compress(path, Aim("df11", by_group=True), tmp_path / "df11")
+    run.compress(path, Compression("df11", by_group=True), tmp_path / "df11")
     (tmp_path / "df11" / ORIGINAL).unlink()
     shapes = {name: tuple(tensor.shape) for name, tensor in model().items()}
-    run.compress(tmp_path / "df11", Aim("fix4"), tmp_path / "out", shapes=lambda folder: shapes)
+    run.compress(tmp_path / "df11", Compression("fix4"), tmp_path / "out", shapes=lambda folder: shapes)
     stem = "diffusion_pytorch_model"
     assert sorted(name for name in folders.files(tmp_path / "out") if "safetensors" in name) == [
         *(f"{stem}-0000{number}-of-00004.safetensors" for number in range(1, 5)), f"{stem}.safetensors.index.json"]
@@ -237,7 +238,7 @@ def test_files_that_libraries_read(tmp_path: Path) -> None:
 def test_what_lies_beside_a_pipeline_is_none_of_its_models(pipeline: Path, tmp_path: Path) -> None:
     """As FLUX.1-dev has its transformer a second time, for others."""
     write(pipeline / "flux1-dev.safetensors", model(1))
-    report = run.compress(pipeline, Aim("fix4", only=("transformer",)), tmp_path / "out")
+    report = run.compress(pipeline, Compression("fix4", only=("transformer",)), tmp_path / "out")
     assert "flux1-dev.safetensors holds other weights, and was not copied" in report["notes"]
     assert (tmp_path / "out" / "transformer" / ORIGINAL).exists() and not (tmp_path / "out" / "flux1-dev.safetensors").exists()
 
@@ -277,7 +278,7 @@ def test_layers_that_are_quantized_keep_their_settings(tmp_path: Path) -> None:
     every = {"head.weight": normal(128, 64), "up.weight": normal(64, 64).to(torch.float8_e4m3fn),
              "up.weight_scale_inv": torch.ones(1, 1)}
     path = folders.folder(tmp_path / "in", every, config=settings, index=False)
-    run.compress(path, Aim("hlane"), tmp_path / "out")
+    run.compress(path, Compression("hlane"), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == guarded(settings)
     with Folder(tmp_path / "out") as folder:
         assert {layer.name: (layer.format, layer.problems) for layer in layers(folder).layers} == {
@@ -287,7 +288,7 @@ def test_layers_that_are_quantized_keep_their_settings(tmp_path: Path) -> None:
 
 
 def test_a_file_by_itself(toy: Path, tmp_path: Path) -> None:
-    run.compress(toy / "model.safetensors", Aim("fix4"), tmp_path / "out")
+    run.compress(toy / "model.safetensors", Compression("fix4"), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", checksums.FILE, ORIGINAL]
     restore.decompress(tmp_path / "out", tmp_path / "back")
     assert folders.files(tmp_path / "back") == folders.files(toy)
@@ -333,7 +334,7 @@ def test_blocks_that_are_too_large_for_a_group() -> None:
 ])
 def test_patterns_that_do_not_fit(pattern_dict: dict[str, list[str]], message: str, sharded: Path, tmp_path: Path) -> None:
     with pytest.raises(RewriteError, match=message):
-        run.compress(sharded, Aim("df11", patterns=pattern_dict), tmp_path / "out")
+        run.compress(sharded, Compression("df11", patterns=pattern_dict), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -349,7 +350,7 @@ def test_what_df11_cannot_hold_stays(tmp_path: Path) -> None:
     every = {"inf.weight": normal(64, 64), "zero.weight": torch.zeros(64, 64).bfloat16(), "w.weight": normal(64, 64)}
     every["inf.weight"][3, 5] = torch.inf
     path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
-    report = run.compress(path, Aim("df11"), tmp_path / "out", check=True)
+    report = run.compress(path, Compression("df11"), tmp_path / "out", check=True)
     assert [row["name"] for row in report["raw"]] == ["inf"] and report["matrices"] == 2
     assert "exponent 255" in report["raw"][0]["why"] and "hlane or fix4" in report["raw"][0]["why"]
     restore.decompress(tmp_path / "out", tmp_path / "back")
@@ -364,7 +365,7 @@ def test_shared_memory_of_groups(tmp_path: Path) -> None:
     every = {"flat.weight": normal(512, 512), "up.weight": normal(256, 512)}
     every["flat.weight"][:200] = 0
     path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
-    run.compress(path, Aim("df11"), tmp_path / "out")
+    run.compress(path, Compression("df11"), tmp_path / "out")
     [flat, up] = json.loads(command("inspect", "--json", tmp_path / "out").stdout)["groups"]
     assert (flat["shared_memory"], flat["threads_that_fit"], flat["threads_per_block"]) == (67588, 256, 512)
     assert up["shared_memory"] < flat["shared_memory_limit"] == 49152 and up["threads_that_fit"] == 512
@@ -373,7 +374,7 @@ def test_shared_memory_of_groups(tmp_path: Path) -> None:
         result = command("inspect", tmp_path / "out", *map(str, options))
         assert result.exit_code == code and ("more than" not in result.stdout) == fits
     assert "more than 49152: 256 threads fit" in command("inspect", tmp_path / "out").stdout
-    run.compress(path, Aim("df11", threads=256), tmp_path / "less")
+    run.compress(path, Compression("df11", threads=256), tmp_path / "less")
     assert not decoded_differences(tmp_path / "out", tmp_path / "less")
     [flat, _] = json.loads(command("inspect", "--json", tmp_path / "less").stdout)["groups"]
     assert (flat["shared_memory"], flat["threads_per_block"]) == (33796, 256)

@@ -20,7 +20,7 @@ from qdsl.host import processes, system
 from qdsl.host.files import OutputError
 from qdsl.jobs.compress import df11, restore, run
 from qdsl.jobs.compress.exponent_forms import HLANE
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.jobs.engine import RewriteError, stage
 from tests.support import folders
 from tests.support.bf16_folders import CONFIG, normal, sharded_model, toy_folder, without
@@ -35,7 +35,7 @@ toy = pytest.fixture(scope="module")(toy_folder)
 def test_bytes_do_not_depend_on_processes_or_parts(format: str, sharded: Path, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)            # several pieces
-    whole = Aim(format)
+    whole = Compression(format)
     run.compress(sharded, whole, tmp_path / "one")
     run.compress(sharded, whole, tmp_path / "jobs", jobs=2)
     for part in ((2, 3), (1, 3)):
@@ -61,7 +61,7 @@ def test_as_many_processes_as_memory_holds(sharded: Path, tmp_path: Path, monkey
     assert [processes.affordable(size) for size in (0, 1 << 20, 100_000_000, 2 << 30)] == [64, 64, 10, 1]
     assert [processes.affordable(1 << 20, work) for work in (0, 1 << 29, 5 << 29)] == [1, 1, 5]
     monkeypatch.setattr(run, "affordable", lambda nbytes, _: asked.append(nbytes) or 1)
-    run.compress(sharded, Aim("hlane"), tmp_path / "out", jobs=None)
+    run.compress(sharded, Compression("hlane"), tmp_path / "out", jobs=None)
     assert asked == [160_000_000 + 5 * 2 * 128 * 64 // 2]
 
 
@@ -98,7 +98,7 @@ def test_killed_at_any_moment(back: bool, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)
     every = {f"{name}.weight": normal(40, 64) for name in "ab"}
     path = folders.folder(tmp_path / "in", every, {"norm": torch.ones(3)}, config=CONFIG)
-    run.compress(path, Aim("hlane"), tmp_path / "whole")
+    run.compress(path, Compression("hlane"), tmp_path / "whole")
     whole = folders.files(tmp_path / "whole")
     if back:
         whole = without(folders.files(path), "pytorch_model.bin")
@@ -107,7 +107,7 @@ def test_killed_at_any_moment(back: bool, tmp_path: Path, monkeypatch: pytest.Mo
         if back:
             restore.decompress(tmp_path / "whole", out)
         else:
-            run.compress(path, Aim("hlane"), out)
+            run.compress(path, Compression("hlane"), out)
 
     after = 0
     while killed(work, out := tmp_path / f"out{after}", after):
@@ -126,19 +126,19 @@ def test_killed_at_any_moment(back: bool, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run.compress(sharded, Aim("hlane"), out, part=(1, 1))
+    run.compress(sharded, Compression("hlane"), out, part=(1, 1))
     [piece] = (out / stage.STAGE / "pieces").iterdir()
     before = piece.stat().st_mtime_ns
-    run.compress(sharded, Aim("hlane"), out, part=(1, 1))
+    run.compress(sharded, Compression("hlane"), out, part=(1, 1))
     assert piece.stat().st_mtime_ns == before
     with pytest.raises(RewriteError, match="a compression to hlane was begun here"):
-        run.compress(sharded, Aim("fix4"), out)
+        run.compress(sharded, Compression("fix4"), out)
     name = "model-00002-of-00002.safetensors"
     write(sharded / name, {"model.layers.1.mlp.q.weight": normal(48, 64, seed=5), "head.weight": normal(8, 4),
                            "table.weight": torch.ones(70, 64)}, {"format": "pt"})
     with pytest.raises(RewriteError, match="pieces are not there, or not of"):
         run.merge(out)
-    run.compress(sharded, Aim("hlane"), out)
+    run.compress(sharded, Compression("hlane"), out)
     restore.decompress(out, tmp_path / "back")
     assert not differences(sharded, tmp_path / "back")
 
@@ -146,11 +146,11 @@ def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path
 def test_processes_have_no_torch(sharded: Path, tmp_path: Path) -> None:
     """Nor has the command: it and its processes begin in a tenth of a second."""
     code = ("import sys\nfrom pathlib import Path\nfrom qdsl.jobs.compress import restore, run\n"
-            "from qdsl.jobs.compress.units import Aim\n"
+            "from qdsl.jobs.compress.units import Compression\n"
             "from qdsl.checkpoint.report.contents import contents, lines\n"
             "for format in ('df11', 'hlane'):\n"
             "    out = Path(sys.argv[2]) / format\n"
-            "    run.compress(Path(sys.argv[1]), Aim(format), out, check=True)\n"
+            "    run.compress(Path(sys.argv[1]), Compression(format), out, check=True)\n"
             "    restore.decompress(out, Path(sys.argv[2]) / f'{format}_back')\n"
             "    lines(contents(out))\n"
             "assert 'torch' not in sys.modules and 'triton' not in sys.modules\n")
@@ -162,7 +162,7 @@ def test_processes_have_no_torch(sharded: Path, tmp_path: Path) -> None:
 
 def test_a_config_that_does_not_say_the_weights_of_groups(toy: Path, tmp_path: Path) -> None:
     """inspect says so; what was kept says it too."""
-    run.compress(toy, Aim("df11"), tmp_path / "out")
+    run.compress(toy, Compression("df11"), tmp_path / "out")
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
     for pattern_dict, message in (({r"layers\.\d+": ["q", "ff.0"]}, "dfloat11_config says 2 weights, and there are 3"),
@@ -179,7 +179,7 @@ def test_a_config_that_does_not_say_the_weights_of_groups(toy: Path, tmp_path: P
 def test_damaged_tensors_are_refused_by_their_names(sharded: Path, tmp_path: Path) -> None:
     """Also bits that decode to another matrix: the sums of what was compressed are kept."""
     for format, leaves in (("hlane", HLANE.tensor_names), ("df11", df11.NAMES)):
-        run.compress(sharded, Aim(format), tmp_path / format)
+        run.compress(sharded, Compression(format), tmp_path / format)
         with Folder(tmp_path / format) as folder:
             places = {name: (folder.file(name).path, folder.entry(name)) for name in folder.names()}
         for leaf in leaves:
@@ -202,7 +202,7 @@ def test_what_was_written_is_checked_before_it_takes_its_place(sharded: Path, tm
 
     def broken(shards: Any, place: Path, *options: Any) -> None:
         real(shards, place, *options)
-        path = stage.room(place, shards[0]) / shards[0].name
+        path = stage.shard_folder(place, shards[0]) / shards[0].name
         with Folder(path) as folder:
             at = folder.entry("model.layers.1.mlp.down.sign_mantissa").start
         data = bytearray(path.read_bytes())
@@ -211,7 +211,7 @@ def test_what_was_written_is_checked_before_it_takes_its_place(sharded: Path, tm
 
     monkeypatch.setattr(run, "write", broken)
     with pytest.raises(RewriteError, match=r"'model\.layers\.1\.mlp\.down\.weight' is another matrix when it is decoded"):
-        run.compress(sharded, Aim("fix4"), tmp_path / "out", check=True)
+        run.compress(sharded, Compression("fix4"), tmp_path / "out", check=True)
     with pytest.raises(ValueError, match=r"no \.safetensors file"):
         Folder(tmp_path / "out")
 
@@ -221,7 +221,7 @@ def test_what_was_written_is_checked_before_it_takes_its_place(sharded: Path, tm
     ({"files": {"../x.json": ""}}, "is not the name of a file"), ({"headers": {"a.safetensors": "{"}}, "header"),
     ({"groups": {"g": [1]}}, "groups are lists of names"), ({"crc": {"w": "x"}}, "crc is not a mapping")])
 def test_a_stranger_s_file_of_what_was_kept(change: dict[str, Any], message: str, toy: Path, tmp_path: Path) -> None:
-    run.compress(toy, Aim("hlane"), tmp_path / "out")
+    run.compress(toy, Compression("hlane"), tmp_path / "out")
     kept = tmp_path / "out" / ORIGINAL
     kept.write_text(json.dumps({**json.loads(kept.read_text()), **change}))
     with pytest.raises(ValueError, match=message):
@@ -234,9 +234,9 @@ def test_what_is_not_there_or_not_compressed(sharded: Path, toy: Path, tmp_path:
         restore.decompress(sharded, tmp_path / "out")
     write(tmp_path / "f32.safetensors", {"w.weight": torch.ones(4, 4)})
     with pytest.raises(RewriteError, match="no bfloat16 matrix"):
-        run.compress(tmp_path / "f32.safetensors", Aim("hlane"), tmp_path / "out")
+        run.compress(tmp_path / "f32.safetensors", Compression("hlane"), tmp_path / "out")
     with pytest.raises(OutputError, match="the output "):
-        run.compress(sharded, Aim("hlane"), sharded / "out")
+        run.compress(sharded, Compression("hlane"), sharded / "out")
     write(tmp_path / "taken.safetensors", {"w.weight": normal(64, 64), "w.words": torch.ones(3)})
     with pytest.raises(RewriteError, match=r"two tensors would be called 'w\.words'"):
-        run.compress(tmp_path / "taken.safetensors", Aim("hlane"), tmp_path / "out")
+        run.compress(tmp_path / "taken.safetensors", Compression("hlane"), tmp_path / "out")

@@ -15,7 +15,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import fp8_tensor, int8_channel, int8_tensor, int_group
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 from tests.support import folders
 from tests.support.converted_folders import convert, group_of, requantized, two_layers, weight
 from tests.support.formats import same_bits
@@ -233,6 +233,6 @@ def test_what_vllm_loads_no_more(to: str, params: dict[str, Any], why: str, tmp_
     write(tmp_path / "in" / "model.safetensors", {"model.up.weight": torch.randn(64, 128).bfloat16()}, {})
     (tmp_path / "in" / "config.json").write_text('{"model_type": "toy", "architectures": ["Toy"]}')
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
-    report = run.quantize(tmp_path / "in", aim.aimed(to, True, params, ()), tmp_path / "out")
+    report = run.quantize(tmp_path / "in", target.parse_conversion(to, True, params, ()), tmp_path / "out")
     assert report["not_read_by"][""]["vLLM"] == f"its loaders know no {why}"
     assert report["readers"][""].startswith("qdsl, ") and "vLLM" not in report["readers"][""]

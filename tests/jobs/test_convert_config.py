@@ -16,7 +16,7 @@ from qdsl.checkpoint.detect.quantization import quantization
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import fp8_block, fp8_tensor, int8_channel, int_group
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 from tests.support import folders
 from tests.support.converted_folders import convert, refused, requantized, two_layers, weight
 from tests.support.formats import same_bits
@@ -231,7 +231,8 @@ def test_a_place_of_one_producer_says_nothing_of_another(tmp_path: Path) -> None
 def test_what_gptq_says_of_what_is_quantized_anew(tmp_path: Path, symmetric: bool) -> None:
     path = folders.folder(tmp_path / "in", folders.named({"up": fp8_block.quantize(torch.randn(128, 128))}), config={})
     with Folder(path) as folder:
-        run.convert(folder, layers(folder), aim.aimed("int_group.gptq_v2", True, {"symmetric": symmetric}), tmp_path / "out")
+        aim = target.parse_conversion("int_group.gptq_v2", True, {"symmetric": symmetric})
+        run.convert(folder, layers(folder), aim, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (written["desc_act"], written["sym"]) == (False, symmetric)
 
@@ -239,7 +240,7 @@ def test_what_gptq_says_of_what_is_quantized_anew(tmp_path: Path, symmetric: boo
 def test_plain_floats_have_no_settings(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "in", folders.named({"up": weight()}))
     with Folder(path) as folder:
-        run.convert(folder, layers(folder), aim.aimed("bf16", True), tmp_path / "out")
+        run.convert(folder, layers(folder), target.parse_conversion("bf16", True), tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
         assert layers(folder).problems == [] and folder.config == {"model_type": "toy", "architectures": ["Toy"]}
 

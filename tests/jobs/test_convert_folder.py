@@ -17,10 +17,10 @@ from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.generated import int8_channel, int_group
 from qdsl.host.files import OutputError
-from qdsl.jobs.convert import aim, plan_conversion, run
+from qdsl.jobs.convert import plan_conversion, run, target
 from qdsl.jobs.convert.run import merge
 from qdsl.jobs.engine import RewriteError, stage, work
-from qdsl.jobs.engine.shards import share
+from qdsl.jobs.engine.shards import balanced_part
 from qdsl.runtime import PackedWeight
 from tests.support import folders
 from tests.support.converted_folders import TWO, convert, refused, two_files, two_layers, weight
@@ -63,9 +63,9 @@ def test_private_files_are_not_copied(sharded: Path, tmp_path: Path) -> None:
     (blobs / "0123").write_text("cached")
     (tmp_path / "id_rsa").write_text("key")
     (sharded / ".env").write_text("token")
-    for name, target in {"notes.txt": tmp_path / "id_rsa", "readme.md": blobs / "0123",
+    for name, place in {"notes.txt": tmp_path / "id_rsa", "readme.md": blobs / "0123",
                          "words.txt": sharded / "tokenizer" / "vocab.txt"}.items():
-        (sharded / name).symlink_to(target)
+        (sharded / name).symlink_to(place)
     report = convert(sharded, tmp_path / "out")
     written = folders.files(tmp_path / "out")
     assert (written["readme.md"], written["words.txt"]) == (b"cached", b"a\nb\n")
@@ -241,9 +241,9 @@ def test_bytes_do_not_depend_on_processes_or_parts(sharded: Path, tmp_path: Path
 
 def test_parts_are_of_about_the_same_size() -> None:
     shards = [type("S", (), {"name": str(size), "size": size})() for size in (3, 9, 4, 2, 8)]
-    parts = [[shard.size for shard in share(shards, place, 2)] for place in (1, 2)]
+    parts = [[shard.size for shard in balanced_part(shards, place, 2)] for place in (1, 2)]
     assert parts == [[3, 9, 2], [4, 8]]
-    assert [share(shards[:1], place, 2) for place in (1, 2)] == [shards[:1], []]
+    assert [balanced_part(shards[:1], place, 2) for place in (1, 2)] == [shards[:1], []]
 
 
 def test_two_processes_do_not_write_one_shard(sharded: Path, tmp_path: Path) -> None:
@@ -252,8 +252,8 @@ def test_two_processes_do_not_write_one_shard(sharded: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     convert(sharded, out, part=(1, 2))
     with Folder(sharded) as folder:
-        planned = plan_conversion.plan(folder, layers(folder), aim.Aim("", "awq"))
-    room = next(stage.room(out / stage.STAGE, shard) for shard in planned.shards if not stage.is_whole(shard, out))
+        planned = plan_conversion.plan(folder, layers(folder), target.Conversion("", "awq"))
+    room = next(stage.shard_folder(out / stage.STAGE, shard) for shard in planned.shards if not stage.is_staged(shard, out))
     room.mkdir()
     with stage.lock_folder(room), pytest.raises(RewriteError, match=rf"{room}: another process is writing here"):
         convert(sharded, out)
@@ -262,9 +262,9 @@ def test_two_processes_do_not_write_one_shard(sharded: Path, tmp_path: Path) -> 
         with pytest.raises(RewriteError, match=rf"{out / stage.STAGE}: another process is writing here"):
             merge(out)
     assert not (out / INDEX).exists()
-    before = [stage.place(shard, out).stat() for shard in planned.shards]
+    before = [stage.shard_path(shard, out).stat() for shard in planned.shards]
     work.write(planned.shards, out / stage.STAGE, 1, lambda done, name: None)                # planned before the other was done
-    assert [stage.place(shard, out).stat() for shard in planned.shards] == before
+    assert [stage.shard_path(shard, out).stat() for shard in planned.shards] == before
     assert merge(out)["shards_written"] == 0
     gone = "does not exist any more; another process may have completed the work"
     with pytest.raises(RewriteError, match=gone), stage.lock_folder(out / stage.STAGE):
@@ -353,7 +353,7 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
 ])
 def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str,
                                                  option: str, expected: dict[str, object] | str) -> None:
-    aims: list[aim.Aim] = []
+    aims: list[target.Conversion] = []
     monkeypatch.setattr(run, "convert", lambda source, detected, aim, out, **options: aims.append(aim) or {})
     monkeypatch.setattr("qdsl.cli.convert.print_converted", lambda *_: None)
     result = command("convert", sharded, "--requantize", to, "--param", option, "-o", tmp_path / "out")

@@ -16,7 +16,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import fp8_channel
-from qdsl.jobs.convert import aim, encoded, run
+from qdsl.jobs.convert import encoded, run, target
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.work import batches
 from qdsl.runtime import PackedWeight
@@ -44,7 +44,7 @@ def fp8(tmp_path: Path) -> Path:
 
 def convert(path: Path, out: Path, to: str = "fp8_lane", **options: Any) -> dict[str, Any]:
     with Folder(path) as folder:
-        return run.convert(folder, layers(folder), aim.aimed(to), out, **options)
+        return run.convert(folder, layers(folder), target.parse_conversion(to), out, **options)
 
 
 def tensor_files(path: Path) -> dict[str, bytes]:
@@ -77,7 +77,7 @@ def test_bytes_do_not_depend_on_processes_or_parts(fp8: Path, tmp_path: Path, mo
     convert(fp8, tmp_path / "jobs", jobs=2)
     out = tmp_path / "parts"
     convert(fp8, out, part=(2, 3))
-    with pytest.raises(RewriteError, match=r"2 of 3 pieces of work are not there, or not of the input as it is now"):
+    with pytest.raises(RewriteError, match=r"2 of 3 pieces are not there, or not of the input as it is now"):
         run.merge(out)
     assert not list(out.glob("*.safetensors"))
     convert(fp8, out, part=(1, 3))
@@ -94,7 +94,7 @@ def test_what_is_old_is_encoded_again(fp8: Path, tmp_path: Path) -> None:
     convert(fp8, out, part=(1, 1))
     other = {**folders.named({"model.down": weight(7)}), "model.norm": torch.arange(5.0)}
     write(fp8 / "model-00002-of-00002.safetensors", other, {"format": "pt"})
-    with pytest.raises(RewriteError, match="1 of 2 pieces of work are not there"):
+    with pytest.raises(RewriteError, match="1 of 2 pieces are not there"):
         run.merge(out)
     convert(fp8, out)
     with Folder(out) as folder:
@@ -129,7 +129,7 @@ def test_plain_layers_are_quantized_into_an_entropy_code(tmp_path: Path) -> None
     tensors = {f"model.{name}.weight": torch.randn(64, 128, generator=torch.Generator().manual_seed(i)).bfloat16()
                for i, name in enumerate(("up", "down"))}
     path = folders.folder(tmp_path / "in", tensors, config={"model_type": "toy"})
-    reports = {storage: run.quantize(path, aim.aimed(f"fp8_channel.{storage}", True, {}, ()), tmp_path / storage)
+    reports = {storage: run.quantize(path, target.parse_conversion(f"fp8_channel.{storage}", True, {}, ()), tmp_path / storage)
                for storage in ("fp8_lane", "safetensors")}
     assert reports["fp8_lane"]["requantized"] == reports["safetensors"]["requantized"] != {}
     convert(tmp_path / "fp8_lane", tmp_path / "back", "safetensors")
@@ -147,7 +147,7 @@ def test_experts_in_one_tensor_are_refused_or_left(tmp_path: Path) -> None:
     with pytest.raises(RewriteError, match="an entropy code holds one matrix, and these are experts in one"):
         convert(path, tmp_path / "out")
     with Folder(path) as folder:
-        run.convert(folder, layers(folder), aim.aimed("fp8_lane", keep_misfits=True), tmp_path / "out")
+        run.convert(folder, layers(folder), target.parse_conversion("fp8_lane", keep_misfits=True), tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
         assert {layer.name: layer.storage for layer in layers(folder).layers} == {
             "model.experts.up_proj": "safetensors", "model.up": "fp8_lane"}

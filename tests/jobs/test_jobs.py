@@ -143,7 +143,7 @@ def test_an_input_that_changes_meanwhile_is_refused(job: str, inputs: Path, tmp_
     arguments = JOBS[job][0].format(tmp_path / "in").split()
     path = Path(arguments[1])
     path = path / "model-00001-of-00002.safetensors" if path.is_dir() else path
-    functions = {(stage, "note"): stage.note, (resume, "copy_chunks"): resume.copy_chunks}
+    functions = {(stage, "write_note"): stage.write_note, (resume, "copy_chunks"): resume.copy_chunks}
 
     def touching(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: (function(*arguments), os.utime(path, ns=(1, 1)))[0]

@@ -25,7 +25,7 @@ from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.cli import app
 from qdsl.host.files import OutputError
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.runtime import PackedWeight
 from tests.support import folders, language_models
@@ -58,7 +58,7 @@ def plain_folder(path: Path, tensors: dict[str, Tensor], shards: int = 1, config
 
 def quantize(path: Path, out: Path, to: str, params: dict[str, Any] | None = None, *, ignore: tuple[str, ...] = (),
              only: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
-    return run.quantize(path, aim.aimed(to, True, params, ignore, only), out, **options)
+    return run.quantize(path, target.parse_conversion(to, True, params, ignore, only), out, **options)
 
 
 def refused(path: Path, to: str, params: dict[str, Any] | None = None, **options: Any) -> str:

@@ -15,7 +15,7 @@ from qdsl.checkpoint.detect.layer_weights import weights
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.generated import int_group
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 from qdsl.jobs.engine import RewriteError
 from qdsl.runtime import PackedWeight
 from tests.support import folders
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 def requantized(path: Path, to: str, **params: int | str) -> Path:
     out = path.parent / "out"
     with Folder(path) as folder:
-        run.convert(folder, layers(folder), aim.aimed(to, True, params), out)
+        run.convert(folder, layers(folder), target.parse_conversion(to, True, params), out)
     return out
 
 

@@ -137,7 +137,7 @@ def test_an_interrupt_tells_where_work_lies(job: str, inputs: Path, tmp_path: Pa
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stage, "note", interrupted)
+    monkeypatch.setattr(stage, "write_note", interrupted)
     monkeypatch.setattr(resume, "copy_chunks", interrupted)
     command(*arguments.format(inputs).split(), "-o", tmp_path / name)
     place = tmp_path / name / stage.STAGE if job == "quantize folder" else next(tmp_path.glob(".qdsl-*.part"))

@@ -18,7 +18,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import int_group
 from qdsl.jobs.convert import run
-from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.jobs.engine import RewriteError
 from tests.models.test_transformers import loaded, logits, quantized
 from tests.support import checkpoints, folders
@@ -42,7 +42,7 @@ def test_what_it_writes_is_read_and_what_is_written_it_reads(tmp_path: Path, nam
         [layer] = layers(folder).layers
         [weight] = weights(folder, layer)
         assert layer.format == name and not layer.others and not layer.problems
-        run.convert(folder, layers(folder), aimed(name, True, {"block": 128}), tmp_path / "ours")
+        run.convert(folder, layers(folder), parse_conversion(name, True, {"block": 128}), tmp_path / "ours")
     with Folder(tmp_path / "ours") as folder:
         ours = {full.removeprefix("up."): folder.tensor(full) for full in folder.names()}
         [layer] = layers(folder).layers
@@ -85,9 +85,9 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str) -> None:
             assert decoded.equal(getattr(theirs["experts"], layer.name.removeprefix("experts.")))
         if nested:
             with pytest.raises(RewriteError, match="'weight_nested_offset' is one number for all experts there"):
-                run.convert(folder, detected, aimed(name, True, {"block": 128}), tmp_path / "ours")
+                run.convert(folder, detected, parse_conversion(name, True, {"block": 128}), tmp_path / "ours")
             return
-        run.convert(folder, detected, aimed(name, True, {"block": 128}), tmp_path / "ours")
+        run.convert(folder, detected, parse_conversion(name, True, {"block": 128}), tmp_path / "ours")
     with Folder(tmp_path / "ours") as folder:
         for layer in layers(folder).layers:
             weight = layer.name.removeprefix("experts.")
@@ -113,7 +113,7 @@ def test_int8_is_read_and_loads_in_transformers(tmp_path: Path) -> None:
     (tmp_path / "gptq").mkdir()
     quantized(tmp_path / "gptq", int_group, {"storage": "gptq_v2", "bits": 4, "group": 32}, folders.GPTQ)
     with Folder(tmp_path / "gptq") as folder:
-        run.convert(folder, layers(folder), aimed("bnb_int8", True), tmp_path / "out")
+        run.convert(folder, layers(folder), parse_conversion("bnb_int8", True), tmp_path / "out")
     model = loaded(tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
         detected = layers(folder).layers
@@ -138,7 +138,7 @@ def test_a_folder_loads_in_transformers(tmp_path: Path, name: str) -> None:
     config = json.loads((tmp_path / "gptq" / "config.json").read_text())
     (tmp_path / "gptq" / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))   # in which it decodes then
     with Folder(tmp_path / "gptq") as folder:
-        run.convert(folder, layers(folder), aimed(name, True, {"block": 32}), tmp_path / "out")
+        run.convert(folder, layers(folder), parse_conversion(name, True, {"block": 32}), tmp_path / "out")
     model = loaded(tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
         detected = layers(folder).layers

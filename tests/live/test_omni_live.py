@@ -39,7 +39,7 @@ from vllm_omni.quantization import build_quant_config
 
 import qdsl
 from qdsl.checkpoint.files.safetensors import write
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 from qdsl.models import omni
 from qdsl.models.vllm.methods import PackedLinearMethod
 from tests.support import diffusion_models as tiny
@@ -193,7 +193,7 @@ def test_fp8_folders_are_those_of_vllm_omni(to: str, tmp_path: Path, monkeypatch
     tensors = {own: tensor.contiguous() for own, tensor in tiny.random_model(name).state_dict().items()}
     write(plain / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
     ignore = [".*_embedder", ".*_modulation.*", "proj_out"]
-    run.quantize(plain, aim.aimed(to, True, {}, ignore, producer="fp8"), path)
+    run.quantize(plain, target.parse_conversion(to, True, {}, ignore, producer="fp8"), path)
     settings = json.loads((path / "config.json").read_text())["quantization_config"]
     config = build_quant_config(settings)
     assert type(config) is fp8.Fp8Config and config.is_checkpoint_fp8_serialized

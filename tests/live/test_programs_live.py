@@ -26,7 +26,7 @@ from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app
 from qdsl.generated import awq_gemv_fast, int_group
 from qdsl.jobs.convert import run
-from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.runtime import PackedWeight
 from tests.support import llama_mixes
 from tests.support.compatibility import cases
@@ -44,7 +44,7 @@ def written_layer(path: Path, to: str, **params: Any) -> tuple[dict[str, Tensor]
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).bfloat16()
     write(path / "plain" / "model.safetensors", {"model.up_proj.weight": weight}, {"format": "pt"})
     (path / "plain" / "config.json").write_text("{}")
-    run.quantize(path / "plain", aimed(to, True, params, ()), path / "out")
+    run.quantize(path / "plain", parse_conversion(to, True, params, ()), path / "out")
     with Folder(path / "out") as folder:
         [layer] = layers(folder).layers
         [packed] = weights(folder, layer)
@@ -93,7 +93,7 @@ def test_transformers_with_gptqmodel_reads_what_we_write(storage: str, tmp_path:
     config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(config).half().save_pretrained(tmp_path / "plain")
     params: dict[str, Any] = {"bits": 4, "group": 64, "symmetric": True}
-    run.quantize(tmp_path / "plain", aimed(f"int_group.{storage}", True, params, ()), tmp_path / "out")
+    run.quantize(tmp_path / "plain", parse_conversion(f"int_group.{storage}", True, params, ()), tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
     with Folder(tmp_path / "out") as folder:
         detected = layers(folder).layers

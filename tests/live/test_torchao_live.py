@@ -34,8 +34,8 @@ from qdsl.generated import (
     ocp_mxfp6,
     ocp_mxfp8,
 )
-from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.run import convert
+from qdsl.jobs.convert.target import parse_conversion
 from tests.support.formats import same_bits
 
 pytest.importorskip("torchao")
@@ -145,7 +145,7 @@ def test_it_loads_what_is_written(tmp_path: Path, format: Any, storage: str, to:
     says = {"quant_method": "qdsl", "format": format.FORMAT.name, "storage": storage, **packed.params}
     (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": says}))
     with Folder(tmp_path / "in") as folder:
-        convert(folder, layers(folder), aimed(to), tmp_path / "out")
+        convert(folder, layers(folder), parse_conversion(to), tmp_path / "out")
     with TensorFile(tmp_path / "out" / "model.safetensors") as file:
         assert is_metadata_torchao(file.header.metadata)
         loaded, unread = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
@@ -166,7 +166,7 @@ def test_it_loads_experts_that_are_written(tmp_path: Path, format: Any, storage:
     says = {"quant_method": "qdsl", "format": format.FORMAT.name, "storage": storage, **packed[0].params}
     (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": says}))
     with Folder(tmp_path / "in") as folder:
-        convert(folder, layers(folder), aimed(to), tmp_path / "out")
+        convert(folder, layers(folder), parse_conversion(to), tmp_path / "out")
     with TensorFile(tmp_path / "out" / "model.safetensors") as file:
         loaded, unread = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
     assert unread == {} and loaded.keys() == {"m.up"} and loaded["m.up"].shape == (2, 96, 192)

@@ -21,7 +21,7 @@ from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.cli.options import read_param
 from qdsl.jobs.convert import run
-from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.target import parse_conversion
 from tests.support import language_models
 from tests.support.compatibility import pairs
 from tests.support.paths import ROOT
@@ -47,7 +47,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for number, (case, pair) in enumerate(CASES.items()):
         to, *params = case.split()
         folder, decoded = root / str(number), {name: tensor.float() for name, tensor in language_models.weights("qwen3").items()}
-        report = run.quantize(plain, aimed(to, True, dict(map(read_param, params)), ()), folder)
+        report = run.quantize(plain, parse_conversion(to, True, dict(map(read_param, params)), ()), folder)
         assert ("vLLM" in report["readers"][""]) == ("knows no such" not in pair.result), case
         jobs.append({"model": str(folder), "dtype": "bfloat16"})
         if pair.kind == "tolerance":

@@ -20,7 +20,7 @@ import qdsl
 from qdsl.checkpoint.detect.guard import describes_model
 from qdsl.jobs.compress.restore import decompress
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.models.dense import make_dense
 from qdsl.models.plan import LoadError
 from qdsl.runtime.torch.module import PackedModule
@@ -184,7 +184,7 @@ def test_no_base(name: str, base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_files_are_those_of_the_package(name: str, kind: str, base: Path, tmp_path: Path) -> None:
     """Byte for byte.  T5's second name of its embedding is not in transformers' files, and the package writes it again."""
-    aim = Aim("df11", patterns=models.PATTERNS[name], plain_config=True, by_group=kind == "file_per_group")
+    aim = Compression("df11", patterns=models.PATTERNS[name], plain_config=True, by_group=kind == "file_per_group")
     compress(models.base_of(base, name), aim, tmp_path / "out")
     written, expected = files(tmp_path / "out"), files(models.DATA / kind / name)
     if name == "text_encoder_2":

@@ -22,7 +22,7 @@ from qdsl.checkpoint.files.safetensors import bytes_of, write
 from qdsl.cli import app
 from qdsl.generated import fp8_tensor
 from qdsl.jobs.compress import run as compression
-from qdsl.jobs.compress.units import Aim as Compression
+from qdsl.jobs.compress.units import Compression
 from qdsl.jobs.gguf.author_names import CLASSES
 from qdsl.models import traced
 from qdsl.models.gguf_maps import TensorRule, row_order

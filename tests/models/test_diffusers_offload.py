@@ -20,7 +20,7 @@ import qdsl
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.models.grouped import GroupedBlock, HiddenWeight
 from qdsl.runtime.torch.module import PackedModule
 
@@ -49,7 +49,7 @@ def pipelines(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """The pipeline in every lossless format."""
     folders = {format: tmp_path_factory.mktemp(format) / "Z-Image" for format in LOSSLESS}
     for format, folder in folders.items():
-        compress(plain, Aim(format), folder)
+        compress(plain, Compression(format), folder)
     return folders
 
 

@@ -13,7 +13,7 @@ import torch
 
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.jobs.compress import run as compression
-from qdsl.jobs.compress.units import Aim as Compression
+from qdsl.jobs.compress.units import Compression
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap
 from qdsl.models.plan import LoadError

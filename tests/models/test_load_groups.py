@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import qdsl
 from qdsl.generated import fp8_tensor, int_group, ocp_mxfp4, q8_0
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.models.plan import LoadError
 from tests.support.small_models import Mlp, files, folder, weight
 
@@ -152,7 +152,7 @@ def df11_folder(path: Path, model: nn.Module) -> Path:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     folder(path / "plain", tensors, {"model_type": "toy"})
     patterns = {r"layers\.\d+": ["up", "down"], "embed": []}
-    compress(path / "plain", Aim("df11", patterns=patterns), path / "df11")
+    compress(path / "plain", Compression("df11", patterns=patterns), path / "df11")
     return path / "df11"
 
 
@@ -271,7 +271,7 @@ def test_projections_that_torch_multiplies_itself_are_dense(tmp_path: Path) -> N
     assert report.dense.keys() == {"attention.out_proj.weight"}
     model["attention"](*torch.randn(3, 5, 2, 64).bfloat16())
     compress(folder(tmp_path / "plain", {name: parameter.detach() for name, parameter in dense.named_parameters()}, {}),
-             Aim("df11", patterns={r"attention\.out_proj": []}), tmp_path / "df11")
+             Compression("df11", patterns={r"attention\.out_proj": []}), tmp_path / "df11")
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2, device="meta")}).bfloat16()
     assert qdsl.load_weights_(model, tmp_path / "df11").dense.keys() == {"attention.out_proj.weight"}
     x = torch.randn(3, 5, 2, 64).bfloat16()
@@ -330,7 +330,7 @@ def test_blocks_with_groups_inside_of_blocks(tmp_path: Path) -> None:
     tensors = {name: parameter.detach() for name, parameter in dense.named_parameters()}
     inner = {r"layers\.\d+\.experts\.\d+": ["up", "down"]}
     patterns = {r"layers\.\d+": ["up", "down"], **inner}
-    compress(folder(tmp_path / "plain", tensors, {}), Aim("df11", patterns=patterns), tmp_path / "df11")
+    compress(folder(tmp_path / "plain", tensors, {}), Compression("df11", patterns=patterns), tmp_path / "df11")
     with torch.device("meta"):
         model = nn.ModuleDict({"layers": nn.Sequential(Outer(), Outer())}).bfloat16()
     qdsl.load_weights_(model, tmp_path / "df11")

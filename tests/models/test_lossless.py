@@ -15,7 +15,7 @@ from qdsl.checkpoint.files.folder import ORIGINAL, Folder
 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.cli import app
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.shapes import model_shapes
 
@@ -33,7 +33,7 @@ def command(*arguments: str | Path) -> Result:
 
 def published(source: Path, out: Path) -> Path:
     """DF11 as authors publish it whose config describes the model: no settings of qdsl, no file of what was kept."""
-    compress(source, Aim("df11", plain_config=True), out)
+    compress(source, Compression("df11", plain_config=True), out)
     for path in out.rglob(ORIGINAL):
         config, place = path.with_name("config.json"), path.parent.relative_to(out)
         stored = json.loads((source / place / "config.json").read_text())
@@ -123,8 +123,8 @@ def test_a_library_that_is_not_installed(df11: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_original_states_shapes(pipeline: Path, df11: Path, tmp_path: Path) -> None:
     """Of a whole pipeline, without its libraries."""
-    compress(df11, Aim("fix4"), tmp_path / "out", like=pipeline)
-    compress(pipeline, Aim("fix4"), tmp_path / "expected")
+    compress(df11, Compression("fix4"), tmp_path / "out", like=pipeline)
+    compress(pipeline, Compression("fix4"), tmp_path / "expected")
     for name in ("transformer", "text_encoder"):
         [file] = (tmp_path / "expected" / name).glob("*.safetensors")
         assert file.read_bytes() == (tmp_path / "out" / name / file.name).read_bytes()

@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import qdsl
 from qdsl.generated import fp8_block, int_group
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.models.lora import PackedLoraEmbedding, PackedLoraLinear
 from qdsl.models.peft import AdapterError, merge
 from tests.support.adapters import IDS, NAMES, TARGETS, Model, adapted, train
@@ -269,7 +269,7 @@ def test_adapters_over_a_group_of_coded_weights(tmp_path: Path) -> None:
     """DF11 codes weights of a block together: DoRA reads them decoded, and merging names the command that comes first."""
     names = {f"layers.{i}.{name}.weight": sample(128, 128, seed=i).bfloat16() for i in range(2) for name in ("up", "down")}
     source = folder(tmp_path / "plain" / "transformer", names, {"model_type": "toy"})
-    compress(source.parent, Aim("df11"), tmp_path / "df11")
+    compress(source.parent, Compression("df11"), tmp_path / "df11")
 
     class Block(nn.Module):
         def __init__(self) -> None:

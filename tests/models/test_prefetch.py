@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qdsl
 from qdsl.jobs.compress.run import compress
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.models import prefetch
 from qdsl.models.grouped import GroupedBlock
 from tests.support.small_models import Mlp, folder
@@ -72,7 +72,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     torch.manual_seed(0)
     dense, path = Model().bfloat16(), tmp_path_factory.mktemp("coded")
     source = folder(path / "plain", {name: parameter.detach() for name, parameter in dense.named_parameters()}, {})
-    compress(source, Aim("df11", patterns={r"layers\.\d+": ["up", "down"]}), path / "df11")
+    compress(source, Compression("df11", patterns={r"layers\.\d+": ["up", "down"]}), path / "df11")
     return dense, path / "df11"
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import qdsl
 from qdsl.cli import app
 from qdsl.jobs.compress import run as compression
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.units import Compression
 from qdsl.jobs.convert.config import own_settings
 from qdsl.models.dense import make_dense
 from qdsl.runtime.torch.layers import QuantizedLinear
@@ -177,7 +177,7 @@ def test_gpt2_compressed_without_loss(format: str, tmp_path: Path) -> None:
     """Matrices keep the axes that files give them, square or not."""
     model = tiny_models.tiny_model("gpt2").bfloat16()
     model.save_pretrained(tmp_path / "plain")
-    compression.compress(tmp_path / "plain", Aim(format), tmp_path / "in")
+    compression.compress(tmp_path / "plain", Compression(format), tmp_path / "in")
     assert near(logits(plugin.from_pretrained(tmp_path / "in", dtype=torch.float32)), logits(model.float()))
 
 

@@ -24,10 +24,9 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import fp8_block, fp8_channel, int8_channel, int_group, ocp_mxfp4
 from qdsl.jobs.compress import run as compressing
-from qdsl.jobs.compress.units import FORMATS
-from qdsl.jobs.compress.units import Aim as Compression
+from qdsl.jobs.compress.units import FORMATS, Compression
 from qdsl.jobs.convert import run
-from qdsl.jobs.convert.aim import Aim, aimed
+from qdsl.jobs.convert.target import Conversion, parse_conversion
 from tests.support import folders
 
 transformers = pytest.importorskip("transformers")
@@ -76,7 +75,7 @@ def loaded(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def check_converted(path: Path, aim: Aim, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+def check_converted(path: Path, aim: Conversion, dtype: torch.dtype = torch.float32, **options: Any) -> None:
     """A model of GPTQ's, converted, is the one of its decoded weights, which a folder without quantization has.
 
     options: of the weights that are converted.
@@ -128,7 +127,7 @@ def test_gptq_in_the_storage_of_compressed_tensors(tmp_path: Path, group: int) -
     options = {"storage": "gptq_v2", "bits": 4, "group": group, "scale_type": "f32", "symmetric": True}
     model = quantized(tmp_path / "gptq", int_group, options, {**folders.GPTQ, "group_size": group})
     with Folder(tmp_path / "gptq") as folder:
-        run.convert(folder, layers(folder), aimed("pack_quantized"), tmp_path / "out")
+        run.convert(folder, layers(folder), parse_conversion("pack_quantized"), tmp_path / "out")
     assert logits(loaded(tmp_path / "out")).equal(logits(model))
 
 
@@ -138,7 +137,7 @@ def test_gptq_in_the_storage_of_compressed_tensors(tmp_path: Path, group: int) -
 def test_a_converted_folder_loads(tmp_path: Path, to: str, params: dict[str, Any]) -> None:
     """With the config that `convert` writes."""
     pytest.importorskip("compressed_tensors")
-    check_converted(tmp_path, aimed(to, True, params))
+    check_converted(tmp_path, parse_conversion(to, True, params))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -152,7 +151,7 @@ def test_a_plain_folder_quantized(tmp_path: Path, to: str, params: dict[str, Any
     pytest.importorskip("compressed_tensors")
     model = tiny(tied)
     model.save_pretrained(tmp_path / "plain")
-    report = run.quantize(tmp_path / "plain", aimed(to, True, params, ()), tmp_path / "out")
+    report = run.quantize(tmp_path / "plain", parse_conversion(to, True, params, ()), tmp_path / "out")
     assert len(report["quantized"]) == 14 and report["readers"][""].startswith("qdsl, ")
     check_decoded(tmp_path / "out", model, dtype)
 
@@ -161,7 +160,7 @@ def test_a_plain_folder_quantized(tmp_path: Path, to: str, params: dict[str, Any
 @pytest.mark.parametrize("group", [32, -1])
 def test_bytes_with_and_without_zero_points(tmp_path: Path, group: int, symmetric: bool) -> None:
     pytest.importorskip("compressed_tensors")
-    check_converted(tmp_path, aimed("int_quantized"), bits=8, group=group, scale_type="f32", symmetric=symmetric)
+    check_converted(tmp_path, parse_conversion("int_quantized"), bits=8, group=group, scale_type="f32", symmetric=symmetric)
 
 
 @pytest.mark.parametrize("says", [{}, {"format": "pack-quantized"}])
@@ -175,7 +174,7 @@ def test_another_storage_of_compressed_tensors(tmp_path: Path, says: dict[str, A
     options = {"storage": "pack_quantized", "bits": 8, "group": -1, "scale_type": "f32", "symmetric": True}
     model = quantized(tmp_path / "in", int_group, options, settings)
     with Folder(tmp_path / "in") as folder:
-        run.convert(folder, layers(folder), aimed("int_quantized"), tmp_path / "out")
+        run.convert(folder, layers(folder), parse_conversion("int_quantized"), tmp_path / "out")
     assert logits(loaded(tmp_path / "out")).equal(logits(model))
 
 
@@ -184,7 +183,7 @@ def test_another_storage_of_compressed_tensors(tmp_path: Path, says: dict[str, A
 def test_small_floats_load(tmp_path: Path, to: str) -> None:
     """compressed-tensors decodes them to bfloat16."""
     pytest.importorskip("compressed_tensors")
-    check_converted(tmp_path, aimed(to, True), torch.bfloat16)
+    check_converted(tmp_path, parse_conversion(to, True), torch.bfloat16)
 
 
 def test_experts_in_one_tensor_are_those_of_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +205,7 @@ def test_experts_in_one_tensor_are_those_of_its_modules(tmp_path: Path, monkeypa
     config_dict = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config_dict, default=str))
     with Folder(tmp_path / "in") as folder:
-        run.convert(folder, layers(folder), aimed("fp8_block", True, {"bn": 32, "bk": 32}), tmp_path / "out")
+        run.convert(folder, layers(folder), parse_conversion("fp8_block", True, {"bn": 32, "bk": 32}), tmp_path / "out")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["unexpected_keys"]
     with Folder(tmp_path / "out") as folder:
@@ -300,7 +299,7 @@ def without_qdsl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "gptq").mkdir()
     quantized(root / "gptq", int_group, {"storage": "gptq_v2", "bits": 4, "group": 32, "symmetric": True}, folders.GPTQ)
     with Folder(root / "gptq") as folder:
-        run.convert(folder, layers(folder), aimed("xpu_int4pack"), root / "xpu_int4pack")
+        run.convert(folder, layers(folder), parse_conversion("xpu_int4pack"), root / "xpu_int4pack")
     gemma3().bfloat16().save_pretrained(root / "gemma3 before")
     compressing.compress(root / "gemma3 before", Compression("hlane"), root / "gemma3")
     shutil.copytree(root / "qwen3", root / "plain" / "text_encoder")

@@ -20,8 +20,8 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.checkpoint.report.shards import ShardError
 from qdsl.core.transforms import INPUT, Transform, base_of, bases
-from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.run import convert
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.dense import make_dense
 from qdsl.models.plan import LoadError
@@ -132,7 +132,7 @@ def test_no_dense_weight_contains_a_norm(name: str, tmp_path: Path) -> None:
 
 def converted(path: Path, to: str, out: Path) -> dict[str, Any]:
     with Folder(path) as source:
-        return convert(source, layers(source), aimed(to, requantize=True), out)
+        return convert(source, layers(source), parse_conversion(to, requantize=True), out)
 
 
 @pytest.mark.parametrize("name", recorded())

@@ -12,7 +12,7 @@ import torch
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.generated import int_group
-from qdsl.jobs.convert import aim, run
+from qdsl.jobs.convert import run, target
 from qdsl.jobs.engine import RewriteError
 from qdsl.runtime import PackedWeight
 from tests.support import folders
@@ -39,7 +39,7 @@ def two_files(tmp_path: Path, weights: dict[str, PackedWeight]) -> Path:
 
 def convert(path: Path, out: Path, to: str = "awq", **options: Any) -> dict[str, Any]:
     with Folder(path) as folder:
-        return run.convert(folder, layers(folder), aim.aimed(to), out, **options)
+        return run.convert(folder, layers(folder), target.parse_conversion(to), out, **options)
 
 
 def refused(path: Path, to: str, **options: Any) -> str:
@@ -60,4 +60,4 @@ def group_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def requantized(path: Path, out: Path, to: str, params: dict[str, int | str] | None = None, **options: Any) -> dict[str, Any]:
     with Folder(path) as folder:
-        return run.convert(folder, layers(folder), aim.aimed(to, True, params), out, **options)
+        return run.convert(folder, layers(folder), target.parse_conversion(to, True, params), out, **options)

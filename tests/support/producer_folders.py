@@ -21,11 +21,11 @@ from qdsl.checkpoint.detect.rules import numbers
 from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.jobs.compress import run as compression
-from qdsl.jobs.compress.units import Aim as Compression
+from qdsl.jobs.compress.units import Compression
 from qdsl.jobs.convert import run as conversion
-from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.config import own_settings
 from qdsl.jobs.convert.plan_conversion import full_name, small_tensors
+from qdsl.jobs.convert.target import parse_conversion
 from qdsl.runtime import PackedWeight
 from tests.support import formats, language_models
 
@@ -275,7 +275,7 @@ def write_folder(path: Path, kind: str | Kind, model: str, head: Tensor | None =
         source = path.with_name(f"{path.name} own")
         write_files(source, tensors, files, model)
         with Folder(source) as folder:
-            conversion.convert(folder, layers(folder), aimed(kind.converted), path)
+            conversion.convert(folder, layers(folder), parse_conversion(kind.converted), path)
     return decoded
 
 

@@ -47,6 +47,11 @@ class Group:
         """How many weights the group has."""
         return sum(self.parts.values())
 
+    @property
+    def errors(self) -> list[str]:
+        """Why its weights cannot be read by their names: problems of tensors, and what lacks names."""
+        return [*self.problems, *([self.unnamed] if self.unnamed else [])]
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -149,7 +149,7 @@ def group_weight(folder: Tensors, group: Group) -> PackedWeight:
     """The weight of a group, with all its numbers in rows of any size.  Raises CheckpointError if the group is invalid."""
     from qdsl.runtime.weight.packed import FormatError
 
-    if wrong := [*group.problems, *([group.unnamed] if group.unnamed else [])]:
+    if wrong := group.errors:
         raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
     module = import_module(f"qdsl.generated.{group.format}")
     columns = math.gcd(group.numbers, 1 << 12)                   # rows of any size, to decode some at a time

@@ -43,7 +43,7 @@ def check_layers(folder: Folder, ranks: int, whole_experts: bool = False) -> lis
     Headers do not state the shapes of weights that are coded as a group: these rows have shape (1, N * K).
     """
     rows = [Row(name.removesuffix(".weight"), "group", group.format, (1, count), "decoded and encoded again",
-                " ".join([*group.problems, *([group.unnamed] if group.unnamed else [])]))
+                " ".join(group.errors))
             for group in groups(folder) for name, count in group.parts.items()]
     for name, layer in packed_layers(folder).items():
         kind, pieces = _division(name, layer, folder.config, whole_experts)

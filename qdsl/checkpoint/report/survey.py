@@ -96,7 +96,7 @@ def _group(folder: Folder, group: Group, limit: int) -> dict[str, Any]:
     """A group, with the threads and shared memory of its kernel; None where its tensors do not state them."""
     from qdsl.core.codecs import StreamError
 
-    problems = [*group.problems, *([group.unnamed] if group.unnamed else [])]
+    problems = group.errors
     try:
         needs = memory(folder, group, limit)
     except StreamError as error:

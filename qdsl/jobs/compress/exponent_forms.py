@@ -24,7 +24,7 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Form:
+class ExponentFormat:
     """A format with one stream.  names: the storage's names of the stream's tensors, in the order of the code."""
     names: tuple[str, ...]
     own: tuple[str, ...]
@@ -59,5 +59,6 @@ class Form:
         return out
 
 
-HLANE = Form(("words", "starts", "table"), huffman_lanes.NAMES, huffman_lanes.encode, huffman_lanes.decode)
-FIX4 = Form(("codes", "base", "patch_start", "patch_index", "patch_exponent"), window.NAMES, window.encode, window.decode)
+HLANE = ExponentFormat(("words", "starts", "table"), huffman_lanes.NAMES, huffman_lanes.encode, huffman_lanes.decode)
+FIX4 = ExponentFormat(("codes", "base", "patch_start", "patch_index", "patch_exponent"), window.NAMES, window.encode,
+                      window.decode)

@@ -24,9 +24,9 @@ from qdsl.host.files import read_bytes
 from qdsl.jobs.compress import codecs, original
 from qdsl.jobs.compress.codecs import Shape
 from qdsl.jobs.compress.original import Original
-from qdsl.jobs.compress.tensors import Coded, Data, Part, bytes_of
+from qdsl.jobs.compress.tensors import Data, EncodedMatrices, EncodedMatrix, bytes_of
 from qdsl.jobs.engine import RewriteError
-from qdsl.jobs.engine.heads import with_ties
+from qdsl.jobs.engine.heads import config_with_ties
 from qdsl.jobs.engine.shards import Files, headers_index, shard_names
 
 WEIGHT = ".weight"
@@ -95,21 +95,22 @@ class Model:
             return [(name.removeprefix(module), self.entry(name).dtype, self.entry(name).shape, checksum_of(name))
                     for name in sorted(modules[module]) if not name.endswith(".bias")]
 
-        return with_ties(self.config, modules, lambda head, embedding: tensors(head) == tensors(embedding))
+        return config_with_ties(self.config, modules, lambda head, embedding: tensors(head) == tensors(embedding))
 
     def plain_texts(self) -> dict[str, str | None]:
         """The text files of the plain model by name; None for files that it does not have."""
         return {**(dict.fromkeys((ORIGINAL, "config.json")) if self.is_decoded else {}), **self.texts}
 
 
-def plain(folder: Folder) -> Model:
+def plain_model(folder: Folder) -> Model:
     """The model of a folder, without decoding."""
     names = ["config.json", folder.index_name] if folder.path.is_dir() else []
     texts = {name: read_bytes(folder.root / name).decode() for name in names if (folder.root / name).is_file()}
     return Model(folder, _files_of(folder), {name: bytes_of(folder, name) for name in folder.names()}, folder.index_name, texts)
 
 
-def decoded(folders: Mapping[str, Folder], like: str | Path | None = None, shapes: Shapes | None = None) -> dict[str, Model]:
+def decoded_models(folders: Mapping[str, Folder], like: str | Path | None = None,
+                   shapes: Shapes | None = None) -> dict[str, Model]:
     """The decoded models of compressed folders; plain ones as they are.
 
     like: a reference to a checkpoint with the same tensors, whose headers state shapes and files where the folder's do not.
@@ -126,7 +127,7 @@ def decoded(folders: Mapping[str, Folder], like: str | Path | None = None, shape
         return models
 
 
-def lasting(like: str | Path | None) -> str | None:
+def absolute_reference(like: str | Path | None) -> str | None:
     """A reference that names the same checkpoint from any working directory."""
     return None if like is None else str(Path(like).resolve() if Path(like).exists() else like)
 
@@ -138,7 +139,7 @@ def _files_of(folder: Folder) -> Files:
 def _decoded(folder: Folder, like: Folder | None, shapes: Shapes | None) -> Model:
     kept, detected = original.read(folder), layers(folder)
     if kept is None and not detected.groups and not any(layer.format in codecs.FORMS for layer in detected.layers):
-        return plain(folder)
+        return plain_model(folder)
     files: Files = kept.headers if kept is not None else {} if like is None else _files_of(like)
     parts = _parts(folder, detected, kept, files, shapes)
     streams = {full for layer in detected.layers if layer.format in codecs.FORMS for full in layer.tensors.values()}
@@ -160,18 +161,20 @@ def _decoded(folder: Folder, like: Folder | None, shapes: Shapes | None) -> Mode
     return Model(folder, files, data, index_name, texts, is_decoded=True, is_exact=kept is not None)
 
 
-def _parts(folder: Folder, detected: Layers, kept: Original | None, files: Files, shapes: Shapes | None) -> dict[str, Part]:
+def _parts(folder: Folder, detected: Layers, kept: Original | None, files: Files,
+           shapes: Shapes | None) -> dict[str, EncodedMatrix]:
     """The encoded matrices by name.  Raises RewriteError for damaged streams and unknown shapes."""
     entries = {name: entry for _, header in files.values() for name, entry in header.tensors.items()}
     crc = kept.crc if kept is not None else {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, EncodedMatrix] = {}
     for layer in detected.layers:
         if layer.format in codecs.FORMS:
             name = layer.name if layer.name in entries else f"{layer.name}{WEIGHT}".lstrip(".")
             tensors = {leaf: bytes_of(folder, full) for leaf, full in layer.tensors.items()}
             shape = entries[name].shape if name in entries else tuple(tensors["weight_shape"].read().tolist())
-            coded = Coded(str(folder.path), layer.format, layer.name, tensors, (name,), (shape,), (crc.get(name),), None)
-            parts[name] = Part(coded, 0)
+            coded = EncodedMatrices(str(folder.path), layer.format, layer.name, tensors, (name,), (shape,), (crc.get(name),),
+                                    None)
+            parts[name] = EncodedMatrix(coded, 0)
         elif not layer.format and kept is None:
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.why}")
     tensor_shapes: Mapping[str, Shape] = {name: entry.shape for name, entry in entries.items()}
@@ -186,16 +189,16 @@ def _parts(folder: Folder, detected: Layers, kept: Original | None, files: Files
                 raise RewriteError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape "
                                    f"{list(tensor_shapes[name])}")
         tensors = {leaf: bytes_of(folder, full) for leaf, full in group.tensors.items()}
-        coded = Coded(str(folder.path), group.format, group.name, tensors, names, tuple(tensor_shapes[name] for name in names),
-                      tuple(map(crc.get, names)), group.threads)
-        parts |= {name: Part(coded, number) for number, name in enumerate(names)}
+        coded = EncodedMatrices(str(folder.path), group.format, group.name, tensors, names,
+                                tuple(tensor_shapes[name] for name in names), tuple(map(crc.get, names)), group.threads)
+        parts |= {name: EncodedMatrix(coded, number) for number, name in enumerate(names)}
     return parts
 
 
 def _names(folder: Folder, group: Group, kept: Original | None) -> tuple[str, ...]:
     """The names of a group's matrices.  Raises RewriteError where nothing states them, and for wrong tensors."""
     names = tuple(kept.groups.get(group.name, ())) if kept is not None else ()
-    wrong = [*group.problems, *([group.unnamed] if group.unnamed and not names else [])]
+    wrong = group.problems if names else group.errors
     if wrong:
         raise RewriteError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
     return names or tuple(group.parts)
@@ -213,7 +216,7 @@ def _model_shapes(folder: Folder, shapes: Shapes | None) -> Mapping[str, Shape]:
                        "repository with tensors of the same names and shapes, such as the model before it was compressed")
 
 
-def _new_files(folder: Folder, others: list[str], parts: Mapping[str, Part], stem: str) -> Files:
+def _new_files(folder: Folder, others: list[str], parts: Mapping[str, EncodedMatrix], stem: str) -> Files:
     """Headers of plain files, where the original ones are unknown: the present files.  stem: of new file names, '' for none."""
     tensors: dict[Path, dict[str, tuple[str, Shape]]] = {file.path: {} for file in folder.files()}
     for name in others:
@@ -228,7 +231,7 @@ def _new_files(folder: Folder, others: list[str], parts: Mapping[str, Part], ste
     return {name: laid_out(path, tensors[path], metadata[path]) for name, path in zip(names, used, strict=True)}
 
 
-def _byte_sources(folder: Folder, files: Files, others: list[str], parts: Mapping[str, Part],
+def _byte_sources(folder: Folder, files: Files, others: list[str], parts: Mapping[str, EncodedMatrix],
                   why: Mapping[str, str]) -> dict[str, Data]:
     """Where the bytes of each tensor come from.  Raises RewriteError for one that is neither stored nor encoded."""
     data: dict[str, Data] = {}

@@ -70,9 +70,9 @@ def default_patterns(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dic
     alike: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for block, inside in blocks.items():
         below = tuple(sorted(module[len(block) + 1:] for module in inside))
-        alike.setdefault(_masked(block), {}).setdefault(below, []).append(block)
+        alike.setdefault(_without_numbers(block), {}).setdefault(below, []).append(block)
     others = [module for module in every if module not in blocks]
-    patterns = {masked if len(kinds) == 1 and not any(map(re.compile(masked).fullmatch, others)) else _either(some): list(below)
+    patterns = {masked if len(kinds) == 1 and not any(map(re.compile(masked).fullmatch, others)) else _any_of(some): list(below)
                 for masked, kinds in alike.items() for below, some in kinds.items()}
     grouped = {module for inside in blocks.values() for module in inside}
     return patterns | {re.escape(module): [] for module in sizes if module not in grouped}
@@ -87,12 +87,12 @@ def _gather(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) ->
             blocks.setdefault(".".join(parts[:places[-1] + 1]), []).append(module)
 
 
-def _masked(block: str) -> str:
+def _without_numbers(block: str) -> str:
     """A pattern for a block's name with any numbers in it."""
     return r"\.".join(r"\d+" if part.isdecimal() and place else re.escape(part) for place, part in enumerate(block.split(".")))
 
 
-def _either(blocks: Sequence[str]) -> str:
+def _any_of(blocks: Sequence[str]) -> str:
     """A pattern for exactly these blocks."""
     stems = {block.rpartition(".")[0] for block in blocks}
     if len(stems) > 1:
@@ -124,7 +124,7 @@ def read(text: str) -> dict[str, list[str]]:
     return patterns
 
 
-def matched(model: Model, patterns: Patterns) -> dict[str, list[str]]:
+def matching_modules(model: Model, patterns: Patterns) -> dict[str, list[str]]:
     """The weights of each module that a pattern matches, in the pattern's order.
 
     Raises RewriteError for a weight that is missing, that is no bfloat16 matrix, or that is in two groups.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qdsl.checkpoint.files.crc import Range, ranges_checksum
-from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header, write_chunks
+from qdsl.checkpoint.files.safetensors import Chunks, Header
 from qdsl.core.codecs import StreamError
 from qdsl.host import progress
 from qdsl.host.files import digest
 from qdsl.jobs.compress import codecs
-from qdsl.jobs.compress.tensors import Coded, Reader, checksum, octets
-from qdsl.jobs.compress.units import Aim, Unit
-from qdsl.jobs.engine import stage
-from qdsl.jobs.engine.intact import piece_notes
+from qdsl.jobs.compress.tensors import EncodedMatrices, Reader, byte_view, checksum
+from qdsl.jobs.compress.units import Compression, Unit
+from qdsl.jobs.engine.intact import NUMBERS
+from qdsl.jobs.engine.pieces import read_piece, write_piece
 
 PIECES = "pieces"                                                # their folder in the stage
 WORTH = 1 << 25                                                  # bytes of units that are worth a file
@@ -31,7 +30,7 @@ class Piece:
     """Units, and the file of the stage that they are encoded into.  key: a digest of what it depends on."""
 
     path: Path
-    aim: Aim
+    aim: Compression
     units: tuple[Unit, ...]
     key: str
 
@@ -39,6 +38,10 @@ class Piece:
     def size(self) -> int:
         """Bytes of the units before they are encoded."""
         return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def label(self) -> str:
+        return self.units[-1].label
 
     @property
     def reads(self) -> list[Range]:
@@ -58,7 +61,7 @@ class Contents:
 Complete = Sequence[tuple[Piece, Contents]]
 
 
-def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, list[Any]]) -> list[Piece]:
+def pieces(units: Sequence[Unit], aim: Compression, stage: Path, sources: Mapping[Path, list[Any]]) -> list[Piece]:
     """Divides units into pieces by size, in order.  sources: the identities of their files."""
     result = []
     for number, some in enumerate(_batches(units)):
@@ -73,7 +76,7 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     """Units of one model each; those that are decoded together are consecutive, in one batch."""
     first: dict[int, int] = {}
     some: list[Unit] = []
-    last: Coded | None = None
+    last: EncodedMatrices | None = None
     for unit in sorted(units, key=lambda unit: first.setdefault(id(unit.source), unit.number) if unit.source else unit.number):
         full = len(some) == MOST or sum(other.nbytes for other in some) + unit.nbytes > WORTH
         is_same = unit.source is not None and unit.source is last
@@ -88,21 +91,14 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 def read_contents(piece: Piece) -> Contents | None:
     """The contents of a piece that is complete and whose inputs are unchanged; else None."""
-    try:
-        header = read_header(piece.path)
-    except (FileNotFoundError, CheckpointError):
+    stored = read_piece(piece, raw={"*": str}, crc=NUMBERS)
+    if stored is None:
         return None
-    if header.metadata.get("key") != piece.key:
-        return None
-    try:
-        raw, crc = (json.loads(header.metadata.get(name, "")) for name in ("raw", "crc"))
-    except ValueError:
-        return None
+    header, notes = stored
     streams = codecs.STREAM_NAMES[piece.aim.format]
-    is_ours = stage.fits(raw, {"*": str}) and stage.fits(crc, {"*": int}) and \
-        all(crc.keys() >= unit.parts.keys() and header.tensors.keys() >= set(map(unit.full, streams))
-            for unit in piece.units if unit.name not in raw)
-    return Contents(header, raw, crc) if is_ours else None
+    is_ours = all(notes["crc"].keys() >= unit.parts.keys() and header.tensors.keys() >= set(map(unit.full, streams))
+                  for unit in piece.units if unit.name not in notes["raw"])
+    return Contents(header, **notes) if is_ours else None
 
 
 def encoded_units(pieces: Complete) -> list[tuple[Unit, Piece, Contents]]:
@@ -129,19 +125,18 @@ def encode(piece: Piece) -> int:
         if isinstance(streams, str):
             raw[unit.name] = streams
             size += unit.nbytes
-            tensors |= {name: Chunks("BF16", matrix.shape, [octets(matrix)]) for name, matrix in matrices.items()
+            tensors |= {name: Chunks("BF16", matrix.shape, [byte_view(matrix)]) for name, matrix in matrices.items()
                         if unit.source is not None}
             continue
         size += sum(stream.nbytes for stream in streams.values())
         crc |= {name: checksum(matrix) for name, matrix in matrices.items()}
-        tensors |= {unit.full(leaf): Chunks(codecs.DTYPES[stream.dtype.name], stream.shape, [octets(stream)])
+        tensors |= {unit.full(leaf): Chunks(codecs.DTYPES[stream.dtype.name], stream.shape, [byte_view(stream)])
                     for leaf, stream in streams.items()}
-    write_chunks(piece.path, tensors, {"key": piece.key, "raw": json.dumps(raw), "crc": json.dumps(crc),
-                                       **piece_notes(tensors, reads)})
+    write_piece(piece, tensors, reads, raw=raw, crc=crc)
     return size
 
 
-def _encoded(unit: Unit, aim: Aim, matrices: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]] | str:
+def _encoded(unit: Unit, aim: Compression, matrices: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]] | str:
     """The tensors of an encoded unit, or the reason why it is not encoded."""
     if unit.plain:
         return unit.plain

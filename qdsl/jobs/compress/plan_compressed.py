@@ -24,10 +24,10 @@ from qdsl.jobs.compress import original, pieces
 from qdsl.jobs.compress.codecs import STREAM_NAMES
 from qdsl.jobs.compress.model import STEMS, Model
 from qdsl.jobs.compress.pieces import Complete
-from qdsl.jobs.compress.tensors import Bytes, placed
-from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.compress.tensors import StoredTensor, stored_tensor
+from qdsl.jobs.compress.units import Compression
 from qdsl.jobs.engine import RewriteError
-from qdsl.jobs.engine.shards import Copy, Shard, in_order, index
+from qdsl.jobs.engine.shards import Copy, Shard, by_offset, index
 
 SINGLE = "model.safetensors"
 DF11_VERSION = "0.5.0"                                           # of the package whose files these are
@@ -43,17 +43,17 @@ class _File:
     """
 
     old: tuple[bytes, Header] | None = None
-    tensors: dict[str, Bytes] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     changed: bool = False
     metadata: Mapping[str, str] | None = None
 
 
-def shards(models: Mapping[str, Model], aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
+def shards(models: Mapping[str, Model], aim: Compression, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
     """The shards of all models.  Raises RewriteError where two tensors would have the same name."""
     return [shard for name, model in models.items() for shard in _of_model(name, model, aim, complete, sources)]
 
 
-def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
+def _of_model(name: str, model: Model, aim: Compression, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
     encoded = {unit.name: (unit, piece, contents) for unit, piece, contents in pieces.encoded_units(complete)
                if unit.model == name}
     gone = {own for unit, _, _ in encoded.values() for own in unit.parts}
@@ -65,7 +65,7 @@ def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Ma
         others_file, metadata = _saved_by_library(model.config)
         files[others_file] = _File(metadata=metadata)
 
-    def add(own: str, data: Bytes, old: str, home: str) -> None:
+    def add(own: str, data: StoredTensor, old: str, home: str) -> None:
         place = model.places[old] if keep else home
         file = files.setdefault(place, _File(model.files[place] if keep else None))
         if any(own in other.tensors for other in files.values()):
@@ -82,16 +82,17 @@ def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Ma
     for unit, piece, contents in encoded.values():
         largest = max(unit.parts, key=lambda own: unit.parts[own].nbytes)
         for own in map(unit.full, STREAM_NAMES[aim.format]):
-            add(own, placed(piece.path, contents.header.tensors[own]), largest, _home(own, homes, others_file))
+            add(own, stored_tensor(piece.path, contents.header.tensors[own]), largest, _home(own, homes, others_file))
     identities = {**sources, **{piece.path: [piece.key] for piece, _ in complete}}
     return [_shard(within(name, own), file, identities) for own, file in files.items() if file.tensors or not keep]
 
 
-def _plain(name: str, model: Model, complete: Complete) -> dict[str, Bytes]:
+def _plain(name: str, model: Model, complete: Complete) -> dict[str, StoredTensor]:
     """Where the bytes of tensors lie that are not encoded: in their files, or in pieces where they were decoded."""
-    decoded = {own: placed(piece.path, contents.header.tensors[own]) for piece, contents in complete for unit in piece.units
-               if unit.model == name and unit.name in contents.raw for own in unit.parts if own in contents.header.tensors}
-    return {own: data for own, data in model.data.items() if isinstance(data, Bytes)} | decoded
+    decoded = {own: stored_tensor(piece.path, contents.header.tensors[own])
+               for piece, contents in complete for unit in piece.units if unit.model == name and unit.name in contents.raw
+               for own in unit.parts if own in contents.header.tensors}
+    return {own: data for own, data in model.data.items() if isinstance(data, StoredTensor)} | decoded
 
 
 def _saved_by_library(config: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
@@ -115,10 +116,10 @@ def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
     steps = [Copy(tensor, data.path, data.start, data.nbytes, header.tensors[tensor].start)
              for tensor, data in file.tensors.items()]
     origins = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
-    return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), origins))
+    return Shard(name, start, header.size, tuple(header.tensors), by_offset(steps), digest(start.hex(), origins))
 
 
-def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mapping[str, Mapping[str, list[str]]],
+def texts(models: Mapping[str, Model], aim: Compression, complete: Complete, used: Mapping[str, Mapping[str, list[str]]],
           shards: Sequence[Shard]) -> dict[str, str | None]:
     """The text files that change, by name: configs, indices, and qdsl-original.json.  None for a file that is removed."""
     result: dict[str, str | None] = {}
@@ -139,7 +140,7 @@ def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mappi
     return result
 
 
-def _checksum(crc: Mapping[str, int], plain: Mapping[str, Bytes], name: str) -> int:
+def _checksum(crc: Mapping[str, int], plain: Mapping[str, StoredTensor], name: str) -> int:
     """The CRC-32 of a tensor: of an encoded matrix, or of bytes in a file."""
     return crc[name] if name in crc else ranges_checksum([plain[name].range])
 
@@ -154,7 +155,7 @@ def _package_config(config: Mapping[str, Any], settings: str, by_group: bool) ->
     return json.dumps({settings: config[settings]}, indent=2)
 
 
-def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]], config: dict[str, Any]) -> str | None:
+def _config(model: Model, aim: Compression, patterns: Mapping[str, list[str]], config: dict[str, Any]) -> str | None:
     """The model's config.json, guarded; None for a single file that needs none.
 
     Settings of other quantized layers stay; compressed tensors are recognised without settings.

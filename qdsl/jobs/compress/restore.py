@@ -20,21 +20,21 @@ from qdsl.checkpoint.files.safetensors import Header
 from qdsl.host.files import digest, identity
 from qdsl.host.processes import affordable, needed
 from qdsl.host.progress import advance
-from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting
-from qdsl.jobs.compress.tensors import Bytes, Coded, Part, Reader, checksum, octets
+from qdsl.jobs.compress.model import Model, Shapes, absolute_reference, decoded_models
+from qdsl.jobs.compress.tensors import EncodedMatrices, EncodedMatrix, Reader, StoredTensor, byte_view, checksum
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
-from qdsl.jobs.engine.intact import missing
+from qdsl.jobs.engine.intact import missing_shards
 from qdsl.jobs.engine.others import check_folder
-from qdsl.jobs.engine.shards import Copy, Shard, Step, amounts, in_order, share
-from qdsl.jobs.engine.work import Telling, quiet, write
+from qdsl.jobs.engine.shards import Copy, Shard, Step, balanced_part, by_offset, bytes_by_kind
+from qdsl.jobs.engine.work import ShowProgress, no_progress, write
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
     """A step that decodes matrices and writes those of one file.  to: the offset of each, None for one of another file."""
 
-    coded: Coded
+    coded: EncodedMatrices
     to: tuple[int | None, ...]
 
     @property
@@ -47,7 +47,7 @@ class Decode:
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
-        return [(start, Part(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
+        return [(start, EncodedMatrix(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
 
     @property
     def reads(self) -> Sequence[Range]:
@@ -60,12 +60,12 @@ class Decode:
         for start, matrix in zip(self.to, matrices, strict=True):
             if start is not None:
                 out.seek(start)
-                out.write(octets(matrix))
+                out.write(byte_view(matrix))
                 advance(matrix.nbytes / 2)
 
 
 def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None, jobs: int | None = 1,
-               part: tuple[int, int] | None = None, force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
+               part: tuple[int, int] | None = None, force: bool = False, tell: ShowProgress = no_progress) -> dict[str, Any]:
     """Write the plain checkpoint of a compressed one.
 
     like: a reference to a checkpoint with the same tensors, from whose headers shapes and files are taken where unknown.
@@ -76,15 +76,16 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
     check_folder(out, path, like)
     with components.open_models(path) as folders:
         plan = _plan(path, folders, like, shapes)
-        request = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()), "like": lasting(like)}
+        request = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()),
+                   "like": absolute_reference(like)}
         if stage.was_ended(out, request):
             return _report(out, plan, plan.shards, [])
         place = stage.begin(out, request, force)
-        mine = plan.shards if part is None else share(plan.shards, *part)
+        mine = plan.shards if part is None else balanced_part(plan.shards, *part)
         sizes = [step.coded.nbytes for shard in plan.shards for step in shard.steps if isinstance(step, Decode)]
         jobs = jobs or affordable(needed(max(sizes)), sum(sizes))
-        todo = missing(mine, out, jobs, tell)
-        with tell(amounts(todo)) as report:
+        todo = missing_shards(mine, out, jobs, tell)
+        with tell(bytes_by_kind(todo)) as report:
             write(todo, place, jobs, report)
         return _report(out, plan, mine, [] if part else _complete(path, plan, out))
 
@@ -95,7 +96,7 @@ def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:
     path = Path(request["from"])
     with components.open_models(path) as folders:
         plan = _plan(path, folders, request.get("like"), shapes)
-        missing(plan.shards, out, affordable(0))
+        missing_shards(plan.shards, out, affordable(0))
         return _report(out, plan, plan.shards, _complete(path, plan, out))
 
 
@@ -109,8 +110,8 @@ class _Plan:
 
 
 def _plan(path: Path, folders: Mapping[str, Folder], like: str | Path | None, shapes: Shapes | None) -> _Plan:
-    models = decoded(folders, like, shapes)
-    if not any(isinstance(data, Part) for model in models.values() for data in model.data.values()):
+    models = decoded_models(folders, like, shapes)
+    if not any(isinstance(data, EncodedMatrix) for model in models.values() for data in model.data.values()):
         raise RewriteError(f"{path}: nothing here is compressed")
     inputs = {path: identity(path) for model in models.values() for path in model.folder.shards}
     return _Plan(models, [_shard(model, name, file, *content, [inputs[path] for path in model.folder.shards])
@@ -119,15 +120,16 @@ def _plan(path: Path, folders: Mapping[str, Folder], like: str | Path | None, sh
 
 def _shard(model: Model, component: str, file: str, start: bytes, header: Header, inputs: list[Any]) -> Shard:
     steps: list[Step] = []
-    together: dict[int, tuple[Coded, dict[int, int]]] = {}
+    together: dict[int, tuple[EncodedMatrices, dict[int, int]]] = {}
     for name, entry in header.tensors.items():
         data = model.data[name]
-        if isinstance(data, Bytes):
+        if isinstance(data, StoredTensor):
             steps.append(Copy(name, data.path, data.start, data.nbytes, entry.start))
         else:
             together.setdefault(id(data.coded), (data.coded, {}))[1][data.number] = entry.start
     steps += [Decode(coded, tuple(map(starts.get, range(len(coded.names))))) for coded, starts in together.values()]
-    return Shard(within(component, file), start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), inputs))
+    return Shard(within(component, file), start, header.size, tuple(header.tensors), by_offset(steps),
+                 digest(start.hex(), inputs))
 
 
 def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:
@@ -151,6 +153,6 @@ def _config(model: Model) -> dict[str, str]:
 def _report(out: Path, plan: _Plan, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:
     exact = all(model.is_exact for model in plan.models.values())
     more = [] if exact else [f"no {ORIGINAL} says what the files were: their tensors are the same, the files may not be"]
-    count = sum(isinstance(data, Part) for model in plan.models.values() for data in model.data.values())
+    count = sum(isinstance(data, EncodedMatrix) for model in plan.models.values() for data in model.data.values())
     return {"out": str(out), "units": count, "shards": [shard.name for shard in shards], "exact": exact,
             "nbytes": sum(shard.size for shard in shards), "notes": [*more, *notes]}

@@ -16,23 +16,24 @@ from qdsl.checkpoint.files.safetensors import Entry, shown
 from qdsl.core.codecs import StreamError
 from qdsl.host.files import identity
 from qdsl.host.processes import affordable, needed, results
-from qdsl.host.progress import CHECK, ENCODE, advance, step
+from qdsl.host.progress import CHECK, advance, step
 from qdsl.jobs.compress import codecs, pieces, plan_compressed
-from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting, plain
+from qdsl.jobs.compress.model import Model, Shapes, absolute_reference, decoded_models, plain_model
 from qdsl.jobs.compress.pieces import Complete, Piece
-from qdsl.jobs.compress.tensors import Bytes, Reader, placed
-from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, Unit, left, units
+from qdsl.jobs.compress.tensors import Reader, StoredTensor, stored_tensor
+from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Compression, Unit, compression_units, uncompressed_notes
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
-from qdsl.jobs.engine.intact import keep_intact, missing
+from qdsl.jobs.engine.intact import missing_shards
 from qdsl.jobs.engine.others import check_folder, refuse_adapter
-from qdsl.jobs.engine.shards import Copy, Shard, amounts, share
-from qdsl.jobs.engine.work import Tell, Telling, quiet, write
+from qdsl.jobs.engine.pieces import encode_missing, keep_intact, read_all
+from qdsl.jobs.engine.shards import Copy, Shard, balanced_part, bytes_by_kind
+from qdsl.jobs.engine.work import ReportProgress, ShowProgress, no_progress, write
 
 
-def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None,
+def compress(path: Path, aim: Compression, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None,
              jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False, force: bool = False,
-             tell: Telling = quiet) -> dict[str, Any]:
+             tell: ShowProgress = no_progress) -> dict[str, Any]:
     """Write a checkpoint with its bfloat16 matrices compressed without loss, and everything else unchanged.
 
     path: a folder of one or more models, or a .safetensors file.  Compressed models are decoded first, unit by unit; the output
@@ -50,20 +51,19 @@ def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None,
     with components.open_models(path) as folders:
         aim = replace(aim, only=components.selected_models(folders, aim.only))
         request = _plain({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
-                          "like": lasting(like), **asdict(aim)})
+                          "like": absolute_reference(like), **asdict(aim)})
         if stage.was_ended(out, request):
             return _report(out, aim, (), (), [])
         work = _work(path, folders, aim, out, like, shapes)
         stage.begin(out, request, force)
         jobs = jobs or _jobs(work)
-        mine = work.pieces if part is None else share(work.pieces, *part)
-        _encode(keep_intact(mine, pieces.read_contents, jobs, tell), jobs, tell)
-        if part is not None:
-            return _report(out, aim, _complete_pieces(mine), (), work.left)
-        return _finish(work, _complete_pieces(mine), out, jobs, check, tell)
+        mine = work.pieces if part is None else balanced_part(work.pieces, *part)
+        encode_missing(mine, pieces.read_contents, pieces.encode, jobs, tell)
+        done = read_all(mine, pieces.read_contents)
+        return _report(out, aim, done, (), work.left) if part else _finish(work, done, out, jobs, check, tell)
 
 
-def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell: Telling = quiet) -> dict[str, Any]:
+def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell: ShowProgress = no_progress) -> dict[str, Any]:
     """Complete a checkpoint whose parts are all there.
 
     Raises RewriteError where some are missing, or are not of the input as it is now.
@@ -73,15 +73,13 @@ def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell
         "plain_config": bool, "like": (str, None)})
     if request["format"] not in FORMATS or request["threads"] not in THREAD_COUNTS:
         raise RewriteError(f"{out}: no compression to {shown(request['format'])} with {request['threads']} threads")
-    aim = Aim(request["format"], request["threads"], request.get("patterns"), request["by_group"], tuple(request["only"]),
+    aim = Compression(request["format"], request["threads"], request.get("patterns"), request["by_group"], tuple(request["only"]),
               request["plain_config"])
     path = Path(request["from"])
     with components.open_models(path) as folders:
         work = _work(path, folders, aim, out, request.get("like"), shapes)
         keep_intact(work.pieces, pieces.read_contents, jobs or _jobs(work))
-        done = _complete_pieces(work.pieces)
-        if missing := len(work.pieces) - len(done):
-            raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")
+        done = read_all(work.pieces, pieces.read_contents)
         return _finish(work, done, out, jobs or _jobs(work), False, tell)
 
 
@@ -93,35 +91,30 @@ class _Work:
 
     path: Path
     models: Mapping[str, Model]
-    aim: Aim
+    aim: Compression
     pieces: Sequence[Piece]
     left: Sequence[str]
     used: Mapping[str, dict[str, list[str]]]
     sources: Mapping[Path, list[Any]]
 
 
-def _work(path: Path, folders: Mapping[str, Folder], aim: Aim, out: Path, like: str | Path | None, shapes: Shapes | None,
+def _work(path: Path, folders: Mapping[str, Folder], aim: Compression, out: Path, like: str | Path | None, shapes: Shapes | None,
           ) -> _Work:
     for name, folder in folders.items():
         if aim.includes(name):
             refuse_adapter(folder)
-    compressed = decoded({name: folder for name, folder in folders.items() if aim.includes(name)}, like, shapes)
-    models = {name: compressed.get(name) or plain(folder) for name, folder in folders.items()}
-    every, used = units(models, aim)
+    compressed = decoded_models({name: folder for name, folder in folders.items() if aim.includes(name)}, like, shapes)
+    models = {name: compressed.get(name) or plain_model(folder) for name, folder in folders.items()}
+    every, used = compression_units(models, aim)
     sources = {file: identity(file) for folder in folders.values() for file in folder.shards}
-    return _Work(path, models, aim, pieces.pieces(every, aim, out / stage.STAGE, sources), left(models, aim, every), used,
-                 sources)
+    return _Work(path, models, aim, pieces.pieces(every, aim, out / stage.STAGE, sources),
+                 uncompressed_notes(models, aim, every), used, sources)
 
 
 def _jobs(work: _Work) -> int:
     """The number of processes that memory and work allow."""
     sizes = [unit.nbytes_read for piece in work.pieces for unit in piece.units]
     return affordable(needed(max(sizes)), sum(sizes))
-
-
-def _complete_pieces(every: Sequence[Piece]) -> Complete:
-    """The complete pieces, with their contents."""
-    return [(piece, contents) for piece in every if (contents := pieces.read_contents(piece)) is not None]
 
 
 def _plain(request: dict[str, Any]) -> dict[str, Any]:
@@ -131,61 +124,49 @@ def _plain(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "only": list(request["only"]), "patterns": names}
 
 
-def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
-    if not todo:
-        return
-    todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
-    before = after = 0
-    with tell({ENCODE: sum(one.size for one in todo)}) as report, \
-            closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
-        for piece, size in zip(todo, sizes, strict=True):
-            before += piece.size
-            after += size
-            report(before, f"{100 * after / before:.1f} % {piece.units[-1].label}")
-
-
-def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
+def _finish(work: _Work, done: Complete, out: Path, jobs: int, check: bool, tell: ShowProgress) -> dict[str, Any]:
     """Write the files from complete pieces, check them if asked to, and complete the folder."""
-    shards = plan_compressed.shards(work.models, work.aim, complete_pieces, work.sources)
-    todo = missing(shards, out, jobs, tell)
-    with tell(amounts(todo)) as report:
+    shards = plan_compressed.shards(work.models, work.aim, done, work.sources)
+    todo = missing_shards(shards, out, jobs, tell)
+    with tell(bytes_by_kind(todo)) as report:
         write(todo, out / stage.STAGE, jobs, report)
     if check:
-        checks = list(_checks(shards, complete_pieces, out))
+        checks = list(_checks(shards, done, out))
         with tell({CHECK: sum(one.piece.size for one in checks)}) as report:
             _check(checks, jobs, report)
     read = {file for model in work.models.values()
             for file in (*model.folder.shards, model.folder.root / model.folder.index_name)}
-    texts = plan_compressed.texts(work.models, work.aim, complete_pieces, work.used, shards)
+    texts = plan_compressed.texts(work.models, work.aim, done, work.used, shards)
     notes = complete(work.path, read, shards, texts, out, work.sources)
-    return _report(out, work.aim, complete_pieces, shards, [*work.left, *notes]) | {"checked": check}
+    return _report(out, work.aim, done, shards, [*work.left, *notes]) | {"checked": check}
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DecodeCheck:
     """A piece, and by encoded unit where its tensors were written."""
 
     piece: Piece
-    tensors: Mapping[str, Mapping[str, Bytes]]
+    tensors: Mapping[str, Mapping[str, StoredTensor]]
 
 
-def _checks(shards: Sequence[Shard], complete_pieces: Complete, out: Path) -> Iterator[Check]:
-    written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
+def _checks(shards: Sequence[Shard], done: Complete, out: Path) -> Iterator[DecodeCheck]:
+    written = {(shard.name.rpartition("/")[0], step.name): (stage.shard_path(shard, out), step.to) for shard in shards
                for step in shard.steps if isinstance(step, Copy)}
-    for piece, contents in complete_pieces:
-        units: dict[str, dict[str, Bytes]] = {}
+    for piece, contents in done:
+        units: dict[str, dict[str, StoredTensor]] = {}
         for unit in piece.units:
             for leaf in codecs.STREAM_NAMES[piece.aim.format] if unit.name not in contents.raw else ():
                 entry = contents.header.tensors[unit.full(leaf)]
                 path, start = written[unit.model, unit.full(leaf)]
-                units.setdefault(unit.name, {})[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
-        yield Check(piece, units)
+                moved = Entry(entry.dtype, entry.shape, start, start + entry.nbytes)
+                units.setdefault(unit.name, {})[leaf] = stored_tensor(path, moved)
+        yield DecodeCheck(piece, units)
 
 
-def _check(checks: Sequence[Check], jobs: int, report: Tell) -> None:
+def _check(checks: Sequence[DecodeCheck], jobs: int, report: ReportProgress) -> None:
     """Check encoded units in parallel.  Raises RewriteError where one does not decode to its matrices."""
     count = 0
-    with closing(results(different, checks, min(jobs, len(checks)))) as answers:
+    with closing(results(why_different, checks, min(jobs, len(checks)))) as answers:
         for check, wrong in zip(checks, answers, strict=True):
             if wrong:
                 raise RewriteError(wrong)
@@ -193,7 +174,7 @@ def _check(checks: Sequence[Check], jobs: int, report: Tell) -> None:
             report(count, check.piece.units[-1].label)
 
 
-def different(check: Check) -> str:
+def why_different(check: DecodeCheck) -> str:
     """Why the tensors of a piece do not decode to its matrices; '' where all do."""
     reader = Reader()
     for unit in check.piece.units:
@@ -203,7 +184,7 @@ def different(check: Check) -> str:
     return ""
 
 
-def _difference(check: Check, unit: Unit, reader: Reader) -> str:
+def _difference(check: DecodeCheck, unit: Unit, reader: Reader) -> str:
     """Why the tensors of a unit do not decode to its matrices; '' where they do."""
     shapes = [part.shape for part in unit.parts.values()]
     try:
@@ -218,13 +199,13 @@ def _difference(check: Check, unit: Unit, reader: Reader) -> str:
     return ""
 
 
-def _report(out: Path, aim: Aim, complete_pieces: Complete, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:
+def _report(out: Path, aim: Compression, done: Complete, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:
     """The report of a call, for JSON."""
-    encoded = [unit for unit, _, _ in pieces.encoded_units(complete_pieces)]
-    raw = [{"name": unit.label, "why": contents.raw[unit.name]} for piece, contents in complete_pieces for unit in piece.units
+    encoded = [unit for unit, _, _ in pieces.encoded_units(done)]
+    raw = [{"name": unit.label, "why": contents.raw[unit.name]} for piece, contents in done for unit in piece.units
            if unit.name in contents.raw]
     before = sum(unit.nbytes for unit in encoded)
-    after = sum(contents.header.tensors[unit.full(leaf)].nbytes for unit, _, contents in pieces.encoded_units(complete_pieces)
+    after = sum(contents.header.tensors[unit.full(leaf)].nbytes for unit, _, contents in pieces.encoded_units(done)
                 for leaf in codecs.STREAM_NAMES[aim.format])
     return {"out": str(out), "format": aim.format, "units": len(encoded), "matrices": sum(len(unit.parts) for unit in encoded),
             "raw": raw, "nbytes_before": before, "nbytes_after": after,

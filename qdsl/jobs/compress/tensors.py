@@ -22,7 +22,7 @@ from qdsl.jobs.engine import RewriteError
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class StoredTensor:
     """A tensor stored in a file."""
 
     path: Path
@@ -32,7 +32,7 @@ class Bytes:
     nbytes: int
 
     @property
-    def places(self) -> list[Bytes]:
+    def places(self) -> list[StoredTensor]:
         """The stored tensors that it depends on."""
         return [self]
 
@@ -44,22 +44,22 @@ class Bytes:
     def read(self) -> NDArray[Any]:
         """Reads the tensor into memory, not from a map: a file that is truncated meanwhile raises CheckpointError."""
         array = np.empty(self.shape, NUMPY[self.dtype])
-        read_into(self.path, self.start, octets(array))
+        read_into(self.path, self.start, byte_view(array))
         return array
 
 
-def bytes_of(folder: Folder, name: str) -> Bytes:
+def bytes_of(folder: Folder, name: str) -> StoredTensor:
     """A tensor of a folder."""
-    return placed(folder.file(name).path, folder.entry(name))
+    return stored_tensor(folder.file(name).path, folder.entry(name))
 
 
-def placed(path: Path, entry: Entry) -> Bytes:
+def stored_tensor(path: Path, entry: Entry) -> StoredTensor:
     """The tensor of an entry in a file."""
-    return Bytes(path, entry.dtype, entry.shape, entry.start, entry.nbytes)
+    return StoredTensor(path, entry.dtype, entry.shape, entry.start, entry.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class EncodedMatrices:
     """Matrices that are encoded together: their encoded tensors, and in order the names, shapes and CRC-32 of the matrices.
 
     where: the folder, for messages.  crc: None where it is unknown.  threads: of a block, in DF11.
@@ -68,7 +68,7 @@ class Coded:
     where: str
     format: str
     name: str
-    tensors: Mapping[str, Bytes]
+    tensors: Mapping[str, StoredTensor]
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     crc: tuple[int | None, ...]
@@ -93,10 +93,10 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EncodedMatrix:
     """One matrix of several that are encoded together.  number: its index."""
 
-    coded: Coded
+    coded: EncodedMatrices
     number: int
 
     @property
@@ -115,23 +115,23 @@ class Part:
         return 2 * math.prod(self.shape)
 
     @property
-    def places(self) -> list[Bytes]:
+    def places(self) -> list[StoredTensor]:
         """The stored tensors that it depends on."""
         return list(self.coded.tensors.values())
 
 
-Data = Bytes | Part
+Data = StoredTensor | EncodedMatrix
 
 
 class Reader:
     """Reads tensors one by one; consecutive matrices that are encoded together are decoded once."""
 
     def __init__(self) -> None:
-        self._last: tuple[Coded, list[NDArray[np.uint16]]] | None = None
+        self._last: tuple[EncodedMatrices, list[NDArray[np.uint16]]] | None = None
 
     def read(self, data: Data) -> NDArray[Any]:
         """A tensor in its shape, bfloat16 as bit patterns.  Raises RewriteError for damaged streams."""
-        if isinstance(data, Bytes):
+        if isinstance(data, StoredTensor):
             return data.read()
         if self._last is None or self._last[0] is not data.coded:
             self._last = None                                    # its memory first
@@ -139,11 +139,11 @@ class Reader:
         return self._last[1][data.number].reshape(data.shape)
 
 
-def octets(array: NDArray[Any]) -> memoryview:
+def byte_view(array: NDArray[Any]) -> memoryview:
     """The bytes of an array, in row-major order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def checksum(array: NDArray[Any]) -> int:
     """The CRC-32 of the bytes of an array."""
-    return zlib.crc32(octets(array))
+    return zlib.crc32(byte_view(array))

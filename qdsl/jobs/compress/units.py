@@ -9,7 +9,7 @@ from qdsl.checkpoint.files.components import within
 from qdsl.codecs.huffman_windows.reference import THREADS
 from qdsl.jobs.compress import patterns
 from qdsl.jobs.compress.model import WEIGHT, Model
-from qdsl.jobs.compress.tensors import Coded, Data, Part
+from qdsl.jobs.compress.tensors import Data, EncodedMatrices, EncodedMatrix
 from qdsl.jobs.engine import RewriteError
 
 FORMATS = ("hlane", "fix4", "df11")
@@ -17,7 +17,7 @@ THREAD_COUNTS = tuple(1 << power for power in range(3, 11))
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class Compression:
     """The target format of a compression and its options.
 
     threads: per block, in DF11.  patterns: of DF11's groups, None for `default_patterns`.  by_group: one file per group, as
@@ -61,15 +61,15 @@ class Unit:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def source(self) -> Coded | None:
+    def source(self) -> EncodedMatrices | None:
         """The encoded matrices that its first matrix is decoded from; None for plain ones."""
         first = next(iter(self.parts.values()))
-        return first.coded if isinstance(first, Part) else None
+        return first.coded if isinstance(first, EncodedMatrix) else None
 
     @property
     def nbytes_read(self) -> int:
         """Bytes of all matrices that are in memory at once, including others that are decoded together with its own."""
-        return max([self.nbytes, *(part.coded.nbytes for part in self.parts.values() if isinstance(part, Part))])
+        return max([self.nbytes, *(part.coded.nbytes for part in self.parts.values() if isinstance(part, EncodedMatrix))])
 
     @property
     def label(self) -> str:
@@ -81,7 +81,7 @@ class Unit:
         return f"{self.name}.{leaf}" if self.name else leaf
 
 
-def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, dict[str, list[str]]]]:
+def compression_units(models: Mapping[str, Model], aim: Compression) -> tuple[list[Unit], dict[str, dict[str, list[str]]]]:
     """The units of all models in the order of the files, and the patterns of DF11's groups by model.
 
     Raises RewriteError where nothing does, and for patterns that do not fit.
@@ -96,7 +96,7 @@ def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, 
         if aim.format == "df11":
             chosen = patterns.default_patterns(patterns.matrices(model), patterns.modules(model)) if aim.patterns is None else {
                 key: list(names) for key, names in aim.patterns.items()}
-            groups = patterns.matched(model, chosen)
+            groups = patterns.matching_modules(model, chosen)
             used |= {name: chosen} if groups else {}
         else:
             groups = {own.removesuffix(WEIGHT): [own] for own in model.names()
@@ -104,7 +104,7 @@ def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, 
         coded = {own for weights in groups.values() for own in weights}
         result += [Unit(name, own, {weight: model.data[weight] for weight in weights}) for own, weights in groups.items()]
         result += [Unit(name, own, {own: data}, plain="it is no part of a unit that is encoded")
-                   for own, data in model.data.items() if isinstance(data, Part) and own not in coded]
+                   for own, data in model.data.items() if isinstance(data, EncodedMatrix) and own not in coded]
     if all(unit.plain for unit in result):
         where = ", ".join(str(model.path) for model in models.values())
         what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix, whose exponents could be coded"
@@ -112,7 +112,7 @@ def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, 
     return [replace(unit, number=number) for number, unit in enumerate(result)], used
 
 
-def left(models: Mapping[str, Model], aim: Aim, encoded: Iterable[Unit]) -> list[str]:
+def uncompressed_notes(models: Mapping[str, Model], aim: Compression, encoded: Iterable[Unit]) -> list[str]:
     """Notes on tensors with two or more axes that are not compressed."""
     coded = {(unit.model, name) for unit in encoded for name in unit.parts}
     sums: dict[tuple[str, str, int], list[int]] = {}

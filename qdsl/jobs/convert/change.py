@@ -14,7 +14,7 @@ from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.safetensors import Entry, torch_dtypes
 from qdsl.host.progress import COPY
-from qdsl.jobs.convert.aim import Aim, becomes_transposed, is_plain_target
+from qdsl.jobs.convert.target import Conversion, becomes_transposed, is_plain_target
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ LONGEST = -1.1754943508222875e-38                                # a float32 wit
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LayerChange:
     """A layer to convert, and the places of its new tensors in the new file.
 
     names: of its tensors in the new file.  settings: values for small tensors next to it, as in the config.  source: the folder
@@ -36,7 +36,7 @@ class Change:
     """
 
     layer: Layer
-    aim: Aim
+    aim: Conversion
     to: Mapping[str, Entry]
     names: Mapping[str, str]
     settings: Mapping[str, Any]

@@ -32,7 +32,7 @@ from qdsl.core.transforms import Transform
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan_conversion import Plan
 from qdsl.jobs.engine import RewriteError
-from qdsl.jobs.engine.heads import with_ties
+from qdsl.jobs.engine.heads import config_with_ties
 
 CONFIG = "config.json"
 INPUTS = "input_"                                                # prefix of scales of activations
@@ -101,7 +101,7 @@ def _refused(refusal: Refusal, settings: Mapping[str, Any], shapes: Sequence[tup
     return ""
 
 
-def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
+def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
     """The files that change with the storage, with new text or None for a file to remove; and notes."""
     if not plan.changed:
         return {}, []
@@ -141,7 +141,7 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
         config = (guarded if is_ours else unguarded)(wholes[CONFIG])
         weights = _weights(folder, layers)
-        config = with_ties(config, weights, partial(_is_same, folder, weights, {layer.name for layer in plan.changed}))
+        config = config_with_ties(config, weights, partial(_is_same, folder, weights, {layer.name for layer in plan.changed}))
         touched += [CONFIG] if config != wholes[CONFIG] else []
         wholes[CONFIG] = config
     texts = {file: json.dumps(wholes[file], indent=2, ensure_ascii=False) + "\n" if wholes[file] else None for file in touched}
@@ -193,7 +193,7 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
                         *(f"the settings do not say {name} any more" for name in before if name not in after)]
 
 
-def stale(folder: Folder, plan: Plan) -> list[str]:
+def stale_notes(folder: Folder, plan: Plan) -> list[str]:
     """Notes on files and tensors that describe the old weights."""
     scales = [full for layer in plan.changed for leaf, full in layer.others.items() if leaf.startswith(INPUTS)]
     were = "copied" if any(scales[0] in shard.tensors for shard in plan.shards if scales) else "left out"
@@ -224,7 +224,7 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
         return _ours(folder, plan, layers), (
             f"layers transform x, as {shown(unstated[0])} ({label}) and {len(unstated) - 1} more, which loaders of "
             f"{rule['quant_method']} do not: the config says qdsl")
-    plain, wrong = ignored(folder, layers, rule["quant_method"])
+    plain, wrong = unquantized_modules(folder, layers, rule["quant_method"])
     note = f"{producer.skip_list} of the config cannot name {', '.join(wrong)} to all readers" if wrong else ""
     return _new_settings(dict(_rule_settings(rule, first)), producer, plain) | kept, note
 
@@ -252,7 +252,7 @@ def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
     settings = {name: {"format": format, "storage": storage, **params}
                 for name, (format, storage), params in zip(names, plan.storages, plan.params, strict=True)}
     transforms = {name: [own.data() for own in every] for name, every in _transforms(plan, layers).items()}
-    return own_settings(settings, ignored(folder, layers, OWN)[0], transforms)
+    return own_settings(settings, unquantized_modules(folder, layers, OWN)[0], transforms)
 
 
 def own_settings(layers: Mapping[str, Mapping[str, Any]], plain: Sequence[str],
@@ -424,7 +424,7 @@ def _new_settings(flat: dict[str, Any], own: Producer, plain: list[str]) -> dict
     return {**flat, **own.written, own.groups.key: {own.groups.name: group}, **skipped}
 
 
-def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
+def unquantized_modules(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
     """The producer's list of modules with a plain matrix, and the modules that it cannot name for all readers."""
     plain = [name.removesuffix(SUFFIX) if len(folder.entry(name).shape) == 2 else name.rpartition(".")[0]
              for name in layers.plain if is_matrix(name, folder.entry(name))]

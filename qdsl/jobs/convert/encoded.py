@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qdsl.checkpoint.files.crc import Range, ranges_checksum
-from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, laid_out, parse_header, read_header, write_chunks
+from qdsl.checkpoint.files.safetensors import Chunks, Header, laid_out, parse_header, read_header
 from qdsl.host import progress
 from qdsl.host.files import digest, read_chunks
-from qdsl.jobs.convert.change import Change
-from qdsl.jobs.engine import stage
-from qdsl.jobs.engine.intact import piece_notes
-from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order
+from qdsl.jobs.convert.change import LayerChange
+from qdsl.jobs.engine.pieces import read_piece, write_piece
+from qdsl.jobs.engine.shards import Copy, Shard, Step, by_offset
 from qdsl.jobs.engine.work import batches
 
 FOLDER = "encoded"                                               # of the stage
@@ -32,13 +31,17 @@ class Piece:
     """Layers of one new file, and the file of the stage that they are encoded into.  key: a digest of what it depends on."""
 
     path: Path
-    changes: tuple[Change, ...]
+    changes: tuple[LayerChange, ...]
     key: str
 
     @property
     def size(self) -> int:
         """Number of weights."""
         return sum(math.prod(change.layer.shape) for change in self.changes)
+
+    @property
+    def label(self) -> str:
+        return self.changes[-1].label
 
     @property
     def reads(self) -> list[Range]:
@@ -50,48 +53,43 @@ def pieces(shards: Iterable[Shard], place: Path) -> list[Piece]:
     """Divides the entropy-coded layers of files into pieces by size.  place: the stage."""
     all_pieces: list[Piece] = []
     for shard in shards:
-        for some in batches(coded(shard.steps)):
+        for some in batches(stream_changes(shard.steps)):
             path = place / FOLDER / f"{len(all_pieces):06}.safetensors"
             all_pieces.append(Piece(path, some, digest(shard.key, [change.label for change in some])))
     return all_pieces
 
 
-def coded(steps: Sequence[Step]) -> list[Change]:
+def stream_changes(steps: Sequence[Step]) -> list[LayerChange]:
     """The changes that write entropy codes."""
-    return [step for step in steps if isinstance(step, Change) and step.has_streams]
+    return [step for step in steps if isinstance(step, LayerChange) and step.has_streams]
 
 
 def contents(piece: Piece) -> Header | None:
     """The header of a piece that is complete and whose inputs are unchanged; else None."""
-    try:
-        header = read_header(piece.path)
-        costs = json.loads(header.metadata.get("costs", ""))
-    except (FileNotFoundError, CheckpointError, ValueError):
-        return None
+    stored = read_piece(piece, costs=COSTS)
     wanted = {full for change in piece.changes for full in change.names.values()}
-    is_ours = header.metadata.get("key") == piece.key and header.tensors.keys() == wanted and stage.fits(costs, COSTS)
-    return header if is_ours else None
+    return stored[0] if stored is not None and stored[0].tensors.keys() == wanted else None
 
 
 def encode(piece: Piece) -> int:
     """Write a piece; returns the number of weights.  Raises RewriteError where a storage cannot represent one."""
-    from qdsl.jobs.convert.steps import tensors_of
+    from qdsl.jobs.convert.steps import converted_tensors
 
     tensors: dict[str, Chunks] = {}
     costs: dict[str, Any] = {}
     reads = ranges_checksum(piece.reads)
     for change in piece.changes:
         with progress.step(progress.ENCODE, math.prod(change.layer.shape)):
-            parts, cost = tensors_of(change)
+            parts, cost = converted_tensors(change)
         tensors |= {change.names[name]: part for name, part in parts.items()}
         costs |= {} if cost is None else {change.label: asdict(cost)}
-    write_chunks(piece.path, tensors, {"key": piece.key, "costs": json.dumps(costs), **piece_notes(tensors, reads)})
+    write_piece(piece, tensors, reads, costs=costs)
     return piece.size
 
 
-def resized(shard: Shard, headers: Mapping[str, tuple[Path, Header]]) -> Shard:
+def with_stream_sizes(shard: Shard, headers: Mapping[str, tuple[Path, Header]]) -> Shard:
     """A shard with its entropy codes in their actual sizes.  headers: pieces and their headers by layer label."""
-    changes = coded(shard.steps)
+    changes = stream_changes(shard.steps)
     if not changes:
         return shard
     old = parse_header(shard.start[8:], Path(shard.name))
@@ -101,19 +99,19 @@ def resized(shard: Shard, headers: Mapping[str, tuple[Path, Header]]) -> Shard:
         tensors |= {full: (own[full].dtype, own[full].shape) for full in change.names.values()}
     start, head = laid_out(shard.name, tensors, old.metadata or None)
     steps = [_moved(step, head, headers) for step in shard.steps]
-    return Shard(shard.name, start, head.size, tuple(head.tensors), in_order(steps), digest(shard.key, start.hex()))
+    return Shard(shard.name, start, head.size, tuple(head.tensors), by_offset(steps), digest(shard.key, start.hex()))
 
 
 def _moved(step: Step, head: Header, headers: Mapping[str, tuple[Path, Header]]) -> Step:
     if isinstance(step, Copy):
         return replace(step, to=head.tensors[step.name].start)
-    assert isinstance(step, Change)
+    assert isinstance(step, LayerChange)
     return replace(step, to={name: head.tensors[full] for name, full in step.names.items()},
                    encoded=headers[step.label][0] if step.has_streams else None)
 
 
-def copy(change: Change, path: Path, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
-    """Copy a layer's tensors from a piece to the new file; returns its cost, as `write` of a Change does."""
+def copy(change: LayerChange, path: Path, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
+    """Copy a layer's tensors from a piece to the new file; returns its cost, as `write` of a LayerChange does."""
     header = read_header(path)
     for name, entry in change.to.items():
         out.seek(entry.start)

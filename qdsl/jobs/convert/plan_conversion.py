@@ -31,11 +31,19 @@ from qdsl.core.stored import OF_QUANTIZED_X, Description
 from qdsl.core.text import listed
 from qdsl.host.files import digest, identity
 from qdsl.jobs.convert import encoded, header
-from qdsl.jobs.convert.aim import Aim, become, becomes_transposed, is_plain_target, params_in, shares_scale, target
-from qdsl.jobs.convert.change import Change, small_tensors
+from qdsl.jobs.convert.change import LayerChange, small_tensors
 from qdsl.jobs.convert.fused import fused_layers
+from qdsl.jobs.convert.target import (
+    Conversion,
+    becomes_transposed,
+    converted_weight,
+    is_plain_target,
+    layer_format,
+    layer_params,
+    shares_scale,
+)
 from qdsl.jobs.engine import RewriteError
-from qdsl.jobs.engine.shards import Copy, Shard, Step, copy, in_order
+from qdsl.jobs.engine.shards import Copy, Shard, Step, by_offset, copy
 
 if TYPE_CHECKING:
     import torch
@@ -49,16 +57,16 @@ MOST_PROBLEMS = 8                                                         # prob
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertStep(Change):
+class ConvertStep(LayerChange):
     """A step that converts a layer and writes it."""
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
         """Write the converted layer; returns the error of requantizing, None if exact.  Raises RewriteError."""
-        from qdsl.jobs.convert.steps import change
+        from qdsl.jobs.convert.steps import write_change
 
         if self.encoded is not None:
             return encoded.copy(self, self.encoded, out)
-        cost = change(self, out)
+        cost = write_change(self, out)
         return None if cost is None else (self.label, asdict(cost))
 
 
@@ -69,7 +77,7 @@ class Plan:
     left: layers that stay unchanged, and why.  inputs: the identities of the folder's files.
     """
 
-    aim: Aim
+    aim: Conversion
     shards: tuple[Shard, ...]
     changed: tuple[Layer, ...]
     kept: tuple[Layer, ...]
@@ -92,15 +100,15 @@ class Plan:
         """The parameters of all layers after the conversion."""
         params_by_format: dict[str, Mapping[str, int | str]] = {}    # thousands of layers share parameters
         for layer in self.changed:
-            if not self.aim.exact(layer) and self.aim.format not in params_by_format:
-                params_by_format[self.aim.format] = params_in(layer, self.aim)
-        changed = [layer.params if self.aim.exact(layer) else params_by_format[self.aim.format] for layer in self.changed]
+            if not self.aim.is_exact(layer) and self.aim.format not in params_by_format:
+                params_by_format[self.aim.format] = layer_params(layer, self.aim)
+        changed = [layer.params if self.aim.is_exact(layer) else params_by_format[self.aim.format] for layer in self.changed]
         return [*changed, *(layer.params for layer in self.kept)]
 
     @property
     def tensors(self) -> list[Collection[str]]:
         """The names of the tensors of all layers in their storage, after the conversion."""
-        changed_tensors = [step.to for shard in self.shards for step in shard.steps if isinstance(step, Change)]
+        changed_tensors = [step.to for shard in self.shards for step in shard.steps if isinstance(step, LayerChange)]
         return [*changed_tensors, *(layer.tensors for layer in self.kept)]
 
 
@@ -114,7 +122,7 @@ class _File:
     layers: list[tuple[Layer, dict[str, str]]] = field(default_factory=list)
 
 
-def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
+def plan(folder: Folder, layers: Layers, aim: Conversion, model: str = "") -> Plan:
     """Plans the conversion of all selected layers; everything else stays unchanged.  model: of a pipeline, or ''.
 
     Reads only headers, indices of columns, and some rows of each quantized layer, to check that it can be converted.  Raises
@@ -122,7 +130,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     """
     every_layer = layers.layers
     wanted = [layer for layer in every_layer if aim.includes(layer)]
-    changed = [layer for layer in wanted if not aim.reached(layer)]
+    changed = [layer for layer in wanted if not aim.is_reached(layer)]
     _refuse(folder, [(layer, layer.why) for layer in every_layer if not layer.format])
     if not wanted and not aim.is_from_plain:
         refuse_groups(folder, layers.groups)
@@ -141,7 +149,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
                 *(["--keep-misfits leaves them as they are"] if named else []))
     changed = [layer for layer in changed if layer.name in named]
     files = _files(folder, [(layer, named[layer.name]) for layer in changed], _folded_tensors(layers, changed, aim))
-    kept = tuple(layer for layer in every_layer if not aim.includes(layer) or aim.reached(layer) or
+    kept = tuple(layer for layer in every_layer if not aim.includes(layer) or aim.is_reached(layer) or
                  (layer.name not in named and not aim.is_from_plain))
     metadata = _headers_metadata(folder, files.values(), kept, aim)
     sources = {path: identity(path) for path in folder.shards}
@@ -153,7 +161,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     return Plan(aim, shards, tuple(changed), kept, left | {layer.name: why for layer, why in problems}, sources)
 
 
-def _folded_tensors(layers: Layers, changed: Sequence[Layer], aim: Aim) -> set[str]:
+def _folded_tensors(layers: Layers, changed: Sequence[Layer], aim: Conversion) -> set[str]:
     """Tensors that go with layers that become plain: transforms that their weights contain, and scales of inputs."""
     names = {layer.name for layer in changed if is_plain_target(layer, aim)}
     others = [layer.transform_tensors for layer in layers.layers if layer.name not in names]
@@ -192,10 +200,11 @@ def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]], folded_tensor
     return files
 
 
-def _headers_metadata(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
+def _headers_metadata(folder: Folder, files: Collection[_File], kept: Sequence[Layer],
+                      aim: Conversion) -> dict[Path, dict[str, str]]:
     """The metadata of the files, which describe all weights if producers need that."""
-    changed = {header.weight(layer): header.weight_json(layer, target(layer, aim).name, aim.storage, params_in(layer, aim),
-                                                        list(names))
+    changed = {header.weight(layer): header.weight_json(layer, layer_format(layer, aim).name, aim.storage,
+                                                        layer_params(layer, aim), list(names))
                for file in files for layer, names in file.layers}
     ours = {full for layer in kept for full in layer.tensors.values()}
     ours |= {full for file in files for _, names in file.layers for full in names.values()}
@@ -218,16 +227,16 @@ def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str)
     raise RewriteError("\n".join([*lines[:MOST_PROBLEMS], *more, *advice]))
 
 
-def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
+def _named(folder: Folder, layer: Layer, aim: Conversion, method: str) -> _Named:
     """A layer's new tensors: their names in the storage and in files, dtypes and shapes.
 
     method: the quant_method of the folder's settings.  Raises RewriteError where the storage cannot hold the layer.
     """
     dtypes = {str(dtype)[6:]: name for name, dtype in torch_dtypes().items()}
-    storages = [item for variant in description_of(target(layer, aim).name).variants.values() for item in variant.items()]
+    storages = [item for variant in description_of(layer_format(layer, aim).name).variants.values() for item in variant.items()]
     layouts = [layout for _, layout in sorted(storages, key=lambda item: item[0] == aim.storage)]   # its own names come last
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
-    format, params = target(layer, aim).name, params_in(layer, aim)
+    format, params = layer_format(layer, aim).name, layer_params(layer, aim)
     is_in_header = header.rule(format, aim.storage, params) is not None
     writer = producers().of(producer(format, aim.storage, "" if aim.requantize else method))
     usual = producers().of(producer(format, aim.storage))
@@ -253,7 +262,7 @@ def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
     return named
 
 
-def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def tensors_in(folder: Folder, layer: Layer, aim: Conversion) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors that a layer will have, with dtypes and shapes: those of the storage, and small ones that its producer adds.
 
     Converts some rows, or all if omitted fields may differ between rows.  Raises RewriteError if the storage cannot hold the
@@ -261,7 +270,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     """
     from qdsl.runtime.weight.packed import FormatError
 
-    format, params = target(layer, aim), params_in(layer, aim)
+    format, params = layer_format(layer, aim), layer_params(layer, aim)
     spec = description_of(format.name)
     written = dict.fromkeys(name for storages in spec.variants.values() for name in storages)
     if aim.storage not in written:
@@ -272,7 +281,7 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
             raise RewriteError("an entropy code holds one matrix, and these are experts in one tensor")
         other = format.empty(layer.shape, aim.storage, "meta", (), **params)
         stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \
-            [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
+            [_stored(weight, _sample(weight, other, layer, aim), aim.is_exact(layer)) for weight in unread(folder, layer)]
     except FormatError as error:
         raise RewriteError(str(error)) from None
     if any(kinds != stored[0] for kinds in stored):
@@ -321,21 +330,21 @@ def _settings(folder: Folder, format: Format) -> dict[str, Any]:
     return {name: folder.config[name] for name in choices(description_of(format.name)) if name in folder.config}
 
 
-def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
+def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Conversion) -> PackedWeight:
     """A weight's first rows after the conversion.  Raises FormatError if some rows cannot be converted."""
     import torch
 
     least = math.lcm(weight.step("N"), other.step("N"))
     fields = weight.variant.fields
-    every = aim.exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
+    every = aim.is_exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
     if weight.layout.streams and not every:                      # cannot be sliced, but some rows can be decoded
         rows = weight.decode_rows(torch.arange(min(weight.shape[0], other.step("N")), device="cpu"))
         if rows is not None:
-            return become(rows, layer, aim)
+            return converted_weight(rows, layer, aim)
     samples = []
     for start in range(0, weight.shape[0] if every else 1, least):
         part = weight.format.checked(weight.cut("N", start, min(start + least, weight.shape[0])))
-        samples.append(become(part, layer, aim))
+        samples.append(converted_weight(part, layer, aim))
     return samples[0]
 
 
@@ -385,22 +394,22 @@ def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool 
     raise RewriteError(f"no rule gives the name of '{name}' next to experts in one tensor")
 
 
-def has_streams(layer: Layer, aim: Aim) -> bool:
+def has_streams(layer: Layer, aim: Conversion) -> bool:
     """Whether a layer will have entropy-coded tensors."""
-    return bool(target(layer, aim).storage(aim.storage, params_in(layer, aim))[1].streams)
+    return bool(layer_format(layer, aim).storage(aim.storage, layer_params(layer, aim))[1].streams)
 
 
-def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, identities: Mapping[Path, list[Any]], model: str,
-           sharing: Mapping[str, tuple[Layer, ...]]) -> Shard:
+def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Conversion, identities: Mapping[Path, list[Any]],
+           model: str, sharing: Mapping[str, tuple[Layer, ...]]) -> Shard:
     path = file.old.path
     start, head = laid_out(path, file.tensors, metadata)
     places = head.tensors
     steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
     steps += [ConvertStep(layer, aim, {name: places[full] for name, full in names.items()}, names,
-                     _settings(folder, target(layer, aim)), folder.path, model, sharing.get(layer.name, ()),
+                     _settings(folder, layer_format(layer, aim)), folder.path, model, sharing.get(layer.name, ()),
                      has_streams(layer, aim), reads=_reads(folder, (layer, *sharing.get(layer.name, ()))))
               for layer, names in file.layers]
-    ordered = in_order(steps)
+    ordered = by_offset(steps)
     return Shard(within(model, path.name), start, head.size, tuple(places), ordered,
                  _key(folder, file, start, ordered, identities))
 
@@ -414,7 +423,7 @@ def _reads(folder: Folder, layers: Iterable[Layer]) -> tuple[Range, ...]:
 def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], identities: Mapping[Path, list[Any]]) -> str:
     """A digest of everything that a file's bytes depend on: formats, layers, and input files."""
     sources = {folder.file(name).path for name in file.copied}
-    layers = {part.name: part for step in steps if isinstance(step, Change) for part in (step.layer, *step.sharing)}
+    layers = {part.name: part for step in steps if isinstance(step, LayerChange) for part in (step.layer, *step.sharing)}
     sources |= {folder.file(full).path for layer in layers.values() for full in layer.tensors.values()}
     return digest(start.hex(), [identities[path] for path in sorted(sources)], list(map(_step_parts, steps)))
 
@@ -422,10 +431,10 @@ def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], ident
 def _step_parts(step: Step) -> list[Any]:
     if isinstance(step, Copy):
         return [step.path.name, step.start, step.nbytes]
-    assert isinstance(step, Change)
+    assert isinstance(step, LayerChange)
     layer = step.layer
     aim = replace(step.aim, ignore=None).data()
-    return [module_of(layer).FORMAT.key, target(layer, step.aim).key, aim, layer.storage, dict(layer.params),
+    return [module_of(layer).FORMAT.key, layer_format(layer, step.aim).key, aim, layer.storage, dict(layer.params),
             layer.shape, layer.experts, layer.transposed, dict(layer.tensors),
             {name: entry.start for name, entry in step.to.items()}, dict(step.settings),
             *([[shared.format, shared.storage, dict(shared.tensors)] for shared in step.sharing])]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,22 @@ from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report import worker
-from qdsl.host.processes import affordable, needed, results
-from qdsl.host.progress import ENCODE
+from qdsl.host.processes import affordable, needed
 from qdsl.jobs.convert import encoded
-from qdsl.jobs.convert.aim import Aim, aimed, target
-from qdsl.jobs.convert.change import Change
-from qdsl.jobs.convert.config import check_producer, readers, rewritten, stale
+from qdsl.jobs.convert.change import LayerChange
+from qdsl.jobs.convert.config import changed_configs, check_producer, readers, stale_notes
 from qdsl.jobs.convert.encoded import Piece
 from qdsl.jobs.convert.plain import plain_layers
 from qdsl.jobs.convert.plan_conversion import Plan, plan
 from qdsl.jobs.convert.report import relative_rms
+from qdsl.jobs.convert.target import Conversion, layer_format, parse_conversion
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
-from qdsl.jobs.engine.intact import keep_intact, missing
+from qdsl.jobs.engine.intact import missing_shards
 from qdsl.jobs.engine.others import check_folder, refuse_adapter
-from qdsl.jobs.engine.shards import Shard, amounts, index, share
-from qdsl.jobs.engine.work import Telling, quiet, write
+from qdsl.jobs.engine.pieces import encode_missing, keep_intact, read_all
+from qdsl.jobs.engine.shards import Shard, balanced_part, bytes_by_kind, index
+from qdsl.jobs.engine.work import ShowProgress, no_progress, write
 from qdsl.jobs.gguf.quality import Sums
 
 MOMENTS = "moments"                                             # of the stage
@@ -57,8 +57,8 @@ class _Model:
     left: Mapping[str, str] = field(default_factory=dict)
 
 
-def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None,
-            force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
+def convert(folder: Folder, detected: Layers, aim: Conversion, out: Path, *, jobs: int | None = 1,
+            part: tuple[int, int] | None = None, force: bool = False, tell: ShowProgress = no_progress) -> dict[str, Any]:
     """Write a checkpoint with its quantized layers converted to the target, and everything else unchanged.
 
     part: (i, n), from 1: write only the i-th of n parts of the shards; `merge` completes the checkpoint.
@@ -74,12 +74,14 @@ def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int 
     return _rewrite(folder.path, [_Model("", folder, detected, plan(folder, detected, aim))], aim, out, jobs, part, force, tell)
 
 
-def quantize(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None, force: bool = False,
-             tell: Telling = quiet, calibrate: Callable[[Path], None] | None = None) -> dict[str, Any]:
+def quantize(path: Path, aim: Conversion, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None,
+             force: bool = False, tell: ShowProgress = no_progress,
+             calibrate: Callable[[Path], None] | None = None) -> dict[str, Any]:
     """Write a checkpoint with its plain Linear layers quantized, and everything else unchanged.
 
-    path: a folder of one or more models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, force, tell, resuming: as
-    of `convert`.  calibrate: writes the moments of inputs into a folder, before weights are quantized by them; it resumes, too.
+    path: a folder of one or more models, or a .safetensors file.  aim: of `parse_conversion` with `ignore`.  part, force, tell,
+    resuming: as of `convert`.  calibrate: writes the moments of inputs into a folder, before weights are quantized by them; it
+    resumes, too.
     Memory: per process the largest quantized tensor, torch, and some float32 weights.
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
@@ -90,7 +92,7 @@ def quantize(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tup
         return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell, calibrate)
 
 
-def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Model]:
+def _quantized(path: Path, models: Mapping[str, Folder], aim: Conversion) -> list[_Model]:
     """The models of a pipeline, with the plans of those that are quantized."""
     if unknown := [name for name in aim.only if name not in models]:
         raise RewriteError(f"{path}: no model {shown(unknown[0])}: there are {', '.join(filter(None, models)) or 'not several'}")
@@ -116,8 +118,8 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
     return quantized
 
 
-def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int | None,
-             part: tuple[int, int] | None, force: bool, tell: Telling, calibrate: Callable[[Path], None] | None = None,
+def _rewrite(path: Path, models: Sequence[_Model], aim: Conversion, out: Path, jobs: int | None,
+             part: tuple[int, int] | None, force: bool, tell: ShowProgress, calibrate: Callable[[Path], None] | None = None,
              ) -> dict[str, Any]:
     for model in models:
         check_producer(model.folder, model.plan)
@@ -133,14 +135,14 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
         _calibrate(calibrate, Path(aim.moments), out)
     pieces = encoded.pieces(shards, place)
     if pieces:
-        _encode(pieces if part is None else share(pieces, *part), jobs, models, tell)
+        _encode(pieces if part is None else balanced_part(pieces, *part), jobs, models, tell)
         if part is not None:                                     # files are as long as the codes of all parts
             return _report(models, aim, out, [], 0, [], {})
         models = _resized(models, pieces)
         shards = [shard for model in models for shard in model.plan.shards]
-    mine = shards if part is None else share(shards, *part)
+    mine = shards if part is None else balanced_part(shards, *part)
     written = _write(mine, place, jobs, models, tell)
-    costs = stage.reports(mine, out)
+    costs = stage.step_reports(mine, out)
     return _report(models, aim, out, mine, written, [] if part else _complete(path, models, shards, out), costs)
 
 
@@ -163,47 +165,36 @@ def _default_jobs(shards: Sequence[Shard]) -> int:
     """
     from qdsl.encode.calibrated.hessian import inverting  # imports torch
 
-    steps = [step for shard in shards for step in shard.steps if isinstance(step, Change)]
+    steps = [step for shard in shards for step in shard.steps if isinstance(step, LayerChange)]
     weights = [math.prod(step.layer.shape) * (step.layer.experts or 1) for step in steps]
-    searched = any(variant.importance for step in steps if not step.aim.exact(step.layer)
-                   for variant in target(step.layer, step.aim).variants.values())
+    searched = any(variant.importance for step in steps if not step.aim.is_exact(step.layer)
+                   for variant in layer_format(step.layer, step.aim).variants.values())
     largest = max((2 * math.prod(step.layer.shape) + (inverting(step.layer.shape[1]) if step.aim.moments else 0)
                    for step in steps), default=0)
     return affordable(needed(largest), None if searched else sum(weights))
 
 
-def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
+def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: ShowProgress) -> None:
     """Encode the pieces that are missing or out of date."""
-    todo = keep_intact(pieces, encoded.contents, jobs, tell)
-    if not todo:
-        return
-    todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
-    count, paths = 0, tuple(model.folder.path for model in models)
     try:
-        with tell({ENCODE: sum(piece.size for piece in todo)}) as done, \
-                closing(results(encoded.encode, todo, min(jobs, len(todo)), worker.start, paths)) as sizes:
-            for piece, size in zip(todo, sizes, strict=True):
-                count += size
-                done(count, piece.changes[-1].label)
+        encode_missing(pieces, encoded.contents, encoded.encode, jobs, tell, worker.start,
+                       tuple(model.folder.path for model in models))
     finally:
         worker.finish()
 
 
 def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
     """The models with files of the actual sizes of entropy codes.  Raises RewriteError where pieces are missing."""
-    headers = [(piece, encoded.contents(piece)) for piece in pieces]
-    if missing := sum(header is None for _, header in headers):
-        raise RewriteError(f"{pieces[0].path.parent}: {missing} of {len(pieces)} pieces of work are not there, or not of the "
-                           "input as it is now")
-    every = {change.label: (piece.path, header) for piece, header in headers if header is not None for change in piece.changes}
-    return [replace(model, plan=replace(model.plan, shards=tuple(encoded.resized(shard, every) for shard in model.plan.shards)))
-            for model in models]
+    every = {change.label: (piece.path, header) for piece, header in read_all(pieces, encoded.contents)
+             for change in piece.changes}
+    return [replace(model, plan=replace(model.plan, shards=tuple(
+        encoded.with_stream_sizes(shard, every) for shard in model.plan.shards))) for model in models]
 
 
-def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: Telling) -> int:
+def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: ShowProgress) -> int:
     """Write the files that are missing or out of date; returns their number."""
-    todo = missing(shards, place.parent, jobs, tell)
-    with tell(amounts(todo)) as done:
+    todo = missing_shards(shards, place.parent, jobs, tell)
+    with tell(bytes_by_kind(todo)) as done:
         try:
             write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))
         finally:
@@ -221,9 +212,9 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
                                        "skip": ([str], None), "keep_misfits": (bool, None), "producer": (str, None),
                                        "allow_unknown": (bool, None), "transposed": ([str], None)})
     path = Path(request["from"])
-    aim = Aim(**{option.name: request[option.name] for option in fields(Aim) if request.get(option.name) is not None})
+    aim = Conversion(**{option.name: value for option in fields(Conversion) if (value := request.get(option.name)) is not None})
     if aim.requantize:                                           # what a request names may not be there
-        aimed(aim.label, True, aim.params, aim.ignore, aim.only)
+        parse_conversion(aim.label, True, aim.params, aim.ignore, aim.only)
     with ExitStack() as stack:
         if aim.is_from_plain:
             models = _quantized(path, stack.enter_context(components.open_models(path)), aim)
@@ -234,10 +225,10 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
         if pieces := encoded.pieces([shard for model in models for shard in model.plan.shards], out / stage.STAGE):
             keep_intact(pieces, encoded.contents, affordable(0))
             models = _resized(models, pieces)
-            _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, quiet)
+            _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, no_progress)
         shards = [shard for model in models for shard in model.plan.shards]
-        missing(shards, out, affordable(0))
-        costs = stage.reports(shards, out)
+        missing_shards(shards, out, affordable(0))
+        costs = stage.step_reports(shards, out)
         return _report(models, aim, out, shards, 0, _complete(path, models, shards, out), costs)
 
 
@@ -245,8 +236,8 @@ def _complete(path: Path, models: Sequence[_Model], shards: Sequence[Shard], out
     notes: list[str] = []
     texts: dict[str, str | None] = {}
     for model in models:
-        changed, more = rewritten(model.folder, model.plan, model.layers)
-        more += stale(model.folder, model.plan)
+        changed, more = changed_configs(model.folder, model.plan, model.layers)
+        more += stale_notes(model.folder, model.plan)
         if model.folder.index or len(model.plan.shards) > 1:
             changed[model.folder.index_name] = index(model.plan.shards, model.folder.index)
         texts |= {within(model.name, name): text for name, text in changed.items()}
@@ -256,10 +247,10 @@ def _complete(path: Path, models: Sequence[_Model], shards: Sequence[Shard], out
     return [*notes, *complete(path, read, shards, texts, out, inputs)]
 
 
-def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str],
+def _report(models: Sequence[_Model], aim: Conversion, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str],
             costs: Mapping[str, Any]) -> dict[str, Any]:
     """The report of a call, for JSON.  written: how many of the shards were written now."""
-    steps = {step.label: step for shard in shards for step in shard.steps if isinstance(step, Change)}
+    steps = {step.label: step for shard in shards for step in shard.steps if isinstance(step, LayerChange)}
     changed_layers = [step.layer for step in steps.values()]
     changed = Counter((layer.format, layer.storage) for layer in changed_layers)
     written_names = {name for shard in shards for name in shard.tensors}
@@ -285,7 +276,7 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
             **(_of_plain(steps, sums) if aim.is_from_plain else {})}
 
 
-def _of_plain(steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
+def _of_plain(steps: Mapping[str, LayerChange], sums: Mapping[str, Sums]) -> dict[str, Any]:
     """The part of a report about quantized plain layers."""
     rows: list[dict[str, Any]] = []
     for name, step in ((name, step) for name, step in steps.items() if name in sums):

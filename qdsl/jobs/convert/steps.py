@@ -16,8 +16,8 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
 from qdsl.checkpoint.report import worker
 from qdsl.host import progress
-from qdsl.jobs.convert.aim import become, target, values
-from qdsl.jobs.convert.change import Change, small_tensors
+from qdsl.jobs.convert.change import LayerChange, small_tensors
+from qdsl.jobs.convert.target import converted_weight, layer_format, weight_values
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -26,7 +26,7 @@ from qdsl.runtime.weight.transforms import folded
 CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
 
 
-def change(step: Change, out: BinaryIO) -> Sums | None:
+def write_change(step: LayerChange, out: BinaryIO) -> Sums | None:
     """Convert a layer and write its tensors; returns the sums of signal and noise, None where values are unchanged.
 
     Raises RewriteError where a storage cannot hold a layer after all, CheckpointError and OSError.
@@ -44,11 +44,11 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
             _put(out, step.to[name].start, data)
         if before is not None:
             cost += _counted_error(step, before, packed, own_bytes)
-    return None if step.aim.exact(layer) else cost
+    return None if step.aim.is_exact(layer) else cost
 
 
-def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
-    """The tensors of a converted layer by their names in its storage, and what `change` returns.  Raises as it does."""
+def converted_tensors(step: LayerChange) -> tuple[dict[str, Chunks], Sums | None]:
+    """The tensors of a converted layer by their names in its storage, and what `write_change` returns.  Raises as it does."""
     nbytes = math.prod(step.layer.shape)
     [(before, packed)] = _converted(step, nbytes)
     own, small = _bytes(step, packed)
@@ -57,32 +57,32 @@ def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
     return parts, None if before is None else _counted_error(step, before, packed.decode_streams(), nbytes)
 
 
-def _share(step: Change) -> float:
+def _share(step: LayerChange) -> float:
     """The share of a step's time that its weights take until they are converted; the rest is that of measuring the error."""
-    if step.aim.exact(step.layer):
+    if step.aim.is_exact(step.layer):
         return 1.0
-    return 0.9 if any(variant.importance for variant in target(step.layer, step.aim).variants.values()) else 0.5
+    return 0.9 if any(variant.importance for variant in layer_format(step.layer, step.aim).variants.values()) else 0.5
 
 
-def _counted_error(step: Change, before: torch.Tensor, packed: PackedWeight, nbytes: float) -> Sums:
+def _counted_error(step: LayerChange, before: torch.Tensor, packed: PackedWeight, nbytes: float) -> Sums:
     with progress.part(nbytes * (1 - _share(step)), before.shape[0]):
         return error_of(before, packed)
 
 
-def _converted(step: Change, nbytes: float) -> Iterator[tuple[torch.Tensor | None, PackedWeight]]:
+def _converted(step: LayerChange, nbytes: float) -> Iterator[tuple[torch.Tensor | None, PackedWeight]]:
     """Every weight of a layer: the values that are quantized, None where they are kept, and the weight after the conversion.
 
     nbytes: those of a weight, as progress counts them.
     """
     folder, layer = worker.folder_of(step.source), step.layer
-    shared, share = amax(folder, step.sharing) if step.sharing else None, _share(step)
+    shared, share = largest_magnitude(folder, step.sharing) if step.sharing else None, _share(step)
     for expert, weight in enumerate(weights(folder, layer)):
         try:
-            before = None if step.aim.exact(layer) else values(weight)
+            before = None if step.aim.is_exact(layer) else weight_values(weight)
             if before is not None and step.is_folded:
                 before = folded(before, layer.transforms, folder.tensor).float()
             with progress.part(nbytes * share, math.prod(layer.shape)):
-                packed = become(weight, layer, step.aim, shared, before, expert)
+                packed = converted_weight(weight, layer, step.aim, shared, before, expert)
         except FormatError as error:
             hint = f"; `--skip {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
@@ -90,12 +90,12 @@ def _converted(step: Change, nbytes: float) -> Iterator[tuple[torch.Tensor | Non
         yield before, packed
 
 
-def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:
+def largest_magnitude(folder: Folder, layers: Sequence[Layer]) -> float | None:
     """The largest magnitude of the weights of layers; None where all are zero or some are not finite."""
     largest = 0.0
     for layer in layers:
         [weight] = weights(folder, layer)
-        if (whole := values(weight)).numel():
+        if (whole := weight_values(weight)).numel():
             largest = max(largest, -float(whole.amin()), float(whole.amax()))
             if not math.isfinite(largest):
                 return None
@@ -118,7 +118,7 @@ def _put(out: BinaryIO, place: int, data: memoryview) -> None:
     out.write(data)
 
 
-def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], dict[str, memoryview]]:
+def _bytes(step: LayerChange, weight: PackedWeight) -> tuple[dict[str, memoryview], dict[str, memoryview]]:
     """The tensors of a weight, and the small ones that are stored once per layer."""
     layer, form = step.layer, description_of(weight.format.name)
     if layer.experts is not None and not says_extents(form):

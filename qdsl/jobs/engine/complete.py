@@ -36,7 +36,7 @@ def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], chan
     """
     check_folder(out, source, *inputs)
     with stage.lock_folder(out / stage.STAGE):
-        sums = {} if is_restored else _checksums([shard for shard in shards if stage.is_whole(shard, out)], out)
+        sums = {} if is_restored else _checksums([shard for shard in shards if stage.is_staged(shard, out)], out)
         return _completed(source, read, shards, changed_texts, out, inputs, None if is_restored else sums)
 
 
@@ -45,7 +45,7 @@ def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, dict[str, dict[s
     models: dict[str, dict[str, dict[str, int]]] = {"": {}}
     for shard in shards:
         model, _, file = shard.name.rpartition("/")
-        models.setdefault(model, {})[file] = stage.crc(shard, out)
+        models.setdefault(model, {})[file] = stage.tensor_checksums(shard, out)
     return models
 
 
@@ -53,7 +53,7 @@ def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], ch
                inputs: Inputs, checksums: Mapping[str, dict[str, dict[str, int]]] | None) -> list[str]:
     """`complete`, with the stage locked.  checksums: by model, None where they are not written."""
     check_unchanged(inputs)
-    missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
+    missing = [shard.name for shard in shards if not stage.is_staged(shard, out)]
     if missing:
         raise RewriteError(f"{out}: {len(missing)} of {len(shards)} shards are not there, or not of {source} as it is "
                            f"now: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
@@ -63,7 +63,7 @@ def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], ch
         _list_files(others, checksums)
     if not (out / stage.STAGE / stage.MARK).exists():
         new = {str(path.relative_to(others)): path for path in regular_files(others)}
-        notes += stage.clear(out, {**new, **dict.fromkeys(shard.name for shard in shards)})
+        notes += stage.make_room(out, {**new, **dict.fromkeys(shard.name for shard in shards)})
     stage.write(out / stage.STAGE / stage.MARK, {})
     for path in sorted(regular_files(others), key=lambda path: path != others / crc.FILE):      # what says that they are qdsl's
         last = out / path.relative_to(others)
@@ -71,7 +71,7 @@ def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], ch
         os.replace(path, last)
     for shard in shards:
         (out / shard.name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(stage.place(shard, out), out / shard.name)
+        os.replace(stage.shard_path(shard, out), out / shard.name)
     for folder in {(out / shard.name).parent for shard in shards} | {out}:
         flush_folder(folder)                                     # before the stage, which marks unfinished work, is removed
     stage.end(out)

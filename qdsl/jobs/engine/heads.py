@@ -9,7 +9,7 @@ TIED, TEXT = "tie_word_embeddings", "text_config"
 HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in", "word_embeddings")
 
 
-def with_ties(config: Mapping[str, Any], modules: Collection[str], is_same: Callable[[str, str], bool]) -> dict[str, Any]:
+def config_with_ties(config: Mapping[str, Any], modules: Collection[str], is_same: Callable[[str, str], bool]) -> dict[str, Any]:
     """A config that says that the head is not tied where the new folder has another weight for it than the embedding's.
 
     A config that says nothing leaves it to the model's class, which may tie them.

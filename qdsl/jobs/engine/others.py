@@ -64,7 +64,7 @@ def refuse_adapter(folder: Folder) -> None:
         raise RewriteError(f"{folder.path}: a LoRA adapter and no model: merge it into its model first (docs/peft.md)")
 
 
-def replaced(out: Path) -> list[Path]:
+def replaceable_files(out: Path) -> list[Path]:
     """The files of the checkpoint in a folder, in the order in which they may be removed: whatever is left is still known.
 
     They are weights that an index or qdsl's list names, or whose names are those of a model's files; indices; settings next to
@@ -86,11 +86,11 @@ def replaced(out: Path) -> list[Path]:
 
 
 def has_checkpoint(files: Sequence[Path]) -> bool:
-    """Whether `replaced` files are a checkpoint: weights, an index, or qdsl's list."""
+    """Whether `replaceable_files` files are a checkpoint: weights, an index, or qdsl's list."""
     return any(path.name.endswith((".safetensors", INDEX, crc.FILE)) for path in files)
 
 
-def check_free(out: Path, new: Mapping[str, Path | None], mine: Sequence[Path] = ()) -> None:
+def check_overwrites(out: Path, new: Mapping[str, Path | None], mine: Sequence[Path] = ()) -> None:
     """Raises OccupiedFolder where new files would replace anything but `mine` and files with the same bytes.
 
     new: the files, by name relative to `out`; None where their contents are not known yet.

@@ -112,7 +112,7 @@ class Shard:
         return self.size - len(self.start)
 
 
-def amounts(shards: Iterable[Shard]) -> dict[str, int]:
+def bytes_by_kind(shards: Iterable[Shard]) -> dict[str, int]:
     """Bytes that the steps of files write, by kind."""
     sums: dict[str, int] = {}
     for shard in shards:
@@ -121,12 +121,12 @@ def amounts(shards: Iterable[Shard]) -> dict[str, int]:
     return sums
 
 
-def in_order(steps: Iterable[Step]) -> tuple[Step, ...]:
+def by_offset(steps: Iterable[Step]) -> tuple[Step, ...]:
     """Steps ordered by the first byte that they write."""
     return tuple(sorted(steps, key=lambda step: min(start for start, _ in step.extents)))
 
 
-def share(every: Sequence[SizedT], place: int, count: int) -> list[SizedT]:
+def balanced_part(every: Sequence[SizedT], place: int, count: int) -> list[SizedT]:
     """Part `place` (from 1) of `count` parts with about the same total size."""
     sums = [0] * count
     chosen = set()

@@ -17,7 +17,7 @@ from qdsl.checkpoint.files.safetensors import parse_header, shown
 from qdsl.host import unfinished
 from qdsl.host.files import locked, make_folder, write_text
 from qdsl.jobs.engine import OccupiedFolder, RewriteError
-from qdsl.jobs.engine.others import check_free, has_checkpoint, other_files, replaced
+from qdsl.jobs.engine.others import check_overwrites, has_checkpoint, other_files, replaceable_files
 from qdsl.jobs.engine.shards import Shard
 
 STAGE = ".qdsl-stage"
@@ -71,10 +71,10 @@ def _check_empty(out: Path, force: bool, source: Path) -> None:
     if others and not force:
         raise OccupiedFolder(f"{out} exists already, and no interrupted run left it; --force replaces what is in it")
     if others:
-        mine = replaced(out)
+        mine = replaceable_files(out)
         if not has_checkpoint(mine):
             raise OccupiedFolder(f"{out}: --force replaces a checkpoint, and this folder holds none")
-        check_free(out, other_files(source), mine)
+        check_overwrites(out, other_files(source), mine)
 
 
 def _refuse_links(stage: Path) -> None:
@@ -101,25 +101,24 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
 
 
 def read_request(out: Path, kinds: Mapping[str, Any] = REQUESTS) -> dict[str, Any]:
-    """The request of the work in a folder.  kinds: as of `fits`.  Raises RewriteError where there is none, or it has other types.
-    """
+    """The request of the work in a folder.  kinds: as of `has_type`.  Raises RewriteError where there is none of these types."""
     _refuse_links(out / STAGE)
     if (out / DONE).is_file() or not (out / STAGE / REQUEST).is_file():
         raise RewriteError(f"{out}: no work was begun here, or it is complete")
     request = read(out / STAGE / REQUEST)
-    if not all(fits(request.get(name), kind) for name, kind in kinds.items()):
+    if not all(has_type(request.get(name), kind) for name, kind in kinds.items()):
         raise RewriteError(f"{out / STAGE / REQUEST}: no request that qdsl wrote; remove {out / STAGE}")
     return request
 
 
-def fits(value: object, kind: Any) -> bool:
+def has_type(value: object, kind: Any) -> bool:
     """Whether a JSON value has a type: a type, None, any of a tuple, a list of one, or {"*": type of all values}."""
     if isinstance(kind, tuple):
-        return any(fits(value, element) for element in kind)
+        return any(has_type(value, element) for element in kind)
     if isinstance(kind, list):
-        return isinstance(value, list) and all(fits(element, kind[0]) for element in value)
+        return isinstance(value, list) and all(has_type(element, kind[0]) for element in value)
     if isinstance(kind, dict):
-        return isinstance(value, dict) and all(fits(element, kind["*"]) for element in value.values())
+        return isinstance(value, dict) and all(has_type(element, kind["*"]) for element in value.values())
     return value is None if kind is None else type(value) is kind
 
 
@@ -159,13 +158,13 @@ def remove(out: Path) -> None:
     unfinished.remove_last(out / DONE)
 
 
-def clear(out: Path, new: Mapping[str, Path | None]) -> list[str]:
+def make_room(out: Path, new: Mapping[str, Path | None]) -> list[str]:
     """Makes room for new files; returns notes on files that stay.  With `--force` the checkpoint in the folder is removed.
 
-    new: as of `check_free`, which raises OccupiedFolder before anything is removed.
+    new: as of `check_overwrites`, which raises OccupiedFolder before anything is removed.
     """
-    mine = replaced(out) if (out / STAGE / FORCE).exists() else []
-    check_free(out, new, mine)
+    mine = replaceable_files(out) if (out / STAGE / FORCE).exists() else []
+    check_overwrites(out, new, mine)
     for path in mine:
         path.unlink(missing_ok=True)
         for folder in takewhile(lambda folder: folder != out and not any(folder.iterdir()), path.parents):
@@ -175,46 +174,46 @@ def clear(out: Path, new: Mapping[str, Path | None]) -> list[str]:
             if path.name not in names and not path.name.startswith(".")]
 
 
-def room(stage: Path, shard: Shard) -> Path:
+def shard_folder(stage: Path, shard: Shard) -> Path:
     """The folder of the stage in which a shard is written."""
     return stage / SHARDS / shard.name
 
 
-def place(shard: Shard, out: Path) -> Path:
+def shard_path(shard: Shard, out: Path) -> Path:
     """The current path of a shard: in the stage, or its final one."""
-    folder = room(out / STAGE, shard)
+    folder = shard_folder(out / STAGE, shard)
     return folder / folder.name if (folder / folder.name).exists() else out / shard.name
 
 
-def is_whole(shard: Shard, out: Path) -> bool:
+def is_staged(shard: Shard, out: Path) -> bool:
     """Whether a shard is complete and depends on the same inputs as now."""
-    note, path = room(out / STAGE, shard) / NOTE, place(shard, out)
+    note, path = shard_folder(out / STAGE, shard) / NOTE, shard_path(shard, out)
     if not (note.is_file() and path.is_file()):
         return False
     return _fingerprint(shard).items() <= read(note).items() and path.stat().st_size == shard.size
 
 
-def note(shard: Shard, stage: Path, content: Mapping[str, Any]) -> None:
+def write_note(shard: Shard, stage: Path, content: Mapping[str, Any]) -> None:
     """Record that a shard is complete.
 
     content: the reports of its steps, and CRC-32 of its tensors by their offsets and of what each step read by its number.
     """
-    write(room(stage, shard) / NOTE, {**_fingerprint(shard), **content})
+    write(shard_folder(stage, shard) / NOTE, {**_fingerprint(shard), **content})
 
 
-def crc(shard: Shard, out: Path) -> dict[str, int]:
+def tensor_checksums(shard: Shard, out: Path) -> dict[str, int]:
     """The CRC-32 of a shard's tensors, by name."""
-    checksums = read(room(out / STAGE, shard) / NOTE).get("crc", {})
-    if not fits(checksums, {"*": int}):
+    checksums = read(shard_folder(out / STAGE, shard) / NOTE).get("crc", {})
+    if not has_type(checksums, {"*": int}):
         raise RewriteError(f"{out / STAGE}: a note that qdsl did not write; remove the folder")
     tensors = parse_header(shard.start[8:], Path(shard.name)).tensors
     return {name: checksums.get(str(entry.start), 0) if entry.nbytes else 0 for name, entry in tensors.items()}
 
 
-def reports(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
+def step_reports(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
     """The reports of the steps of all complete shards, by name."""
-    staged = [read(room(out / STAGE, shard) / NOTE) for shard in shards if is_whole(shard, out)]
-    if wrong := [note for note in staged if not fits(note.get("reports"), {"*": {"*": (int, float)}})]:
+    staged = [read(shard_folder(out / STAGE, shard) / NOTE) for shard in shards if is_staged(shard, out)]
+    if wrong := [note for note in staged if not has_type(note.get("reports"), {"*": {"*": (int, float)}})]:
         raise RewriteError(f"{out / STAGE}: a note that qdsl did not write, {shown(str(wrong[0]))}; remove the folder")
     return {name: report for note in staged for name, report in note["reports"].items()}
 

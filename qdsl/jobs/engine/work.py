@@ -16,12 +16,13 @@ from qdsl.jobs.engine import stage
 from qdsl.jobs.engine.shards import Output, Shard, Step
 
 Some = TypeVar("Some", bound=Output)
-Tell = Callable[[int, str], None]
-Telling = Callable[[Mapping[str, int]], AbstractContextManager[Tell]]   # called with the bytes to write, by kind of work
+ReportProgress = Callable[[int, str], None]
+# Called with the bytes to write, by kind of work.
+ShowProgress = Callable[[Mapping[str, int]], AbstractContextManager[ReportProgress]]
 
 
 @contextmanager
-def quiet(amounts: Mapping[str, int]) -> Iterator[Tell]:
+def no_progress(amounts: Mapping[str, int]) -> Iterator[ReportProgress]:
     """A progress callback that does nothing."""
     yield lambda done, name: None
 
@@ -39,7 +40,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class TaskResult:
     """The result of a task: the reports of its steps by name, the CRC-32 of the tensors that they wrote, by offset, and of what
     they read, by the number of the step.
     """
@@ -50,7 +51,7 @@ class Done:
     reads: Mapping[str, int]
 
 
-def done(task: Task) -> Done:
+def run_task(task: Task) -> TaskResult:
     """Runs the steps of a task.  Raises what its steps raise."""
     reports, reads = {}, {}
     with name_in_errors(task.path), open(task.path, "r+b") as out:
@@ -60,10 +61,10 @@ def done(task: Task) -> Done:
                 if (report := step.write(out)) is not None:
                     reports[report[0]] = report[1]
         crc = {str(start): checksum(out, start, nbytes) for step in task.steps for start, nbytes in step.extents if nbytes}
-    return Done(task, reports, crc, reads)
+    return TaskResult(task, reports, crc, reads)
 
 
-def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Callable[..., None] | None = None,
+def write(shards: Sequence[Shard], place: Path, jobs: int, tell: ReportProgress, start: Callable[..., None] | None = None,
           arguments: tuple[Any, ...] = ()) -> None:
     """Write shards into the stage.  A shard takes its name when all its bytes are on disk, and then gets its note.
 
@@ -76,7 +77,7 @@ def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Ca
         notes: list[dict[str, dict[str, Any]]] = [{"reports": {}, "crc": {}, "reads": {}} for _ in shards]
         tasks = _tasks(shards, place, stack, files, left, notes)
         most = sum(len(batches(shard.steps)) for shard in shards)
-        for result in stack.enter_context(closing(results(done, tasks, min(jobs, most), start, arguments))):
+        for result in stack.enter_context(closing(results(run_task, tasks, min(jobs, most), start, arguments))):
             number = result.task.shard
             count += sum(step.nbytes for step in result.task.steps)
             notes[number]["reports"] |= result.reports
@@ -108,10 +109,10 @@ def _tasks(shards: Sequence[Shard], place: Path, stack: ExitStack, files: dict[i
 @contextmanager
 def _written(shard: Shard, place: Path, note: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
     """Creates a shard's file, and renames it when the block ends; None where another process has written it meanwhile."""
-    folder = stage.room(place, shard)
+    folder = stage.shard_folder(place, shard)
     folder.mkdir(parents=True, exist_ok=True)
     with stage.lock_folder(folder):
-        if stage.is_whole(shard, place.parent):
+        if stage.is_staged(shard, place.parent):
             yield None
             return
         for path in folder.iterdir():                            # of a process that was killed
@@ -120,7 +121,7 @@ def _written(shard: Shard, place: Path, note: Mapping[str, Any]) -> Iterator[Bin
             file.write(shard.start)
             system.allocate(file, shard.size)               # an error that the disk is full comes before the work
             yield file
-        stage.note(shard, place, note)
+        stage.write_note(shard, place, note)
 
 
 def batches(steps: Sequence[Some], nbytes: int = 1 << 25) -> list[tuple[Some, ...]]:

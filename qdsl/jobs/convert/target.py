@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class Conversion:
     """The target of a conversion: layers of `format` ('' for any) get another storage, or with `requantize`, all layers get the
     format.
 
@@ -80,31 +80,31 @@ class Aim:
         """Whether a quantized layer is to be converted."""
         return (self.requantize or self.format in ("", layer.format)) and not is_skipped(layer.name, self.skip)
 
-    def exact(self, layer: Layer) -> bool:
+    def is_exact(self, layer: Layer) -> bool:
         """Whether the conversion of a layer keeps its values."""
         return not self.requantize or (layer.format == self.format and self.params.items() <= layer.params.items())
 
-    def reached(self, layer: Layer) -> bool:
+    def is_reached(self, layer: Layer) -> bool:
         """Whether a layer already has the target storage and format."""
-        return self.exact(layer) and layer.storage == self.storage and not self.producer
+        return self.is_exact(layer) and layer.storage == self.storage and not self.producer
 
 
-def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None, ignore: Sequence[str] | None = None,
-          only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False, producer: str = "",
-          allow_unknown: bool = False) -> Aim:
+def parse_conversion(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None,
+                     ignore: Sequence[str] | None = None, only: Sequence[str] = (), skip: Sequence[str] = (),
+                     keep_misfits: bool = False, producer: str = "", allow_unknown: bool = False) -> Conversion:
     """Parses a target: 'STORAGE', or 'FORMAT.STORAGE' for layers of that format only; to requantize, 'FORMAT' is enough.
 
     to: also in other letters, or a name that has one meaning (targets.py).
 
-    ignore, only, producer, allow_unknown: as of Aim, the first two for plain layers that are quantized.  skip, keep_misfits: for
-    layers that are quantized already.
+    ignore, only, producer, allow_unknown: as of Conversion, the first two for plain layers that are quantized.  skip,
+    keep_misfits: for layers that are quantized already.
 
     Raises RewriteError for an unknown format, storage, producer or parameter, and for entropy codes of plain numbers.
     """
     producer = _resolved(producer_target, producer)
     if not requantize:
         format, _, storage = _resolved(storage_target, to).rpartition(".")
-        return Aim(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)
+        return Conversion(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)
     from qdsl.runtime.weight.packed import FormatError
 
     name, _, storage = _resolved(format_target, to).partition(".")
@@ -118,7 +118,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
                            f"`qdsl compress --format {name}` compresses plain matrices without loss")
     if ignore is not None and "safetensors" in description_of(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
-    return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer, allow_unknown)
+    return Conversion(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer, allow_unknown)
 
 
 def _resolved(meaning: Callable[[str], str], word: str) -> str:
@@ -128,50 +128,50 @@ def _resolved(meaning: Callable[[str], str], word: str) -> str:
         raise RewriteError(str(error)) from None
 
 
-def target(layer: Layer, aim: Aim) -> Format:
+def layer_format(layer: Layer, aim: Conversion) -> Format:
     """The format that a layer gets."""
-    format: Format = module_of(layer).FORMAT if aim.exact(layer) else target_format(aim)
+    format: Format = module_of(layer).FORMAT if aim.is_exact(layer) else target_format(aim)
     return format
 
 
-def target_format(aim: Aim) -> Format:
+def target_format(aim: Conversion) -> Format:
     """The format that weights are quantized to."""
     format: Format = import_module(f"qdsl.generated.{aim.format}").FORMAT
     return format
 
 
-def params_in(layer: Layer, aim: Aim) -> Mapping[str, int | str]:
+def layer_params(layer: Layer, aim: Conversion) -> Mapping[str, int | str]:
     """The parameters that a layer gets in its target format."""
-    format = target(layer, aim)
-    return layer.params if aim.exact(layer) else format.complete(
+    format = layer_format(layer, aim)
+    return layer.params if aim.is_exact(layer) else format.complete(
         {name: value for name, value in aim.params.items() if name in format.params})
 
 
-def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = None, floats: torch.Tensor | None = None,
-           expert: int = 0) -> PackedWeight:
+def converted_weight(weight: PackedWeight, layer: Layer, aim: Conversion, amax: float | None = None,
+                     floats: torch.Tensor | None = None, expert: int = 0) -> PackedWeight:
     """Converts or quantizes a weight of a layer.  Raises FormatError where it cannot.
 
-    amax: the largest magnitude of all weights that share its super-scale.  floats: `values` of the weight.  expert: its number
-    in a layer of experts.
+    amax: the largest magnitude of all weights that share its super-scale.  floats: `weight_values` of the weight.  expert: its
+    number in a layer of experts.
     """
-    if aim.exact(layer):
+    if aim.is_exact(layer):
         from qdsl.runtime.weight.convert import with_indices
 
         return with_indices(weight.format.convert(weight, aim.storage))
     options: dict[str, Any] = {**aim.options, **({} if amax is None else {"amax": amax})}
-    floats = values(weight) if floats is None else floats
+    floats = weight_values(weight) if floats is None else floats
     if aim.moments:
         from qdsl.encode.calibrated import solve, store
 
         moments = store.Moments(Path(aim.moments))
         name = layer.name if layer.experts is None else f"{layer.name}.{expert}"
         if name in moments:
-            return solve.quantize(target(layer, aim), floats, moments[name], str(aim.calibration["method"]),
+            return solve.quantize(layer_format(layer, aim), floats, moments[name], str(aim.calibration["method"]),
                                   storage=aim.storage, **options)
-    return target(layer, aim).quantize(floats, aim.storage, **options)
+    return layer_format(layer, aim).quantize(floats, aim.storage, **options)
 
 
-def values(weight: PackedWeight) -> torch.Tensor:
+def weight_values(weight: PackedWeight) -> torch.Tensor:
     """The values [N, K] of a weight: the tensor itself of a plain one, else float32."""
     import torch
 
@@ -179,19 +179,19 @@ def values(weight: PackedWeight) -> torch.Tensor:
     return tensor if weight.variant.copies else weight.format.dequantize(weight, torch.float32)
 
 
-def shares_scale(layer: Layer, aim: Aim) -> bool:
+def shares_scale(layer: Layer, aim: Conversion) -> bool:
     """Whether the target format stores a super-scale, which fused weights must share."""
-    if aim.exact(layer) or "amax" in aim.params:
+    if aim.is_exact(layer) or "amax" in aim.params:
         return False
-    variant = next(iter(target(layer, aim).variants.values()))
+    variant = next(iter(layer_format(layer, aim).variants.values()))
     return "amax" in variant.options and "amax" not in variant.storages[aim.storage].options
 
 
-def becomes_transposed(layer: Layer, aim: Aim) -> bool:
+def becomes_transposed(layer: Layer, aim: Conversion) -> bool:
     """Whether a layer becomes a plain weight [K, N]."""
     return layer.name in aim.transposed and layer.experts is None and is_plain_target(layer, aim)
 
 
-def is_plain_target(layer: Layer, aim: Aim) -> bool:
+def is_plain_target(layer: Layer, aim: Conversion) -> bool:
     """Whether a layer becomes plain numbers."""
-    return not aim.exact(layer) and "safetensors" in description_of(target(layer, aim).name).detect
+    return not aim.is_exact(layer) and "safetensors" in description_of(layer_format(layer, aim).name).detect
