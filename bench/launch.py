@@ -73,7 +73,7 @@ def side(what: str) -> Callable[[], Any]:
     packed = form.empty((4096, 4096), "planar", "cpu")
     x = torch.zeros(1, 4096, dtype=torch.bfloat16)
     layer = form.Linear(packed)
-    tensors, key = ops.operands(packed)
+    tensors, key = ops.operation_arguments(packed)
     operation = torch.ops.qdsl.linear.default
     one: dict[str, Callable[[], Any]] = {
         "linear": lambda: form.linear(x, packed), "Linear": lambda: layer(x),

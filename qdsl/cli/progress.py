@@ -10,7 +10,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-from qdsl.host.progress import FINISHED, SAMPLES, Counters, counting, under_way
+from qdsl.host.progress import FINISHED, SAMPLES, Counters, counting, latest_counters
 
 MINUTE = 60.0                                                    # seconds between lines where there is no terminal
 # What a command does first, or does not write, by the kind of work.
@@ -34,7 +34,7 @@ class Meter:
 
     def refresh(self) -> None:
         """Turns to the work that was begun last: a job compares what it finished before it goes on."""
-        if (counters := under_way(self.counters)) is not self.counters:
+        if (counters := latest_counters(self.counters)) is not self.counters:
             self._follow(counters)
 
     def tell(self, done: int, name: str) -> None:

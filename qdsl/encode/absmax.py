@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.encode import native, search
-from qdsl.encode.blocks import arithmetic, cast_scale, codes, cut_blocks, join_blocks, power_exponents, quotients, shaped
+from qdsl.encode.blocks import cast_scale, codes, cut_blocks, in_scale_dtype, join_blocks, per_field, power_exponents, quotients
 from qdsl.encode.rows import integer_range, search_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
@@ -37,7 +37,7 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
         compiled = _find_in_c(weight, code, scale, columns, axes, divisor, offset, ties, -offset if lost == "least" else 0, False)
         if compiled is not None:
             return _append_sums(*compiled, axes, offset, sums, sums_columns)
-    blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
+    blocks = cut_blocks(weight.float() if by == "exact" else in_scale_dtype(weight, scale), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     divisor = number(code).largest if divisor is None else divisor
     if power or scale == "e8m0":
@@ -70,7 +70,7 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
         compiled = _find_in_c(weight, code, scale, columns, axes, divisor, offset, ties, -offset, True)
         if compiled is not None:
             return _append_sums(*compiled, axes, offset, sums, sums_columns)
-    blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
+    blocks = cut_blocks(weight.float() if by == "exact" else in_scale_dtype(weight, scale), rows, columns)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     largest = torch.where(-low > high, low, high) + 0.0
     tied = (-low == high) & (high != 0)
@@ -99,7 +99,7 @@ def _append_sums(chosen: Tensor, exact: Tensor, stored: Tensor, axes: int, offse
                  ) -> tuple[Tensor, ...]:
     """Codes and scales, the latter as the field has them; and sums of `columns` codes each, if there are such."""
     more = [_code_sums(chosen, exact, offset, sums, columns)] if sums else []
-    return chosen, shaped(stored, axes).contiguous(), *more
+    return chosen, per_field(stored, axes).contiguous(), *more
 
 
 def _code_sums(codes: Tensor, scales: Tensor, offset: int, kind: str, columns: int) -> Tensor:

@@ -38,7 +38,7 @@ def join_blocks(blocks: Tensor, n: int, k: int) -> Tensor:
     return blocks.flatten(2).flatten(0, 1)[:n, :k].contiguous()
 
 
-def arithmetic(weight: Tensor, scale: str) -> Tensor:
+def in_scale_dtype(weight: Tensor, scale: str) -> Tensor:
     """The weight in the dtype for computing scales: its own if scales are stored in it, else float32."""
     return weight if weight.dtype == FLOATS.get(scale) else weight.float()
 
@@ -81,7 +81,7 @@ def quotients(blocks: Tensor, scales: Tensor) -> Tensor:
     return scaled
 
 
-def shaped(values: Tensor, axes: int) -> Tensor:
+def per_field(values: Tensor, axes: int) -> Tensor:
     """Per-block values [R, 1, C, 1] in the shape of the field: both axes, only rows, or none."""
     both = values[:, 0, :, 0]
     return both if axes == 2 else both[:, 0] if axes == 1 else both[0, 0]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import cast_scale, cut_blocks, join_blocks, quotients, shaped
+from qdsl.encode.blocks import cast_scale, cut_blocks, join_blocks, per_field, quotients
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
@@ -68,7 +68,7 @@ def scaled_kmeans(weight: Tensor, *, code: str, scale: str, levels: str, rows: i
     count = squares if importance is None else squares * importance.double().cpu()
     stored = _cast_levels(_fit_levels(x, count.view(1, -1), number(code).high + 1), levels, 1)
     codes = torch.searchsorted(_middles(stored.double()), x).to(torch_dtype(code)).view(n, k)
-    return codes.to(weight.device), shaped(scales, axes).contiguous(), stored[0].to(weight.device)
+    return codes.to(weight.device), per_field(scales, axes).contiguous(), stored[0].to(weight.device)
 
 
 def _middles(levels: Tensor) -> Tensor:

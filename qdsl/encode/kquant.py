@@ -35,13 +35,13 @@ def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scal
         if by is not None:
             return search.fit_counts(x, by, high, *search.IMPORTANT)
         plain = errors == "magnitudes"
-        return search.fit_counts(x, search.sizes(x, plain), high, first, step, steps, plain)
+        return search.fit_counts(x, search.magnitudes(x, plain), high, first, step, steps, plain)
 
     scales, mins, low, inverse = blocks.fit(fit)
-    d, sc = blocks.positive(scales, super_scale, rows.integer_range(scale)[1])
-    dm, mn = blocks.positive(-mins, super_min, rows.integer_range(min)[1])
-    less = blocks.units(dm, mn)
-    codes = blocks.unit_codes(code, blocks.units(d, sc),
+    d, sc = blocks.positive_steps(scales, super_scale, rows.integer_range(scale)[1])
+    dm, mn = blocks.positive_steps(-mins, super_min, rows.integer_range(min)[1])
+    less = blocks.code_units(dm, mn)
+    codes = blocks.unit_codes(code, blocks.code_units(d, sc),
                               lambda x, unit, at: search.clip(search.nearest((x + less[at]) / unit), 0, high),
                               lambda x, at: search.counts(x, low[at], inverse[at], high))
     return (codes, rows.field_of_blocks(sc, scale, weight, columns), rows.field_of_blocks(mn, min, weight, columns), d, dm)
@@ -69,9 +69,9 @@ def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, c
     else:
         scales, inverse = blocks.fit(lambda x, by: search.fit_signed(x, x * x if by is None else by, low, high))
     if importance is not None and spread:
-        d, sc = blocks.searched(scales, super_scale, least, most)
+        d, sc = blocks.searched_steps(scales, super_scale, least, most)
     else:
-        d, sc, unusable = blocks.signed(scales, super_scale, least, most, tiny=not exchanged)
+        d, sc, unusable = blocks.signed_steps(scales, super_scale, least, most, tiny=not exchanged)
         sc[unusable] = -scale_offset
         if not exchanged:
             inverse[unusable] = 0
@@ -79,7 +79,7 @@ def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, c
     def kept(x: Floats, at: Places) -> Floats:
         return search.fit_exchange(x, low, high)[1] if exchanged else search.signed_or_least(x, inverse[at], low, high)
 
-    codes = blocks.unit_codes(code, blocks.units(d, sc), lambda x, unit, _: search.clip(search.nearest(x / unit), low, high),
+    codes = blocks.unit_codes(code, blocks.code_units(d, sc), lambda x, unit, _: search.clip(search.nearest(x / unit), low, high),
                               kept, offset)
     return codes, rows.field_of_blocks(sc + np.float32(scale_offset), scale, weight, columns), d
 
@@ -87,44 +87,45 @@ def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, c
 class _SubBlocks(rows.SubBlocks):
     """Sub-blocks, whose scales are steps of a super-block's."""
 
-    def positive(self, scales: Floats, kind: str, most: int) -> tuple[Tensor, Floats]:
+    def positive_steps(self, scales: Floats, kind: str, most: int) -> tuple[Tensor, Floats]:
         """(super-scales, steps 0 to most) of scales: in steps of the largest, or searched for.
 
         A negative scale, which an importance of few weights may come to, counts as 0; ggml's steps run over there.
         """
-        values = np.maximum(self.by_super(scales), search.ZERO)
+        values = np.maximum(self.by_super_block(scales), search.ZERO)
         if self.counts is not None:
-            exact, steps = search.fit_positive(values, self.by_super(search.sum_blocks(rows.transposed(self.counts))), most)
+            exact, steps = search.fit_positive(values, self.by_super_block(search.sum_blocks(rows.transposed(self.counts))), most)
         else:
             largest = values.max(axis=0)
-            inverse = np.where(largest > 0, search.over(most, largest), search.ZERO)
+            inverse = np.where(largest > 0, search.divide(most, largest), search.ZERO)
             exact, steps = largest / np.float32(most), search.clip(search.nearest(inverse * values), 0, most)
         return self.stored(exact, kind), steps.T.ravel()
 
-    def searched(self, scales: Floats, kind: str, least: int, most: int) -> tuple[Tensor, Floats]:
+    def searched_steps(self, scales: Floats, kind: str, least: int, most: int) -> tuple[Tensor, Floats]:
         """(super-scales, steps least to most) of least error, by the importance of sub-blocks."""
         assert self.counts is not None
-        values = self.by_super(scales)
-        exact, inverse = search.fit_signed(values, self.by_super(search.sum_blocks(rows.transposed(self.counts))), least, most)
+        values = self.by_super_block(scales)
+        counts = self.by_super_block(search.sum_blocks(rows.transposed(self.counts)))
+        exact, inverse = search.fit_signed(values, counts, least, most)
         return self.stored(exact, kind), search.signed_or_least(values, inverse, least, most).T.ravel()
 
-    def signed(self, scales: Floats, kind: str, least: int, most: int, tiny: bool) -> tuple[Tensor, Floats, Places]:
+    def signed_steps(self, scales: Floats, kind: str, least: int, most: int, tiny: bool) -> tuple[Tensor, Floats, Places]:
         """(super-scales, steps least to most, sub-blocks that are lost), the scale of largest magnitude being the least step.
 
         Super-blocks of scales of 0 are lost, and with `tiny` those whose scales are tiny.
         """
-        values = self.by_super(scales)
-        extreme = search.extremes(values)
+        values = self.by_super_block(scales)
+        extreme = search.signed_extremes(values)
         unusable = np.abs(extreme) < search.TINY if tiny else extreme == 0
-        inverse = search.over(least, np.where(unusable, search.ONE, extreme))
+        inverse = search.divide(least, np.where(unusable, search.ONE, extreme))
         steps = search.signed(values, inverse, least, most)
-        exact = np.where(unusable, search.ZERO, search.over(1, inverse))
+        exact = np.where(unusable, search.ZERO, search.divide(1, inverse))
         return self.stored(exact, kind), steps.T.ravel(), np.flatnonzero(np.repeat(unusable, len(values)))
 
-    def by_super(self, values: Floats) -> Floats:
+    def by_super_block(self, values: Floats) -> Floats:
         return rows.transposed(values.reshape(self.supers, -1))
 
-    def units(self, supers: Tensor, steps: Floats) -> Floats:
+    def code_units(self, supers: Tensor, steps: Floats) -> Floats:
         """What a step of a code is worth."""
         return np.repeat(supers.float().cpu().numpy().ravel(), len(steps) // self.supers) * steps
 

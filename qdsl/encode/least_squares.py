@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import cast_scale, join_blocks, shaped
+from qdsl.encode.blocks import cast_scale, join_blocks, per_field
 from qdsl.encode.rows import ELEMENTS, split_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
@@ -40,7 +40,7 @@ def least_squares(weight: Tensor, *, code: str, scale: str, rows: int, columns: 
     tables = _tables(values, code, sign, choice)
     parts = [_find_best(x, by, tables, lambda exact: _round_scales(exact, scale), scale != "e8m0") for x, by in blocks.batches(1)]
     scales, choices, codes = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
-    stored = shaped(cast_scale(blocks.shared(scales).float(), scale), axes).contiguous()
+    stored = per_field(cast_scale(blocks.shared(scales).float(), scale), axes).contiguous()
     return *_split_signs(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, axes), stored.to(weight.device)
 
 
@@ -62,9 +62,9 @@ def least_squares_nested(weight: Tensor, *, code: str, scale: str, super_scale: 
              blocks.batches(per)]
     above, scales, choices, codes = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
     supers = cast_scale(torch.from_numpy(above).float().view(weight.shape[0], 1, -1, 1), super_scale)
-    stored = shaped(blocks.shared(scales + kind.low).to(torch_dtype(scale)), 2).contiguous()
+    stored = per_field(blocks.shared(scales + kind.low).to(torch_dtype(scale)), 2).contiguous()
     return (*_split_signs(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, 2), stored.to(weight.device),
-            shaped(supers, super_axes).contiguous().to(weight.device))
+            per_field(supers, super_axes).contiguous().to(weight.device))
 
 
 class _Blocks:
@@ -109,7 +109,7 @@ def _split_signs(codes: Tensor, code: str, sign: str | None) -> list[Tensor]:
 
 
 def _choices(blocks: _Blocks, choices: Places, choice: str | None, axes: int) -> list[Tensor]:
-    chosen = shaped(blocks.shared(choices), axes).to(torch.uint8).contiguous()
+    chosen = per_field(blocks.shared(choices), axes).to(torch.uint8).contiguous()
     return [] if choice is None else [chosen.to(blocks.weight.device)]
 
 

@@ -29,7 +29,7 @@ def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels:
     """
     blocks, table = rows.SubBlocks(weight, columns, columns, importance, SPREAD), _LevelTable(levels)
     scales = _scales(blocks, table)
-    return blocks.codes(code, partial(table.codes, search.inverse(scales))), blocks.stored(scales, scale)
+    return blocks.codes(code, partial(table.codes, search.reciprocal(scales))), blocks.stored(scales, scale)
 
 
 @scheme
@@ -46,9 +46,9 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
     unrounded = _scales(blocks, table)
     blocks.stored(unrounded, "f32")                              # a NaN would be skipped in the search for the largest
     scales = rows.transposed(unrounded.reshape(-1, super_columns // columns))
-    exact = search.extremes(scales) / np.float32(least)
-    steps = search.clip(search.nearest(search.inverse(exact) * scales), least, most)
-    codes = blocks.codes(code, partial(table.codes, search.inverse((exact * steps).T.ravel())))
+    exact = search.signed_extremes(scales) / np.float32(least)
+    steps = search.clip(search.nearest(search.reciprocal(exact) * scales), least, most)
+    codes = blocks.codes(code, partial(table.codes, search.reciprocal((exact * steps).T.ravel())))
     chosen = rows.field_of_blocks(steps.T + np.float32(scale_offset), scale, weight, columns)
     return codes, chosen, blocks.stored(exact, super_scale)
 
@@ -93,7 +93,7 @@ def _fit_scale(x: Floats, counts: Floats, levels: _LevelTable) -> Floats:
 
     A tiny block has a scale of 0.
     """
-    extreme = search.extremes(x)
+    extreme = search.signed_extremes(x)
     tiny = np.abs(extreme) < search.TINY
     extreme[tiny] = 1
     value, work = np.empty_like(x), np.empty_like(x)
@@ -105,11 +105,11 @@ def _fit_scale(x: Floats, counts: Floats, levels: _LevelTable) -> Floats:
         return search.sum_blocks(np.multiply(work, x, out=work)), square
 
     first = levels.values[0]
-    across, square = fitted(search.over(1, -extreme / first))
+    across, square = fitted(search.divide(1, -extreme / first))
     scale = np.where(square > 0, across / square, search.ZERO)
     best = scale * across
     for by in TRIES:
-        across, square = fitted(search.over(first + by, extreme))
+        across, square = fitted(search.divide(first + by, extreme))
         fit = across / square
         better = (square > 0) & (across * across > best * square)
         np.copyto(scale, fit, where=better)

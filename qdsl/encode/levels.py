@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.encode.blocks import cut_blocks, join_blocks, shaped
+from qdsl.encode.blocks import cut_blocks, join_blocks, per_field
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.numbers import e8m0h, ue4m3
 from qdsl.runtime.weight.tables import Table
@@ -38,7 +38,7 @@ def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: i
     if bool(far.any()):
         far = far.expand_as(blocks)
         codes[far] = _least_error_codes(blocks[far], unit.expand_as(blocks)[far], level)
-    return join_blocks(codes, *weight.shape), shaped(stored, axes).contiguous()
+    return join_blocks(codes, *weight.shape), per_field(stored, axes).contiguous()
 
 
 def _power(largest: Tensor, top: float) -> Tensor:

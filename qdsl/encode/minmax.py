@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.encode import search
-from qdsl.encode.blocks import arithmetic, cast_scale, codes, cut_blocks, join_blocks, shaped
+from qdsl.encode.blocks import cast_scale, codes, cut_blocks, in_scale_dtype, join_blocks, per_field
 from qdsl.encode.rows import integer_range, search_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
@@ -35,7 +35,7 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     first code, so that a scale may be negative (NNCF).
     """
     kind = number(code)
-    blocks = cut_blocks(weight.float() if span == "signed" else arithmetic(weight, scale), rows, columns,
+    blocks = cut_blocks(weight.float() if span == "signed" else in_scale_dtype(weight, scale), rows, columns,
                         "edge" if span == "tight" else "zeros")
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     if span == "tight":
@@ -61,8 +61,8 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     if rounds == "quotient":
         scaled.round_()
     chosen = codes(scaled.add_(zeros), code, "even", first)
-    return join_blocks(chosen, *weight.shape), shaped(codes(zeros, zero, "even", first), axes).contiguous(), \
-        shaped(stored, axes).contiguous()
+    return join_blocks(chosen, *weight.shape), per_field(codes(zeros, zero, "even", first), axes).contiguous(), \
+        per_field(stored, axes).contiguous()
 
 
 def _step_with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, column
 
         chosen, exact, least = search_blocks(weight, importance, rows, columns, code, fit)
     stored, kept = cast_scale(exact, scale), cast_scale(least, min)
-    return chosen, shaped(stored, axes).contiguous(), shaped(kept, axes).contiguous()
+    return chosen, per_field(stored, axes).contiguous(), per_field(kept, axes).contiguous()
 
 
 @scheme
@@ -144,7 +144,7 @@ def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, c
     exact = torch.where(steps != 0, edge / steps, step)
     least = torch.where(steps != 0, edge, 0)
     chosen = join_blocks(codes((blocks - least) / exact, code, "even"), *weight.shape)
-    return chosen, shaped(cast_scale(exact, scale), axes).contiguous(), shaped(cast_scale(least, min), axes).contiguous()
+    return chosen, per_field(cast_scale(exact, scale), axes).contiguous(), per_field(cast_scale(least, min), axes).contiguous()
 
 
 def _least_value(blocks: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
     inverse = torch.where(high - low > 1e-4, kind.high / (high - low), 1).clamp_(max=2e4)
     zeros = -low * inverse
     chosen = (blocks * inverse + zeros).round_().clamp_(0, kind.high).to(torch.uint8)
-    stored = [shaped(cast_scale(exact, scale), axes).contiguous() for exact in (zeros, 1 / inverse)]
+    stored = [per_field(cast_scale(exact, scale), axes).contiguous() for exact in (zeros, 1 / inverse)]
     return join_blocks(chosen, *weight.shape), stored[0], stored[1]
 
 
@@ -182,7 +182,7 @@ def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int,
     As torchao chooses them for tinygemm, and optimum-quanto, in the weight's own dtype where scales are stored in it; no scale is
     below the smallest normal number of its type.  negated: decode subtracts the zero, which has the other sign.
     """
-    blocks = cut_blocks(arithmetic(weight, scale), rows, columns, "edge")
+    blocks = cut_blocks(in_scale_dtype(weight, scale), rows, columns, "edge")
     kind = number(code)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     exact = ((high - low) / float(kind.high)).clamp_(min=torch.finfo(FLOATS[scale]).smallest_normal)
@@ -191,4 +191,4 @@ def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int,
     by = stored.to(exact.dtype)
     chosen = codes((blocks - (kept.to(exact.dtype) - by * offset)) / by, code, "even")
     kept = -kept if negated else kept
-    return join_blocks(chosen, *weight.shape), shaped(kept, axes).contiguous(), shaped(stored, axes).contiguous()
+    return join_blocks(chosen, *weight.shape), per_field(kept, axes).contiguous(), per_field(stored, axes).contiguous()

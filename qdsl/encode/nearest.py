@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.encode.blocks import cast_scale, codes, cut_blocks, join_blocks, shaped
+from qdsl.encode.blocks import cast_scale, codes, cut_blocks, join_blocks, per_field
 from qdsl.encode.rows import split_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
@@ -47,7 +47,7 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
     mean = (blocks.abs().sum((1, 3), keepdim=True, dtype=torch.float64) / count).float().clamp_(min=LEAST)
     inverse = 1 / mean
     chosen = codes((blocks * inverse).round_().clamp_(-1, 1), code, "even", 1)
-    return join_blocks(chosen, *weight.shape), shaped(cast_scale(inverse if divided else mean, scale), axes).contiguous()
+    return join_blocks(chosen, *weight.shape), per_field(cast_scale(inverse if divided else mean, scale), axes).contiguous()
 
 
 def _block_lengths(length: int, size: int) -> Tensor:
@@ -66,4 +66,4 @@ def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, 
     with np.errstate(over="ignore"):
         total = np.add.accumulate(np.abs(split_blocks(weight, columns, rows)), axis=1)[:, -1]
     exact = torch.from_numpy(total / np.float32(rows * columns)).view(-(-weight.shape[0] // rows), 1, -1, 1)
-    return (weight >= 0).byte(), shaped(cast_scale(exact, scale).to(weight.device), axes).contiguous()
+    return (weight >= 0).byte(), per_field(cast_scale(exact, scale).to(weight.device), axes).contiguous()

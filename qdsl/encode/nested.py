@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import cast_scale, codes, cut_blocks, join_blocks, quotients, shaped
+from qdsl.encode.blocks import cast_scale, codes, cut_blocks, join_blocks, per_field, quotients
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import UnrepresentableValue
@@ -52,7 +52,7 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
     else:
         scaled = quotients(blocks, unit_scale / above if divided else unit_scale * above)
     return join_blocks(codes(scaled, code, ties, zeros=zeros), *weight.shape), \
-        shaped(unit_scale.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))
+        per_field(unit_scale.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))
 
 
 @scheme
@@ -75,5 +75,5 @@ def progressive(weight: Tensor, *, code: str, scale: str, zero: str, super_scale
     scales = ((high - low) / kind.high).round_().clamp_(1, step.high)
     points = (-low / scales).round_().clamp_(0, kind.high)
     chosen = join_blocks(codes(blocks / scales + points, code, "even"), n, k)
-    zeros = shaped(-points * scales, 2).to(torch_dtype(zero)).contiguous()
-    return chosen, shaped(scales, 2).to(torch_dtype(scale)).contiguous(), zeros, shaped(supers, super_axes).contiguous()
+    zeros = per_field(-points * scales, 2).to(torch_dtype(zero)).contiguous()
+    return chosen, per_field(scales, 2).to(torch_dtype(scale)).contiguous(), zeros, per_field(supers, super_axes).contiguous()

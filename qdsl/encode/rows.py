@@ -35,7 +35,7 @@ def error_weights(x: Floats, importance: Floats, spread: float) -> Floats:
     return weighted
 
 
-def few(blocks: Floats) -> Iterator[slice]:
+def batches(blocks: Floats) -> Iterator[slice]:
     """Slices that cut the blocks into batches of at most ELEMENTS elements."""
     step = max(1, ELEMENTS // blocks.shape[1])
     return (slice(i, i + step) for i in range(0, len(blocks), step))
@@ -44,7 +44,7 @@ def few(blocks: Floats) -> Iterator[slice]:
 def fit_blocks(blocks: Floats, weights: Floats | None, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]],
          ) -> tuple[Floats, ...]:
     """The results of `fit` for blocks [blocks, columns] and the weights of their errors; fit takes both as [columns, blocks]."""
-    fits = [fit(transposed(blocks[at]), None if weights is None else transposed(weights[at])) for at in few(blocks)]
+    fits = [fit(transposed(blocks[at]), None if weights is None else transposed(weights[at])) for at in batches(blocks)]
     return tuple(np.concatenate(values) for values in zip(*fits, strict=True))
 
 
@@ -106,7 +106,7 @@ def transposed(blocks: Floats) -> Floats:
 def find_codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) -> NDArray[Any]:
     """The codes that `find` returns for blocks [columns, blocks] and their slice, as [blocks, columns] of the integer type."""
     chosen = np.empty(blocks.shape, integers(kind))
-    for at in few(blocks):
+    for at in batches(blocks):
         chosen[at] = find(transposed(blocks[at]), at).T
     return chosen
 

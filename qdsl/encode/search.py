@@ -53,7 +53,7 @@ def clip(values: Floats, low: float, high: float) -> Floats:
     return np.clip(values, np.float32(low), np.float32(high), out=values)
 
 
-def over(value: float | np.float32, below: Floats) -> Floats:
+def divide(value: float | np.float32, below: Floats) -> Floats:
     """A number / below."""
     quotients: Floats = np.divide(np.float32(value), below)
     return quotients
@@ -65,12 +65,12 @@ def quotient(above: Floats, below: Floats) -> Floats:
     return quotients
 
 
-def inverse(values: Floats) -> Floats:
+def reciprocal(values: Floats) -> Floats:
     """1 / values, and 0 for 0."""
     return np.divide(ONE, values, out=np.zeros_like(values), where=values != 0)
 
 
-def extremes(x: Floats) -> Floats:
+def signed_extremes(x: Floats) -> Floats:
     """The value of largest magnitude of every block, sign and all; of equals, the first."""
     low, high = x.min(axis=0), x.max(axis=0)
     largest: Floats = np.where(-low > high, low, high)
@@ -89,7 +89,7 @@ def least(x: Floats) -> Floats:
     return minimum
 
 
-def sizes(x: Floats, plain: bool) -> Floats:
+def magnitudes(x: Floats, plain: bool) -> Floats:
     """Magnitudes; unless plain, plus the root of the block's mean square."""
     size: Floats = np.abs(x)
     return size if plain else np.add(size, np.sqrt(sum_blocks(x * x) / np.float32(len(x))), out=size)
@@ -123,8 +123,8 @@ def _fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32
     low[low > 0] = 0
     flat = top == low
     span = np.where(flat, ONE, top - low)
-    inverse = over(high, span)
-    scale: Floats = over(1, inverse)
+    inverse = divide(high, span)
+    scale: Floats = divide(1, inverse)
     shift = low.copy()
     codes, products, work = np.empty_like(x), np.empty_like(x), np.empty_like(x)
 
@@ -140,7 +140,7 @@ def _fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32
     counts(x, low, inverse, high, codes)
     best = error(scale, low)
     for steps in tops:
-        trial = over(steps, span)
+        trial = divide(steps, span)
         counts(x, low, trial, high, codes)
         sum_l = sum_blocks(np.multiply(weights, codes, out=products))
         sum_l2 = sum_blocks(np.multiply(products, codes, out=work))
@@ -184,7 +184,7 @@ def fit_signed(x: Floats, weights: Floats, low: int, high: int) -> tuple[Floats,
 
 
 def _fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[np.float32]) -> tuple[Floats, ...]:
-    extreme = extremes(x)
+    extreme = signed_extremes(x)
     tiny = np.abs(extreme) < TINY
     extreme[tiny] = 1
     weighted = weights * x
@@ -196,12 +196,12 @@ def _fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[
         np.multiply(weights, codes, out=work)
         return sum_lx, sum_blocks(np.multiply(work, codes, out=work))
 
-    inverse = over(ends[0], extreme)
+    inverse = divide(ends[0], extreme)
     sum_lx, sum_l2 = fitted(inverse)
     scale = quotient(sum_lx, sum_l2)
     best = scale * sum_lx
     for end in ends[1:]:
-        trial = over(end, extreme)
+        trial = divide(end, extreme)
         sum_lx, sum_l2 = fitted(trial)
         better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
         new = quotient(sum_lx, sum_l2)
@@ -238,9 +238,9 @@ def exchange(x: Floats, weights: Floats, codes: Floats, cut: Callable[[Floats], 
 
 def fit_exchange(x: Floats, low: int, high: int) -> tuple[Floats, Floats]:
     """(scale, codes) of least squares, weighted by squares, by `exchange`.  A tiny block has a scale of 0 and the least code."""
-    extreme = extremes(x)
+    extreme = signed_extremes(x)
     tiny = np.abs(extreme) < TINY
-    codes = signed(x, over(low, np.where(tiny, ONE, extreme)), low, high)
+    codes = signed(x, divide(low, np.where(tiny, ONE, extreme)), low, high)
     scale = exchange(x, x * x, codes, lambda new: clip(new, low, high))
     scale[tiny] = 0
     codes[:, tiny] = low
@@ -254,13 +254,13 @@ def fit_positive(x: Floats, weights: Floats, high: int) -> tuple[Floats, Floats]
     largest[tiny] = 1
 
     def fitted(inverse: Floats) -> Floats:
-        difference = x - over(1, inverse) * np.minimum(nearest(inverse * x), np.float32(high))
+        difference = x - divide(1, inverse) * np.minimum(nearest(inverse * x), np.float32(high))
         return sum_blocks(weights * difference * difference)
 
-    inverse = over(high, largest)
+    inverse = divide(high, largest)
     best = fitted(inverse)
     for i in (-4, -3, -2, -1, 1, 2, 3, 4):
-        trial = over(np.float32(0.1) * np.float32(i) + np.float32(high), largest)
+        trial = divide(np.float32(0.1) * np.float32(i) + np.float32(high), largest)
         errors = fitted(trial)
         better = errors < best
         np.copyto(best, errors, where=better)

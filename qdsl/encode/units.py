@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdsl.encode.blocks import cast_scale, cut_blocks, join_blocks, shaped
+from qdsl.encode.blocks import cast_scale, cut_blocks, join_blocks, per_field
 from qdsl.encode.blocks import codes as to_codes
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.tables import Table
@@ -21,7 +21,7 @@ def unit_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int
     blocks = cut_blocks(weight.float(), rows, columns)
     scales = blocks.abs().amax((1, 3), keepdim=True)
     codes = join_blocks(_nearest_codes(blocks * torch.where(scales > 0, 1 / scales, 0), level), *weight.shape)
-    return codes, shaped(cast_scale(scales, scale), axes).contiguous()
+    return codes, per_field(cast_scale(scales, scale), axes).contiguous()
 
 
 @scheme
@@ -58,4 +58,4 @@ def unit_absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: in
     blocks = cut_blocks(weight.float(), rows, columns)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     scaled = torch.where(blocks == 0, 0, blocks * (divisor / largest)).clamp_(-divisor, divisor)
-    return join_blocks(to_codes(scaled, code, "even"), *weight.shape), shaped(cast_scale(largest, scale), axes).contiguous()
+    return join_blocks(to_codes(scaled, code, "even"), *weight.shape), per_field(cast_scale(largest, scale), axes).contiguous()

@@ -81,7 +81,7 @@ def call(module: str, function: str, arguments: tuple[Any, ...]) -> Any:
 @contextmanager
 def _worker_pool(jobs: int, start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with the block, at once where it fails.  Raises ChildProcessError where one ended by itself."""
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker, (start, arguments, progress.shared(jobs)))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker, (start, arguments, progress.share_counters(jobs)))
     try:
         yield pool
     except BaseException as error:                               # after an interrupt, do not wait for unread results
@@ -111,7 +111,7 @@ def _task_result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
 def _begin_worker(start: Callable[..., None] | None, arguments: tuple[Any, ...], counters: progress.Counters | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the parent handles it, and ends this process
     Thread(target=_end_with_parent, daemon=True).start()
-    progress.join(counters)
+    progress.join_counters(counters)
     if start is not None:
         start(*arguments)
 

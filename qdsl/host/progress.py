@@ -144,8 +144,8 @@ class _Part:
 
 
 @contextmanager
-def part(amount: float, units: float) -> Iterator[None]:
-    """Counts an amount when the block ends; `passed` counts some of its units before, as a search passes rows of a matrix.
+def step_share(amount: float, units: float) -> Iterator[None]:
+    """Counts an amount when the block ends; `advance_units` counts some of its units before, as a search passes rows of a matrix.
 
     The amount is in bytes of the step under way, or in units of the part around this one.
     """
@@ -155,12 +155,12 @@ def part(amount: float, units: float) -> Iterator[None]:
     _parts.append(_Part(amount, units))
     try:
         yield
-        passed(_parts[-1].left)
+        advance_units(_parts[-1].left)
     finally:
         _parts.pop()
 
 
-def passed(units: float) -> None:
+def advance_units(units: float) -> None:
     """Counts units of the part under way, if one is, and no more than it has."""
     for outer in reversed(_parts):
         units = min(outer.left, units)
@@ -198,12 +198,12 @@ def counting(amounts: Mapping[str, int]) -> Iterator[Counters]:
         counters.pop()
 
 
-def under_way(last: Counters) -> Counters:
+def latest_counters(last: Counters) -> Counters:
     """The counters of the work that was begun last; `last` where none is."""
     return counters[-1] if counters else last
 
 
-def shared(jobs: int) -> Counters | None:
+def share_counters(jobs: int) -> Counters | None:
     """The counters for processes that work; None where nobody counts."""
     if not counters:
         return None
@@ -211,7 +211,7 @@ def shared(jobs: int) -> Counters | None:
     return counters[-1]
 
 
-def join(other: Counters | None) -> None:
+def join_counters(other: Counters | None) -> None:
     """Counts in the counters of the process that started this one."""
     if other is not None:
         counters.append(other)

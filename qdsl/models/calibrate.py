@@ -166,9 +166,9 @@ def counted_run(model: nn.Module, tokens: Tensor) -> Iterator[None]:
         stack.enter_context(progress.step(progress.SAMPLES, nbytes))
         with suppress(LoadError):
             blocks = block_list(model)[1]
-            stack.enter_context(progress.part(nbytes, len(blocks) + 1))
+            stack.enter_context(progress.step_share(nbytes, len(blocks) + 1))
             for block in blocks:
-                stack.enter_context(block.register_forward_hook(lambda *_: progress.passed(1)))
+                stack.enter_context(block.register_forward_hook(lambda *_: progress.advance_units(1)))
         yield
 
 
@@ -206,7 +206,7 @@ def _round(weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], targe
         if (chosen := target(name)) is None:
             continue
         (format, options), nbytes = chosen, solved_bytes(weight)
-        with progress.step(progress.SOLVE, nbytes), progress.part(nbytes, weight.numel()), \
+        with progress.step(progress.SOLVE, nbytes), progress.step_share(nbytes, weight.numel()), \
                 suppress(FormatError):                           # it stays plain in the quantized model, too
             if name not in hessians:
                 continue

@@ -30,9 +30,9 @@ from qdsl.models.fused import fuse_model
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
 from qdsl.models.names import Names
-from qdsl.models.origin import origin_of, remember
+from qdsl.models.origin import record_origin, source_origin
 from qdsl.models.packed_steps import PackedStep
-from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Rename, plan_load, renamed
+from qdsl.models.plan import EncodedGroupStep, LoadError, LoadPlan, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
 from qdsl.models.ties import keep_ties, recorded_ties, tie
 from qdsl.models.transforms import folded_weight, place_transforms
@@ -98,7 +98,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
         loader.place_group(group)
     for name, full in plan.transforms.items():
         loader.place_transforms(name, checkpoint.source.transforms[full])
-    remember(model, loader.origin)
+    record_origin(model, loader.origin)
     if plain:
         keep_ties(model, recorded_ties(model))
     if match_dense:
@@ -210,7 +210,7 @@ class _Loader:
         self.device = None if device is None else torch.device(device)
         self.dtype = dtype
         self.copy = copy
-        self.origin = origin_of(self.source)
+        self.origin = source_origin(self.source)
         self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), allowed=allowed,
                                  bytes_before=dense_bytes(names, dtype))
 
@@ -461,7 +461,7 @@ class _Loader:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def place_group(self, step: GroupStep) -> None:
+    def place_group(self, step: EncodedGroupStep) -> None:
         """Make a block decode its group whenever it runs; or decode the weights permanently."""
         if step.dense:
             self._decode_group(step)
@@ -490,7 +490,7 @@ class _Loader:
             GroupedBlock(runs, packed, names, own_members).install()
         self.origin.groups[step.name] = step.group
 
-    def _decode_group(self, step: GroupStep) -> None:
+    def _decode_group(self, step: EncodedGroupStep) -> None:
         decoded = self.source.decoded(step.group)
         for name, parts in step.members.items():
             old = self.names.tensor(name)

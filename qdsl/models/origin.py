@@ -73,7 +73,7 @@ class Origin:
         return kinds
 
 
-def origin_of(source: Source) -> Origin:
+def source_origin(source: Source) -> Origin:
     """The origin of a checkpoint, before a model takes its weights."""
     origin = Origin(source.path)
     if isinstance(source, GgufSource):
@@ -95,7 +95,7 @@ def _text(path: Path) -> str | None:
     return read_bytes(path).decode() if path.is_file() else None
 
 
-def remember(model: nn.Module, origin: Origin) -> None:
+def record_origin(model: nn.Module, origin: Origin) -> None:
     """Store a model's origin in it."""
     setattr(model, ATTRIBUTE, origin)
 

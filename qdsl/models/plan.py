@@ -33,7 +33,7 @@ class LoadError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStep:
+class EncodedGroupStep:
     """A group (DF11) of weights, and the module that it belongs to.  dense: why its weights are decoded permanently."""
 
     group: Group
@@ -62,7 +62,7 @@ class LoadPlan:
     """
 
     packed: list[PackedStep] = field(default_factory=list)
-    groups: list[GroupStep] = field(default_factory=list)
+    groups: list[EncodedGroupStep] = field(default_factory=list)
     plain: dict[str, str] = field(default_factory=dict)
     biases: dict[str, dict[str, int]] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
@@ -293,7 +293,7 @@ class _Planner:
             self.plan.problems += [f"group {shown(group.name)}: {problem}" for problem in wrong]
         others = [own for own in members if not self._is_inside(name, own)]
         why = f"{shown(others[0])} is not decoded when the module {shown(name)} runs" if others else ""
-        self.plan.groups.append(GroupStep(group, name, members, why))
+        self.plan.groups.append(EncodedGroupStep(group, name, members, why))
         self.names.untied.update(members)
         self._fill(*members)
 

@@ -102,7 +102,7 @@ def test_searches_find_the_bits_of_numpy(kind: str) -> None:
         for elements, count in ((32, 40), (16, 3), (64, 16)):
             x = blocks(kind, elements, count)
             for magnitudes in (False, True):
-                weights = search.sizes(x, magnitudes)
+                weights = search.magnitudes(x, magnitudes)
                 tops = [np.float32(14.1 + i / 10) for i in range(15)]
                 fits = native.fit_counts(x, weights, 15, tops, magnitudes)
                 wanted = search._fit_counts(x, weights, 15, tops, magnitudes)

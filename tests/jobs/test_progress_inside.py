@@ -107,7 +107,7 @@ def test_progress_advances_inside_of_a_matrix(name: str, watched: list[tuple[Cou
 def test_solving_a_matrix_advances(format: object, method: str, watched: list[tuple[Counters, float]]) -> None:
     weight, hessian = drawn(256, 512).float(), Hessian.empty(512, torch.device("cpu"))
     hessian.add(drawn(600, 512).float())
-    with progress.counting({"Q4_K": 100}), progress.step("Q4_K", 100), progress.part(100, weight.numel()):
+    with progress.counting({"Q4_K": 100}), progress.step("Q4_K", 100), progress.step_share(100, weight.numel()):
         quantize(format.FORMAT, weight, hessian, method)                        # type: ignore[attr-defined]
     assert largest_step(watched) <= MOST
 

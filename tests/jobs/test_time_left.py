@@ -70,8 +70,8 @@ def solved(clock: Clock, format: Any, weight: Tensor, hessian: Any, method: str 
     """A stand-in for solving: as much work, in parts, and the codes of rounding."""
     for _ in range(4):
         clock.now += 1e-5 * weight.numel()
-        progress.passed(weight.numel() / 4)
-    with progress.part(0, 1):                                    # rounding counts rows, too
+        progress.advance_units(weight.numel() / 4)
+    with progress.step_share(0, 1):                                    # rounding counts rows, too
         return format.quantize(weight, **options)
 
 
@@ -153,7 +153,7 @@ def test_the_time_left_inside_of_a_matrix_whose_fields_are_chosen_again(name: st
     hessian.add(drawn(600, 512).float())
     packed = qdsl.load(name).quantize(weight)
     clock.number = 0
-    with progress.counting({SOLVE: 1000}), progress.step(SOLVE, 1000), progress.part(1000, weight.numel()):
+    with progress.counting({SOLVE: 1000}), progress.step(SOLVE, 1000), progress.step_share(1000, weight.numel()):
         descent.descend(descent.Descent(packed, weight, hessian))
     judged = estimates(counts, counts[0][0])
     assert len(judged) >= 20

@@ -158,7 +158,7 @@ def called(function: Callable[[], object]) -> list[str]:
 def products() -> dict[str, Callable[[], object]]:
     """A product of every kind that has prepared launches, by how it is called or what it is of."""
     packed, x = weight("q4_0.planar"), drawn((1, 256), BF16)
-    layer, (tensors, key) = q4_0.Linear(packed), ops.operands(packed)
+    layer, (tensors, key) = q4_0.Linear(packed), ops.operation_arguments(packed)
     operation, inner = torch.ops.qdsl.linear.default, drawn((1, 256), BF16).requires_grad_()
     permuted, coded, codes = weight("act-order"), weight("hlane"), weight("int8_channel")
     narrow = int8_channel.Linear(codes, quantize_x=True)
@@ -191,7 +191,7 @@ def functions() -> dict[str, list[str]]:
 def capturable() -> dict[str, Callable[[], object]]:
     """What may be captured in a CUDA graph: products, those of experts, and weights that are decoded."""
     packed, x, offsets = weight("q4_0.planar"), drawn((4, 256), BF16), torch.tensor([0, 1, 1, 2, 4])
-    (tensors, key), (coded, coded_key) = ops.operands(packed), ops.operands(weight("hlane"))
+    (tensors, key), (coded, coded_key) = ops.operation_arguments(packed), ops.operation_arguments(weight("hlane"))
     large, rows = weight("q4_0.large"), drawn((96, 2048), BF16)
     def gradients() -> torch.Tensor:
         with torch.enable_grad():

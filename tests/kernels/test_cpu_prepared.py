@@ -167,7 +167,7 @@ def test_autograd_autocast_tracers_and_transforms_see_the_product() -> None:
 def test_the_operation_takes_prepared_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As compiled programs call it: without the slow way from the second call on."""
     packed, x = weight(), row()
-    tensors, key = ops.operands(packed)
+    tensors, key = ops.operation_arguments(packed)
     with torch.no_grad():
         first = torch.ops.qdsl.linear(x, tensors, None, key)
         monkeypatch.setattr(ops, "computed", None)

@@ -187,7 +187,7 @@ def test_experts_are_taken_as_they_are_stored(case: Case) -> None:
         return
     if packed.layout.streams and not stream_kernels.has_rows(packed, 128):
         packed = packed.decode_streams()
-    part = experts.taken(packed, 128, torch.tensor([3, 0, 3], device=DEVICE))
+    part = experts.select_experts(packed, 128, torch.tensor([3, 0, 3], device=DEVICE))
     whole = packed.format.dequantize(packed.to("cpu"), torch.float32).unflatten(0, (5, 128))
     assert torch.equal(part.format.dequantize(part.to("cpu"), torch.float32), whole[[3, 0, 3]].flatten(0, 1))
 
@@ -367,7 +367,7 @@ def test_a_compiled_function_has_one_operation(module: object, partial: bool) ->
 
 def test_the_operation_is_what_torch_asks_of_one() -> None:
     packed = q4_0.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
-    tensors, key = ops.operands(packed)
+    tensors, key = ops.operation_arguments(packed)
     arguments = (torch.randn(5, 64, requires_grad=True), tensors, torch.tensor([0, 2, 2, 5]), torch.zeros(3, 16),
                  key, False, "")
     torch.library.opcheck(experts._grouped_linear, arguments)

@@ -408,7 +408,7 @@ def test_compilers_see_it() -> None:
 @pytest.mark.parametrize("quantize_x", [True, False])
 def test_the_operation_is_what_torch_asks_of_one(quantize_x: bool) -> None:
     packed = weight_of(int8_channel)
-    tensors, key = ops.operands(packed)
+    tensors, key = ops.operation_arguments(packed)
     x = x_of(3, 256, torch.float32).requires_grad_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     mode = "quantize_x" if quantize_x else ""

@@ -41,7 +41,7 @@ def fresh() -> None:
 def test_operations_are_what_torch_asks_of_them(trait: str) -> None:
     """Schema, fake kernels with dynamic shapes, and gradients, by torch's own checks."""
     _, packed = weights()[trait]
-    tensors, key = ops.operands(packed)
+    tensors, key = ops.operation_arguments(packed)
     x, bias = sample(3, 64).requires_grad_(), sample(64, seed=1).requires_grad_()
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors):
@@ -55,7 +55,7 @@ def test_operations_are_what_torch_asks_of_them(trait: str) -> None:
 @pytest.mark.parametrize("trait", TRAITS)
 def test_an_operation_computes_what_the_function_does(trait: str) -> None:
     module, packed = weights()[trait]
-    tensors, key = ops.operands(packed)
+    tensors, key = ops.operation_arguments(packed)
     x, bias = sample(2, 3, 64, dtype=torch.bfloat16), sample(64, seed=1)
     assert same_bits(torch.ops.qdsl.linear(x, tensors, bias, key), module.linear(x, packed, bias))
     assert same_bits(torch.ops.qdsl.dequantize(tensors, key, torch.float32),
@@ -249,7 +249,7 @@ def test_derivatives_to_second_order_and_forwards(trait: str) -> None:
     """By differences, in float64: of the function, and of the operations."""
     module, packed = weights(8, 64)[trait] if trait != "in order" and trait != "act-order" else weights()[trait]
     x, bias = sample(2, 64, dtype=torch.float64).requires_grad_(), sample(packed.shape[0], dtype=torch.float64).requires_grad_()
-    tensors, key = ops.operands(packed)
+    tensors, key = ops.operation_arguments(packed)
     for function in (lambda x, bias: module.linear(x, packed, bias),
                      lambda x, bias: torch.ops.qdsl.linear(x, tensors, bias, key)):
         torch.autograd.gradcheck(function, (x, bias), fast_mode=True)

@@ -34,7 +34,7 @@ def damaged(path: Path, tell: Callable[[int, str], None] = lambda done, name: No
             with open_input(file) as data:
                 for tensor, (start, nbytes) in tensors.items():
                     crc = expected.pop(tensor, None)
-                    with progress.step(progress.CHECK, nbytes), progress.part(nbytes, nbytes):
+                    with progress.step(progress.CHECK, nbytes), progress.step_share(nbytes, nbytes):
                         is_right = crc is not None and crc == checksum(data, start, nbytes)
                     if not is_right:
                         why = f"has no checksum in {FILE}" if crc is None else "is damaged"

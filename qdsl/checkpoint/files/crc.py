@@ -10,7 +10,7 @@ from typing import BinaryIO
 from zlib import crc32
 
 from qdsl.host.files import open_input, read_chunks
-from qdsl.host.progress import passed
+from qdsl.host.progress import advance_units
 
 Range = tuple[Path, int, int]                                    # of a file: its first byte, and how many
 FILE = "qdsl-checksums.json"                                     # file -> tensor -> CRC-32 of its bytes, for a folder
@@ -38,7 +38,7 @@ def ranges_checksum(ranges: Iterable[Range]) -> int:
     for path, start, nbytes in ranges:
         for data in read_chunks(path, start, nbytes):
             crc = crc32(data, crc)
-            passed(len(data))
+            advance_units(len(data))
     return crc
 
 
@@ -48,5 +48,5 @@ def checksum(file: BinaryIO, start: int, nbytes: int) -> int | None:
     crc, left = 0, nbytes
     while data := file.read(min(left, 1 << 20)):
         crc, left = crc32(data, crc), left - len(data)
-        passed(len(data))
+        advance_units(len(data))
     return None if left else crc

@@ -124,7 +124,7 @@ def _complete(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence
              for line, tensor in zip(lines, tensors, strict=False)]
     with progress.counting({progress.FINISHED: sum(nbytes for *_, nbytes in named)}):
         for line, tensor, nbytes in named:
-            with progress.step(progress.FINISHED, nbytes), progress.part(nbytes, nbytes):
+            with progress.step(progress.FINISHED, nbytes), progress.step_share(nbytes, nbytes):
                 if not _is_complete(file, line, tensor, resume, checksums):
                     break
             count, end, place = count + 1, end + len(line), file.tell()

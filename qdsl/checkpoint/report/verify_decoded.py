@@ -177,12 +177,12 @@ def compare(pair: Pair) -> Apart:
                 for start in range(first, first + matrix, step)]
 
     worst, nbytes = Apart(0.0, 0.0), _nbytes(worker.folders[0], pair.a)
-    with progress.step(progress.COMPARE, nbytes), progress.part(nbytes, rows):
+    with progress.step(progress.COMPARE, nbytes), progress.step_share(nbytes, rows):
         if all(_is_same(a, b, *tile) for tile in tiles(PACKED)):  # which takes a fifth of the time of decoding them, or less
             return worst
         for start, stop in tiles(TILE):
             worst = _worse(worst, a.of(start, stop), b.of(start, stop), start * columns, shape)
-            progress.passed(stop - start)
+            progress.advance_units(stop - start)
     return worst
 
 

@@ -42,9 +42,9 @@ def descend(state: Descent) -> PackedWeight:
     """The weight with the fields that lessen its loss.  Progress: its numbers, as many for each product with H."""
     products = 1 + max(0, len(state.names) - 1) / len(state.runs)        # of a sweep: fields of a run have one each, within it
     losses, numbers = [state.loss], state.weight.numel() / (1 + SWEEPS * products)
-    progress.passed(numbers)                                     # of the gradient
+    progress.advance_units(numbers)                                     # of the gradient
     for _ in range(SWEEPS if state.names else 0):
-        with progress.part(products * numbers, len(state.names) * state.weight.numel()):
+        with progress.step_share(products * numbers, len(state.names) * state.weight.numel()):
             state.sweep(state.names)
         losses.append(state.loss)
         if losses[-1] > (1 - LEAST_GAIN) * losses[-2]:
@@ -221,7 +221,7 @@ class Run:
         """Add changes to the values of some columns."""
         self.values[columns] += changes
         self.gradient.addmm_(self.hessian[:, columns], changes, alpha=-1)
-        progress.passed(changes.numel())
+        progress.advance_units(changes.numel())
 
 
 def _quotient(factor: Tensor, inner: Tensor, slope: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     Schemes that search with an importance do so, and clip nothing.  Progress: 1 for each trial.
     """
     options = {**_fixed_options(format, weight), **options}
-    with progress.part(1, weight.numel()):
+    with progress.step_share(1, weight.numel()):
         packed = format.quantize(weight, importance=importance, **options)
     fields = format.unpack(packed)
     code = code_field(packed.variant)
@@ -40,7 +40,7 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     least = _block_errors(packed, weight, importance, size)
     for clip in CLIPS:
         clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clip), high * clip), *weight.shape)
-        with progress.part(1, weight.numel()):
+        with progress.step_share(1, weight.numel()):
             trial = format.quantize(clipped, importance=importance, **options)
         errors = _block_errors(trial, weight, importance, size)
         better = errors < least

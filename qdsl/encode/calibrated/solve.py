@@ -47,12 +47,12 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
         raise FormatError(f"{format.name}: the weight has {weight.shape[1]} columns, and its inputs had {len(hessian.matrix)}")
     weight = weight.detach().float()
     trials = 1 if any(variant.importance for variant in format.variants.values()) else 1 + len(CLIPS)
-    with progress.part((1 if method == IMPORTANCE else SCALES) * weight.numel(), trials):
+    with progress.step_share((1 if method == IMPORTANCE else SCALES) * weight.numel(), trials):
         packed, fields = quantize_clipped(format, weight, hessian.importance, options)
     if method == IMPORTANCE:
         return packed
     code = code_field(packed.variant)
-    with progress.part(CODES * weight.numel(), weight.numel()):
+    with progress.step_share(CODES * weight.numel(), weight.numel()):
         if code:
             solved = quantize_codes(packed, fields, code, weight, hessian)
         elif own := vectors(packed, fields):
@@ -62,7 +62,7 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
     state = Descent(solved, weight, hessian)
     if solved is not packed and hessian.loss(format.dequantize(packed, torch.float32).sub_(weight)) < state.loss:
         state = Descent(packed, weight, hessian)
-    with progress.part((1 - SCALES - CODES) * weight.numel(), weight.numel()):
+    with progress.step_share((1 - SCALES - CODES) * weight.numel(), weight.numel()):
         return descend(state)
 
 
@@ -88,7 +88,7 @@ def _solve(chosen: Columns | Levels | Vectors, weight: Tensor, hessian: Hessian)
         own = slice(start, min(start + STEP, len(work)))
         changes = chosen.choose(order[own], work[own], slopes[own], factor[own, own])
         slopes[own.stop:].addmm_(factor[own, own.stop:].T, changes, alpha=-1)
-        progress.passed(changes.numel())
+        progress.advance_units(changes.numel())
     return chosen.codes.T.contiguous()
 
 

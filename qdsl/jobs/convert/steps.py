@@ -65,7 +65,7 @@ def _share(step: LayerChange) -> float:
 
 
 def _counted_error(step: LayerChange, before: torch.Tensor, packed: PackedWeight, nbytes: float) -> Sums:
-    with progress.part(nbytes * (1 - _share(step)), before.shape[0]):
+    with progress.step_share(nbytes * (1 - _share(step)), before.shape[0]):
         return error_of(before, packed)
 
 
@@ -81,7 +81,7 @@ def _converted(step: LayerChange, nbytes: float) -> Iterator[tuple[torch.Tensor 
             before = None if step.aim.is_exact(layer) else weight_values(weight)
             if before is not None and step.is_folded:
                 before = folded(before, layer.transforms, folder.tensor).float()
-            with progress.part(nbytes * share, math.prod(layer.shape)):
+            with progress.step_share(nbytes * share, math.prod(layer.shape)):
                 packed = converted_weight(weight, layer, step.aim, shared, before, expert)
         except FormatError as error:
             hint = f"; `--skip {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
@@ -109,7 +109,7 @@ def error_of(before: torch.Tensor, after: PackedWeight) -> Sums:
     for start in range(0, before.shape[0], rows):
         part = after.cut("N", start, min(start + rows, before.shape[0]))
         cost += measured(before[start:start + rows].float(), part.format.dequantize(part, torch.float32))
-        progress.passed(part.shape[0])
+        progress.advance_units(part.shape[0])
     return cost
 
 

@@ -51,7 +51,7 @@ def not_intact(is_intact: Callable[[Work], bool], sizes: Sequence[tuple[Work, in
 
 def _is_intact(work: tuple[Shard, Path]) -> bool:
     shard, _ = work
-    with progress.step(FINISHED, shard.nbytes), progress.part(shard.nbytes, shard.nbytes + nbytes_read(
+    with progress.step(FINISHED, shard.nbytes), progress.step_share(shard.nbytes, shard.nbytes + nbytes_read(
             reads for step in shard.steps for reads in step.reads)):
         return _fits_notes(*work)
 

@@ -108,7 +108,7 @@ def _is_intact(piece: Piece) -> bool:
     if staged is None:
         return False
     (header, notes), size = staged, piece.path.stat().st_size
-    with progress.step(progress.FINISHED, size), progress.part(size, size + nbytes_read(piece.reads)), \
+    with progress.step(progress.FINISHED, size), progress.step_share(size, size + nbytes_read(piece.reads)), \
             open_input(piece.path) as file:
         return header.metadata.get("reads") == str(ranges_checksum(piece.reads)) and all(
             checksum(file, entry.start, entry.nbytes) == notes["stored"].get(name) for name, entry in header.tensors.items())

@@ -35,7 +35,7 @@ def differences(quantized: Weights, source: Weights, tell: Callable[[int, str], 
         elif ours.shape != theirs.shape:
             problems.append(Difference(name, "shape", str(list(ours.shape)), str(list(theirs.shape))))
         else:
-            with progress.step(progress.COMPARE, ours.nbytes), progress.part(ours.nbytes, math.prod(ours.shape[:-1])):
+            with progress.step(progress.COMPARE, ours.nbytes), progress.step_share(ours.nbytes, math.prod(ours.shape[:-1])):
                 noise = _noise(quantized, source, name)
             problems += [] if noise is None else [Difference(name, "decoded", ours.type, theirs.type, noise)]
         if ours is not None:
@@ -61,7 +61,7 @@ def _noise(quantized: Weights, source: Weights, name: str) -> Noise | None:
         if tensor.type in TORCH:
             weight = weight.to(getattr(torch, TORCH[tensor.type])).float()
         total += measured(weight, quantized.rows(name, start, stop).float())
-        progress.passed(stop - start)
+        progress.advance_units(stop - start)
     if total.noise == 0.0:
         return None
     usual = Sums()

@@ -188,7 +188,7 @@ def _encode_in_worker(task: Task) -> tuple[bytes, Sums]:
 
 def _counted_encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     rows = (task.stop - task.start) * BY_NAME[task.type].row_bytes(source.tensors[task.name].columns)
-    with progress.step(task.type, rows), progress.part(rows, (task.stop - task.start) * source.tensors[task.name].columns):
+    with progress.step(task.type, rows), progress.step_share(rows, (task.stop - task.start) * source.tensors[task.name].columns):
         return encode(source, task)
 
 

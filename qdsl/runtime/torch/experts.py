@@ -212,9 +212,9 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
             if chosen is None and not packed.layout.streams:
                 part = packed.cut("N", start * n, stop * n) if stop - start < experts else packed
             elif chosen is None:
-                part = taken(packed, n, torch.arange(start, stop, device=x.device)) if stop - start < experts else packed
+                part = select_experts(packed, n, torch.arange(start, stop, device=x.device)) if stop - start < experts else packed
             else:
-                part = taken(packed, n, chosen[start:stop])
+                part = select_experts(packed, n, chosen[start:stop])
             weight = x.new_empty(part.shape)
             launch.dequantize(part, weight)
             return weight
@@ -286,7 +286,7 @@ def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor |
     size = max(1, 2 * DECODED // wide.itemsize // max(1, n * k))
     for start in range(0, len(tiles), size):
         part = slice(start, start + size)
-        decoded = taken(packed, n, expert[part])
+        decoded = select_experts(packed, n, expert[part])
         weight = x.new_empty(decoded.shape, dtype=wide)
         launch.dequantize(decoded, weight)
         weight = weight.view(-1, n, k)
@@ -311,7 +311,7 @@ def experts_with_rows(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return chosen, torch.cat((offsets[:1], offsets[:1] + needed[chosen].cumsum(0)))
 
 
-def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
+def select_experts(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
     """The weight of some experts, by numbers int64 [C], of n rows each; gathered on the device, with streams decoded."""
     if packed.layout.streams:
         rows = (experts[:, None] * n + torch.arange(n, device=experts.device)).flatten()
@@ -425,14 +425,14 @@ def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Ten
 
 def _operation(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
                mode: str = "") -> Tensor:
-    tensors, weight = ops.operands(packed)
+    tensors, weight = ops.operation_arguments(packed)
     x = x if rows is None else x[rows]
     result: Tensor = _grouped_linear(x, tensors, device_offsets(offsets, x), bias, weight, partial, mode)
     return result
 
 
 def _gradient_operation(gradient: Tensor, packed: PackedWeight, offsets: Tensor, mode: str) -> Tensor:
-    tensors, weight = ops.operands(packed)
+    tensors, weight = ops.operation_arguments(packed)
     result: Tensor = _grouped_transposed(gradient, tensors, offsets, weight, mode)
     return result
 
@@ -472,9 +472,9 @@ def _gradients_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return to_gradient, [None] * len(tensors), None, None, None
 
 
-_grouped_linear = ops.define(
+_grouped_linear = ops.define_operation(
     "grouped_linear", _computed_linear, lambda x, tensors, offsets, bias, weight, partial, mode: x.new_empty(
         x.shape[0], ops.read_key(weight).n // (offsets.shape[0] - 1)), _gradients, _keep, bias=3)
-_grouped_transposed = ops.define(
+_grouped_transposed = ops.define_operation(
     "grouped_transposed", _computed_transposed, lambda gradient, tensors, offsets, weight, mode: gradient.new_empty(
         gradient.shape[0], ops.read_key(weight).k), _gradients_of_transposed, _keep_transposed)

@@ -101,7 +101,7 @@ def weight_key(packed: PackedWeight) -> tuple[list[Tensor], WeightKey]:
                               packed.stream_info, packed.shape_text)
 
 
-def operands(packed: PackedWeight) -> tuple[list[Tensor], str]:
+def operation_arguments(packed: PackedWeight) -> tuple[list[Tensor], str]:
     """A packed weight as arguments of operations: its tensors, and the text of its key."""
     tensors, key = weight_key(packed)
     return tensors, key.text
@@ -168,7 +168,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
 
 def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] by the operation."""
-    result: Tensor = _dequantize(*operands(packed), dtype)
+    result: Tensor = _dequantize(*operation_arguments(packed), dtype)
     return result
 
 
@@ -259,7 +259,7 @@ def _computed_sum(x: Tensor, packed: PackedWeight, bias: Tensor | None, transpos
 
 
 def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
-    tensors, weight = operands(packed)
+    tensors, weight = operation_arguments(packed)
     result: Tensor = _transposed_linear(x, tensors, weight, mode) if transposed else _linear(x, tensors, bias, weight, mode)
     return result
 
@@ -384,8 +384,9 @@ def _of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 # -- registration by torch.library.Library: its calls cost half of a custom_op's ------------------------------------------
 
 
-def define(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], gradients: Callable[..., Any] | None = None,
-           keep: Callable[..., None] | None = None, bias: int | None = None) -> Any:
+def define_operation(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor],
+                     gradients: Callable[..., Any] | None = None, keep: Callable[..., None] | None = None,
+                     bias: int | None = None) -> Any:
     """Define an operation of torch.ops.qdsl with a fake function, and with gradients if given; bias: index of that argument.
 
     If nothing needs gradients or watches the call, it computes at once, without a second dispatch.
@@ -410,10 +411,10 @@ def define(name: str, function: Callable[..., Tensor], fake: Callable[..., Tenso
 
 
 _library = torch.library.Library("qdsl", "FRAGMENT")             # type: ignore[no-untyped-call]
-_linear = define("linear", _computed_linear,
+_linear = define_operation("linear", _computed_linear,
                  lambda x, tensors, bias, weight, mode="": x.new_empty(*x.shape[:-1], read_key(weight).n),
                  _of_linear, _keep_linear, bias=2)
-_transposed_linear = define("transposed", _computed_transposed,
+_transposed_linear = define_operation("transposed", _computed_transposed,
                             lambda x, tensors, weight, mode: x.new_empty(*x.shape[:-1], read_key(weight).k),
                             _of_transposed, _keep_transposed)
-_dequantize = define("dequantize", _computed_dequantize, _empty_dequantize)
+_dequantize = define_operation("dequantize", _computed_dequantize, _empty_dequantize)

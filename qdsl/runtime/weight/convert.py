@@ -233,9 +233,9 @@ class _Change:
         tensor = tensor - adds if adds else tensor
         share = math.prod(self.packed.shape) * into.nbytes / max(1, self.size(list(self.wanted)))
         if move.moves and self.columns is not None:
-            with progress.part(share, 2 * tensor.nbytes):        # there and back
+            with progress.step_share(share, 2 * tensor.nbytes):        # there and back
                 return transpose.gather(move.source, move.result, move.width, self.columns, tensor, into)
-        with progress.part(share, tensor.nbytes):
+        with progress.step_share(share, tensor.nbytes):
             transpose.move(move.plan, tensor, into)
         return True
 
@@ -311,5 +311,5 @@ def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWei
         into = part.derive(tensors, packed.shape).cut("N", start, stop)
         for name, tensor in part.tensors.items():
             into.tensors[name].copy_(tensor)
-        progress.passed((stop - start) * k)
+        progress.advance_units((stop - start) * k)
     return _with_shape(tensors, other)

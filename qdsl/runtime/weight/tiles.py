@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import axis, granule
-from qdsl.host.progress import passed
+from qdsl.host.progress import advance_units
 from qdsl.runtime.weight import bfloat16
 from qdsl.runtime.weight.arrays import cdiv, empty
 from qdsl.runtime.weight.layout import Field, Variant
@@ -126,7 +126,7 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
                 variant.encode(weight, **options)                # it raises for blocks of the flat position
             raise error.after(start // max(blocks)) from None    # the error counts the longest blocks, which have the scale
         yield fields
-        passed(part.numel())
+        advance_units(part.numel())
 
 
 def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],

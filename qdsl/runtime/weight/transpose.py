@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.slices import Placed
-from qdsl.host.progress import passed
+from qdsl.host.progress import advance_units
 
 WORDS = {32: torch.int32, 16: torch.int16, 8: torch.int8}
 TILE = 1 << 16                                                   # words per tile: the workspace fits a cache
@@ -237,7 +237,7 @@ def move(plan: Plan, source: Tensor, result: Tensor) -> None:
         space.take(_part(read, tile))
         space.apply_rounds()
         _part(written, tile).copy_(space.words[space.kept])
-        passed(math.prod(shape) * plan.bits // 8)
+        advance_units(math.prod(shape) * plan.bits // 8)
 
 
 def _flat(tensor: Tensor, bits: int) -> Tensor:
