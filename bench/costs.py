@@ -65,7 +65,7 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
                 shape = layout.fixed.get("N", SHAPE[0]), layout.fixed.get("K", SHAPE[1])
                 params = form.complete(dict(zip(form.by, key, strict=True)))
                 try:
-                    yield stream_kernels.usual(form.empty(shape, storage, **params))
+                    yield stream_kernels.with_typical_streams(form.empty(shape, storage, **params))
                 except FormatError as error:
                     print(f"{form.name}.{storage}: {error}", file=sys.stderr)
 

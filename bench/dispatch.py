@@ -63,7 +63,7 @@ class Product(NamedTuple):
 
     def weight(self) -> PackedWeight:
         form = importlib.import_module(f"qdsl.generated.{self.form}").FORMAT
-        return stream_kernels.usual(form.empty(self.shape, self.storage, **form.complete(self.params)))
+        return stream_kernels.with_typical_streams(form.empty(self.shape, self.storage, **form.complete(self.params)))
 
 
 # A sample with every GPU and shape and each kind of storage and number of rows, in different pairs.
@@ -89,7 +89,7 @@ def storages(shape: tuple[int, int], only: str = "") -> Iterator[PackedWeight]:
         for key, variant in form.variants.items():
             for storage in variant.storages:
                 try:
-                    yield stream_kernels.usual(form.empty(shape, storage, **dict(zip(form.by, key, strict=True))))
+                    yield stream_kernels.with_typical_streams(form.empty(shape, storage, **dict(zip(form.by, key, strict=True))))
                 except FormatError:
                     continue                                     # the storage has no weight of this shape
 

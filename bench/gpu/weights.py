@@ -44,7 +44,8 @@ class Weight:
         """Without data, streams as they usually are."""
         layout = format_of(self.name).storage(self.storage, self.chosen)[1]
         optional = [key for key in layout.coded if layout.tensors[key].optional] if self.optional else []
-        return stream_kernels.usual(format_of(self.name).empty(self.shape, self.storage, "meta", optional, **self.chosen))
+        empty = format_of(self.name).empty(self.shape, self.storage, "meta", optional, **self.chosen)
+        return stream_kernels.with_typical_streams(empty)
 
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:

@@ -23,7 +23,7 @@ def meta_weight(module: ModuleType, shape: tuple[int, int], storage: str | None,
 
     Raises FormatError.
     """
-    return stream_kernels.usual(module.FORMAT.empty(shape, storage, **module.FORMAT.complete(params)))
+    return stream_kernels.with_typical_streams(module.FORMAT.empty(shape, storage, **module.FORMAT.complete(params)))
 
 
 def calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> list[Call]:

@@ -214,7 +214,7 @@ def show(spec: Spec,
             write_text(svg, picture.svg(page.distinct(programs)))
             typer.echo(f"written  {svg}")
         elif as_json:
-            typer.echo(json_text(page.data(programs)))
+            typer.echo(json_text(page.spec_json(programs)))
         else:
             if path.stem != name_key(spec) and not Path(spec).is_file():
                 typer.echo(f"{spec} is {format_target(spec)}")

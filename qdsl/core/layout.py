@@ -77,11 +77,11 @@ def coalesce(layout: Layout) -> Layout:
     return Layout(tuple(modes), layout.offset)
 
 
-def factor(positions: Sequence[int]) -> Layout | None:
+def strided_layout(positions: Sequence[int]) -> Layout | None:
     """The coalesced layout through these positions, or None where they are not strided.
 
-    @post factor(P) is None or all(factor(P)(i) == P[i] for i in range(len(P)))
-    @post factor([L(i) for i in range(L.size)]) is not None
+    @post strided_layout(P) is None or all(strided_layout(P)(i) == P[i] for i in range(len(P)))
+    @post strided_layout([L(i) for i in range(L.size)]) is not None
     """
     modes: list[tuple[int, int]] = []
     remaining = list(positions)
@@ -254,7 +254,7 @@ class Piece:
 
 
 @lru_cache(maxsize=256)                                          # every pass walks the records of a program again
-def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
+def record_pieces(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
     """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
 
     @post pieces are adjacent: the first is at bit 0, each next one where the last ended; digits of a byte are at one bit
@@ -358,8 +358,8 @@ def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tu
     if any(origin) or len(where) != prod(extents) or len({place is None for _, place in where.values()}) > 1:
         return None
     offset, first = where[origin]
-    dims = [factor([where[index][0] - offset for index in line]) for line in lines]
-    places = [factor([(where[index][1] or 0) - (first or 0) for index in line]) for line in lines] if first is not None else []
+    dims = [strided_layout([where[index][0] - offset for index in line]) for line in lines]
+    places = [] if first is None else [strided_layout([(where[index][1] or 0) - first for index in line]) for line in lines]
     if None in dims or None in places:
         return None
     layouts = [layout for layout in places if layout is not None]
@@ -384,7 +384,7 @@ class RecordBit:
 def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[RecordBit | None]:
     """What lies at each bit of a record, None for padding.  The way back.
 
-    @post spread(gather(walk(lines)))[piece.at + t] is bit piece.lo + t of piece.index for every piece of bits, and bit t
+    @post spread(gather(record_pieces(lines)))[piece.at + t] is bit piece.lo + t of piece.index for every piece of bits, and bit t
           of a byte whose elements have piece.index at piece.place for every digit, t < 8
     """
     record: list[RecordBit | None] = [None] * bits

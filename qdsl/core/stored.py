@@ -284,7 +284,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
             raise LayoutMismatch(2, f"{label} is for weights with {dim} = {format.fixed[dim]}, not {list(solved)}")
     matches: list[Fit] = []
     nearest = LayoutMismatch(0, "")
-    for sizes in _open(format, chosen):
+    for sizes in _undetermined(format, chosen):
         try:
             shapes = _shaped(layout, label, present, solved, format.numbers({**chosen, **sizes}, solved), declared is not None)
         except LayoutMismatch as miss:
@@ -398,7 +398,7 @@ def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: M
     return {missing: count * step // elements} if missing_axes == 1 and elements and count * step % elements == 0 else {}
 
 
-def _open(format: Description, chosen: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+def _undetermined(format: Description, chosen: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
     """All values of parameters that dtypes and names leave open: block sizes, and types of codes in bytes."""
     names = [name for name in format.params if name not in chosen]
     for values in product(*(format.params[name] for name in names)):

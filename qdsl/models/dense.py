@@ -15,7 +15,7 @@ from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.torch.distributed import GROUP
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
-from qdsl.runtime.torch.products import filled
+from qdsl.runtime.torch.products import replacement_of
 
 
 @without_autocast
@@ -55,7 +55,7 @@ def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None
     key: tuple[object, ...] = tuple(map(id, (*module._stored_tensors().values(), *transforms)))
     dense = module.dense(dtype)
     if isinstance(module, QuantizedLinear) and module.replaced is not None:
-        dense = filled(module.replaced[0], dense, module.replaced[1])
+        dense = replacement_of(module.replaced[0], dense, module.replaced[1])
     dense.weight = shared.setdefault(key, dense.weight.requires_grad_())
     dense.train(module.training)
     vars(dense).update({own: value for own, value in vars(module).items() if own.endswith("_hooks")})

@@ -161,9 +161,9 @@ class FusedLinear(QuantizedLinear):
         """The linear layer: the fused operation where it supports x, else the format's own `linear`."""
         check_x(input, self.bias, self._packed.shape, self.get_parameter(CODES).device)
         x = autocast(input)
-        return self._fused(x) if self._takes(x) else self._ordinary(x)
+        return self._fused(x) if self._is_fusable(x) else self._ordinary(x)
 
-    def _takes(self, x: Tensor) -> bool:
+    def _is_fusable(self, x: Tensor) -> bool:
         """Whether the operation supports x; it has no derivatives and no batching rules."""
         if self.batch_invariant or self.match_dense or x.dtype not in self.operation.dtypes:
             return False

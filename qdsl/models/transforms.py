@@ -14,7 +14,7 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.transforms import INPUT, OUTPUT, Transform
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.products import product_of
-from qdsl.runtime.torch.transforms import LayerTransform, layer_transforms, parts_of, transformed
+from qdsl.runtime.torch.transforms import LayerTransform, layer_transforms, transformed, with_tensors
 from qdsl.runtime.weight.transforms import folded, folded_bias
 
 TRANSFORMS = "transforms"                                        # of a module: its transforms, in order
@@ -70,10 +70,10 @@ def make_plain_dense(model: nn.Module) -> None:
     for module in model.modules():
         modules: Any = module._modules.get(TRANSFORMS)
         if HOOKS in vars(module) and isinstance(module, nn.Linear):
-            weight, bias = folded(module.weight.detach(), *parts_of(modules)), module.bias
+            weight, bias = folded(module.weight.detach(), *with_tensors(modules)), module.bias
             module.weight = nn.Parameter(weight.to(module.weight.dtype), module.weight.requires_grad)
             if bias is not None:
-                module.bias = nn.Parameter(folded_bias(bias.detach(), *parts_of(modules)), bias.requires_grad)
+                module.bias = nn.Parameter(folded_bias(bias.detach(), *with_tensors(modules)), bias.requires_grad)
             del module._modules[TRANSFORMS]
             for handle in vars(module).pop(HOOKS):
                 handle.remove()

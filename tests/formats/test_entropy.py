@@ -107,7 +107,7 @@ def test_groups_are_those_of_the_package(name: str, choice: str) -> None:
         assert np.array_equal(df11.decode(tensors, every=True), patterns)
         same(df11.encode(np.split(patterns, np.cumsum(case["parts"])[:-1]), case["threads_per_block"]), tensors)
     assert hashlib.sha256(patterns.astype("<u2").tobytes()).hexdigest() == case["sha256_bf16_le"]
-    assert df11.stream_of(tensors, case["threads_per_block"]).shared_memory == case["max_shared_mem"]
+    assert df11.validated_stream(tensors, case["threads_per_block"]).shared_memory == case["max_shared_mem"]
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["status"] == "package_raises"])

@@ -191,7 +191,7 @@ def others() -> Iterator[tuple[str, Call]]:
     for name, storage in (("fp8_block", "safetensors"), ("int8_channel", "safetensors"), ("q4_0", "planar"), ("fix4", "fix4"),
                           ("hlane", "hlane"), ("df11", "df11")):
         case = next(case for case in cases() if case.path.stem == name and case.storage == storage)
-        packed = stream_kernels.usual(case.module.FORMAT.empty((2048, 4096), storage, "meta", (), **case.choice))
+        packed = stream_kernels.with_typical_streams(case.module.FORMAT.empty((2048, 4096), storage, "meta", (), **case.choice))
         if packed.layout.streams:
             yield from _titled(name, of_streams(packed))
         else:

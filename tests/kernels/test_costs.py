@@ -295,7 +295,7 @@ def test_rounded_counts_choose_as_exact_ones() -> None:
 @pytest.mark.parametrize("k", [1024, 4096, 8192])
 def test_a_program_that_decodes_streams_takes_the_weights_of_its_launch(k: int) -> None:
     """At every K: a program takes a chunk of its rows."""
-    packed, gpu = stream_kernels.usual(weight("hlane", "hlane", (4096, k))), GPUS["h200"]
+    packed, gpu = stream_kernels.with_typical_streams(weight("hlane", "hlane", (4096, k))), GPUS["h200"]
     out = torch.empty(packed.shape, dtype=X, device="meta")
     [call] = launch.dequantize_calls(packed, out)
     times = {seconds(packed, Candidate("decode"), 1, X, gpu, replace(COST, rows=rows)) for rows in (1, call.weights / k, 64)}

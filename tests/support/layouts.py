@@ -16,7 +16,7 @@ from qdsl.core.layout import (
     Piece,
     RecordItem,
     Slice,
-    walk,
+    record_pieces,
 )
 
 STRIDES = st.one_of(st.integers(-12, 12), st.sampled_from((0, 1, 4, 8, 16, 32)))
@@ -104,7 +104,7 @@ class Record:
         self.fields: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def pieces(self, field: str) -> list[Piece]:
-        return [piece for piece in walk(tuple(self.lines)) if piece.field == field]
+        return [piece for piece in record_pieces(tuple(self.lines)) if piece.field == field]
 
 
 @st.composite

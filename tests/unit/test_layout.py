@@ -26,13 +26,13 @@ from qdsl.core.layout import (
     Slice,
     coalesce,
     coverage,
-    factor,
     gather,
+    record_pieces,
     refine,
     split,
     spread,
+    strided_layout,
     vector_width,
-    walk,
 )
 from tests.support.layouts import (
     STRIDES,
@@ -105,7 +105,7 @@ def test_no_layout_of_the_same_map_has_fewer_modes_than_the_coalesced_one(layout
 @PROPERTY
 @given(layouts())
 def test_factor_finds_the_coalesced_layout_of_any_layout(layout: Layout) -> None:
-    assert factor(positions(layout)) == coalesce(layout)
+    assert strided_layout(positions(layout)) == coalesce(layout)
 
 
 @PROPERTY
@@ -114,7 +114,7 @@ def test_factor_finds_the_coalesced_layout_of_any_layout(layout: Layout) -> None
 @example([0, 1, 2, 3, 8, 9, 10, 12])
 @example([7])
 def test_factor_is_none_exactly_where_no_layout_has_the_positions(wanted: list[int]) -> None:
-    layout = factor(wanted)
+    layout = strided_layout(wanted)
     assert (layout is None) == (not wanted or not any(layouts_through(wanted)))
     assert layout is None or positions(layout) == wanted
 
@@ -153,7 +153,7 @@ def test_refine_of_a_layout_that_is_not_coalesced_keeps_its_boundaries(layout: L
 @given(records())
 def test_pieces_of_a_walk_are_adjacent(record: Record) -> None:
     at = 0
-    for piece in walk(tuple(record.lines)):
+    for piece in record_pieces(tuple(record.lines)):
         assert piece.at == at
         at += piece.width
     assert at == sum(prod(e for _, e in line.loops) * sum(item.width for item in line.items) for line in record.lines)
@@ -173,7 +173,7 @@ def test_a_walk_turns_the_rightmost_loop_fastest(record: Record) -> None:
                 index = tuple(form.const + sum(c * values[name] for name, c in form.terms) for form in item.index)
                 lo = item.lo.const + sum(c * values[name] for name, c in item.lo.terms)
                 expected.append((item.field, index, lo, item.width, number, position))
-    assert [(p.field, p.index, p.lo, p.width, p.line, p.item) for p in walk(tuple(record.lines))] == expected
+    assert [(p.field, p.index, p.lo, p.width, p.line, p.item) for p in record_pieces(tuple(record.lines))] == expected
 
 
 def test_an_affine_form_knows_its_coefficients() -> None:
@@ -248,7 +248,7 @@ def test_scales_of_q4_k_are_gathered_into_two_slices() -> None:
         Line((("j", 4),), (RecordItem("m", (j,), Affine(), 6), RecordItem("m", (late,), Affine(4), 2))),
         Line((("j", 4),), (RecordItem("s", (late,), Affine(), 4), RecordItem("m", (late,), Affine(), 4))),
     ]
-    pieces = list(walk(tuple(scales)))
+    pieces = list(record_pieces(tuple(scales)))
     slices = {field: gather([piece for piece in pieces if piece.field == field]) for field in "sm"}
     assert {field: [(part.lo, part.width, str(part)) for part in parts or ()] for field, parts in slices.items()} == {
         "s": [(0, 4, "(4,2):(8,64)@0"), (4, 2, "(4,2):(8,2)@4")],
@@ -310,7 +310,7 @@ def test_gather_is_none_exactly_where_positions_are_not_strided(box: list[int], 
 @PROPERTY
 @given(records())
 def test_spread_says_what_lies_at_every_bit(record: Record) -> None:
-    pieces = list(walk(tuple(record.lines)))
+    pieces = list(record_pieces(tuple(record.lines)))
     size = sum(piece.width for piece in pieces)
     expected = [None if p.field is None else RecordBit(p.field, (p.index,), p.lo + t) for p in pieces for t in range(p.width)]
     assert spread({field: gather(record.pieces(field)) or () for field in record.fields}, size) == expected
@@ -342,7 +342,7 @@ def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
 def test_digits_of_a_byte_lie_at_one_bit() -> None:
     index = [(Affine(i),) for i in range(3)]
     digits = tuple(RecordItem("q", element, Affine(), 2, place, place == 2) for place, element in enumerate(index))
-    pieces = list(walk((Line((("l", 2),), (*digits, RecordItem(None, (), Affine(), 4))),)))
+    pieces = list(record_pieces((Line((("l", 2),), (*digits, RecordItem(None, (), Affine(), 4))),)))
     assert [(p.at, p.place) for p in pieces] == [(0, 0), (0, 1), (0, 2), (8, None), (12, 0), (12, 1), (12, 2), (20, None)]
 
 
@@ -351,7 +351,7 @@ def test_digits_of_a_byte_lie_at_one_bit() -> None:
 def test_every_element_is_in_one_range(drawn: tuple[list[Line], int]) -> None:
     """Digits at their byte and place, bits at theirs, each once; and back."""
     lines, count = drawn
-    pieces = [piece for piece in walk(tuple(lines)) if piece.field]
+    pieces = [piece for piece in record_pieces(tuple(lines)) if piece.field]
     slices = gather(pieces)
     assert slices is not None
     where = {piece.index[-1]: piece for piece in pieces}

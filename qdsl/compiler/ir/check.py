@@ -13,7 +13,7 @@ from math import prod
 from qdsl.compiler.ir.index import Domain, Index, flat_of, value_bounds
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
-from qdsl.core.layout import BYTE, RecordBit, spread, walk
+from qdsl.core.layout import BYTE, RecordBit, record_pieces, spread
 
 Rule = Callable[[Program], Iterator[str]]
 RULES: dict[str, Rule] = {}
@@ -95,7 +95,7 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
         if not all(placement.slices for placement in tensor.placements):
             continue
         wanted: list[RecordBit | None] = [None] * tensor.record_bits
-        for piece in walk(tensor.lines):
+        for piece in record_pieces(tensor.lines):
             for t in range(0 if piece.field is None else piece.width if piece.place is None else BYTE):
                 before = wanted[piece.at + t].elements if piece.place else ()       # type: ignore[union-attr]
                 wanted[piece.at + t] = RecordBit(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)

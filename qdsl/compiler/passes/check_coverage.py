@@ -17,7 +17,7 @@ from qdsl.compiler.ir.index import Index, ceil, exact, text
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.compiler.passes.samples import SampleSizes, distinct_samples, sample_sizes, samples_of
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
-from qdsl.core.layout import Clash, Line, coverage, walk
+from qdsl.core.layout import Clash, Line, coverage, record_pieces
 from qdsl.core.text import counted
 
 
@@ -72,7 +72,7 @@ def _is_whole_elements(tensor: Tensor, problems: Problems) -> bool:
 def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: dict[str, set[int]], problems: Problems) -> None:
     """Adds a problem unless a record holds the same bits of every element of the field's tile, each once."""
     field = program.field(placement.field)
-    pieces = [piece for piece in walk(tensor.lines) if piece.field == field.name]
+    pieces = [piece for piece in record_pieces(tensor.lines) if piece.field == field.name]
     bits = {bit for piece in pieces for bit in range(piece.lo, piece.lo + piece.width)}
     if outside := [bit for bit in bits if not 0 <= bit < field.bits]:
         problems.add(tensor.record_span, f"'{tensor.name}' stores bit {min(outside)} of '{field.name}', which has "
@@ -96,7 +96,7 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: 
 
 @lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
 def _clash(lines: tuple[Line, ...], field: str, extents: tuple[int, ...], bits: frozenset[int]) -> Clash | None:
-    return coverage([piece for piece in walk(lines) if piece.field == field], extents, bits)
+    return coverage([piece for piece in record_pieces(lines) if piece.field == field], extents, bits)
 
 
 def _describe_clash(field: Field, placement: Placement, clash: Clash) -> str:
@@ -112,7 +112,7 @@ def _describe_clash(field: Field, placement: Placement, clash: Clash) -> str:
 
 def _spacing_note(tensor: Tensor, placement: Placement, field: str) -> list[str]:
     """A note for records that store more elements than they are apart: `32*g` where `64*g` is meant."""
-    stored = [piece.index for piece in walk(tensor.lines) if piece.field == field]
+    stored = [piece.index for piece in record_pieces(tensor.lines) if piece.field == field]
     notes = []
     for place, (digits, tile) in enumerate(zip(placement.digits, placement.extents, strict=True)):
         count, variable = 1 + max(index[place] for index in stored), next((name for name in digits if name), "")

@@ -191,7 +191,7 @@ def _is_whole_table(program: Program, name: str) -> bool:
     return word is None or (kind is not None and kind.kind == "unsigned" and program.spec.table(word).shape == (kind.high + 1,))
 
 
-def shared(program: Program, field: Field) -> int:
+def blocks_per_number(program: Program, field: Field) -> int:
     """How many of the shortest blocks of the flat position share a number of a field; 1 for the field with these blocks."""
     assert program.affine is not None
     blocks = [program.field(name).index for name in (field.name, *program.affine.fields)]
@@ -217,7 +217,7 @@ def axis_blocks(program: Program, field: Field) -> list[tuple[str, str]] | None:
         if flat[0].op != "div":
             return None
         block = ix.as_index(flat[0].args[1])
-        many = shared(program, field)
+        many = blocks_per_number(program, field)
         block = Index(block.const // many, tuple((atom, c // many) for atom, c in block.terms))
         return [("n", "1"), ("k", str(block).replace(" ", ""))]
     pairs = [coordinate(program, index) for index in field.index]
@@ -293,7 +293,7 @@ def _plain(program: Program, field: Field, divisor: int, span: Span, other: Fiel
     assert field.number is not None
     pairs = [("k", "1")] if field.index == (ix.name("k"),) else axis_blocks(program, field) or []
     flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage
-    if flat and shared(program, field) > 1:
+    if flat and blocks_per_number(program, field) > 1:
         atom = ix.flat_of(field.index[0])
         assert atom is not None
         shape, item = f"{field.kind}[h<ceil(N*K/({atom.args[1]}))]", f"{field.name}[h]"

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from qdsl.compiler.ir.program import Placement, Program, Tensor
 from qdsl.compiler.spec.source import Problems
-from qdsl.core.layout import BYTE, Line, Piece, Slice, gather, split, walk
+from qdsl.core.layout import BYTE, Line, Piece, Slice, gather, record_pieces, split
 
 
 def infer_layouts(program: Program, problems: Problems) -> Program:
@@ -30,7 +30,7 @@ def infer_layouts(program: Program, problems: Problems) -> Program:
 
 
 def _infer_placements(tensor: Tensor, problems: Problems) -> Tensor:
-    pieces = list(walk(tensor.lines))
+    pieces = list(record_pieces(tensor.lines))
     if (bit := next((piece.at for piece in pieces if piece.place is not None and piece.at % BYTE), None)) is not None:
         problems.add(tensor.record_span, f"a byte of digits in '{tensor.name}' begins at bit {bit} of the record, which is no "
                                          "whole byte")
@@ -62,7 +62,7 @@ def _infer_placements(tensor: Tensor, problems: Problems) -> Tensor:
 
 @lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
 def _slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
-    return gather([piece for piece in walk(lines) if piece.field == field])
+    return gather([piece for piece in record_pieces(lines) if piece.field == field])
 
 
 @lru_cache(maxsize=256)
@@ -70,13 +70,13 @@ def _copied_slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | N
     """The slices of second copies, third copies, and so on; None if some are incomplete or not strided."""
     groups: list[list[Piece]] = []
     count: Counter[tuple[tuple[int, ...], int]] = Counter()
-    for piece in walk(lines):
+    for piece in record_pieces(lines):
         if piece.again == field:
             number = count[piece.index, piece.lo]
             count[piece.index, piece.lo] += 1
             groups += [[]] if number == len(groups) else []
             groups[number].append(replace(piece, field=field))
-    elements = {piece.index for piece in walk(lines) if piece.field == field}
+    elements = {piece.index for piece in record_pieces(lines) if piece.field == field}
     if any(sum(piece.lo == lo for piece in group) < len(elements) for group in groups for lo in {piece.lo for piece in group}):
         return None
     gathered = [gather(group) for group in groups]

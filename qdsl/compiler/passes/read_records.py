@@ -23,7 +23,7 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.source import Problems, Text, did_you_mean
 from qdsl.core.codecs import CODECS
-from qdsl.core.layout import BASE, Affine, Line, walk
+from qdsl.core.layout import BASE, Affine, Line, record_pieces
 from qdsl.core.numbers import Number, number
 from qdsl.core.stored import PLANAR
 
@@ -312,7 +312,7 @@ class _TensorReader:
 
     def highest(self, lines: tuple[Line, ...], field: str) -> int:
         """The largest local subscript of a field in the record."""
-        return max(piece.index[-1] for piece in walk(lines) if piece.field == field)
+        return max(piece.index[-1] for piece in record_pieces(lines) if piece.field == field)
 
     def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[Line, ...], variables: tuple[Var, ...],
                   ) -> Placement | None:
@@ -323,7 +323,7 @@ class _TensorReader:
         for axis in range(len(forms[0])):
             units = [form[axis] for form in self.records.weights.get(field, []) if len(form) == len(forms[0])]
             moves = [tuple(term for term in form[axis].terms if term[0] not in loops) for form in forms]
-            box = 1 + max(p.index[axis] for p in walk(lines) if p.field == field)
+            box = 1 + max(p.index[axis] for p in record_pieces(lines) if p.field == field)
             if any(unit for factors in units for unit in factors.values()) or any(len(terms) > 1 for terms in moves):
                 carrying = self.carrying_digits(field, [dict(terms) for terms in moves], units, loops, box, variables)
             else:

@@ -42,7 +42,7 @@ def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[
     return {name: tensors[name] for name in NAMES}
 
 
-def stream_of(tensors: Tensors, threads: int | None = None) -> WindowedStream:
+def validated_stream(tensors: Tensors, threads: int | None = None) -> WindowedStream:
     """The validated stream of a file's group; see huffman_windows.  Raises StreamError."""
     sign_mantissa, splits = tensors.get("sign_mantissa"), tensors.get("split_positions")
     if sign_mantissa is None or sign_mantissa.dtype != np.uint8 or sign_mantissa.ndim != 1:
@@ -57,7 +57,7 @@ def stream_of(tensors: Tensors, threads: int | None = None) -> WindowedStream:
 
 def decode(tensors: Tensors, threads: int | None = None, *, every: bool = False) -> NDArray[np.uint16]:
     """The bit patterns u16 [n] of a file's group.  every: check every gap, which takes longer.  Raises StreamError."""
-    symbols = stream_of(tensors, threads).decode(every=every)
+    symbols = validated_stream(tensors, threads).decode(every=every)
     out = np.empty(len(symbols), np.uint16)
     exponents.join_exponents(symbols, tensors["sign_mantissa"], out)
     return out

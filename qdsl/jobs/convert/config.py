@@ -67,13 +67,13 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
 
 def _complete(folder: Folder, programs: Sequence[str], why: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """The programs of which a folder has all that they need, as text, and why it is none of the others."""
-    lacking = {program: lack for program in programs if (lack := _lacking(folder, program))}
+    lacking = {program: lack for program in programs if (lack := _missing_need(folder, program))}
     named = ", ".join(program for program in programs if program not in lacking)
     return (", ".join(["qdsl", named]) if named else "qdsl alone",
             {program: reason for program, reason in {**why, **lacking}.items() if program not in named})
 
 
-def _lacking(folder: Folder, program: str) -> str:
+def _missing_need(folder: Folder, program: str) -> str:
     """What a program needs that a folder does not have; '' for nothing."""
     every = [needs for own in producers().every for name, needs in own.needs.items() if f"{program} ".startswith(f"{name} ")]
     for needs in every if DIFFUSERS not in folder.config else ():
@@ -280,7 +280,7 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
            and same(plan.aim.producer or rule["quant_method"], rule["quant_method"])
            and (_is_own(rule, method, plan) or not any("." in key for key in rule))]     # nested settings are only read
     return [full for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
-            if (full := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
+            if (full := _completed_rule(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
 
 
 def check_producer(folder: Folder, plan: Plan) -> None:
@@ -308,7 +308,7 @@ def _is_own(rule: Mapping[str, Any], method: str, plan: Plan) -> bool:
     return same(method, rule["quant_method"]) and not plan.aim.requantize
 
 
-def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan: Plan, own: bool) -> dict[str, Any] | None:
+def _completed_rule(rule: Mapping[str, Any], format: Description, folder: Folder, plan: Plan, own: bool) -> dict[str, Any] | None:
     """A rule completed with the settings that follow from tensors and fields; None if layers differ in a tensor.
 
     own: such settings stay unchanged.  But readers of some producers require exactly the tensors that settings mention: a setting
@@ -340,11 +340,11 @@ def _stored(plan: Plan, tensor: str) -> set[bool]:
 def _is_stored(folder: Folder, plan: Plan, format: Description, field: str) -> bool:
     """Whether some layer has, or may have, values of a field that differ from its default."""
     from qdsl.checkpoint.detect.layer_weights import unread
-    from qdsl.runtime.weight.convert import usual
+    from qdsl.runtime.weight.convert import default_fields
 
     if plan.aim.requantize:                                      # quantizers leave columns in order
         return field not in format.indices and str(plan.aim.options.get("symmetric")) != "True"
-    return any(not usual(weight.format.checked(weight), [field])
+    return any(not default_fields(weight.format.checked(weight), [field])
                for layer in (*plan.changed, *plan.kept) for weight in unread(folder, layer))
 
 

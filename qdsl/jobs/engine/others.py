@@ -71,11 +71,11 @@ def replaceable_files(out: Path) -> list[Path]:
     weights; and what qdsl's list names, unless it has changed.  Subfolders are a pipeline's components, or of that list.
     Raises OccupiedFolder for other files that a reader would take for weights.
     """
-    own = _object(out / crc.FILE) or {}
-    others = [out / name for name, sum in _mapping(own, "others").items() if _is_unchanged(out, name, sum)]
-    components = (_object(out / PIPELINE) or {}).keys() | {path.parent.name for path in others if path.name == crc.FILE}
+    own = _json_object(out / crc.FILE) or {}
+    others = [out / name for name, sum in _json_mapping(own, "others").items() if _is_unchanged(out, name, sum)]
+    components = (_json_object(out / PIPELINE) or {}).keys() | {path.parent.name for path in others if path.name == crc.FILE}
     folders = [out, *(path for path in sorted(out.iterdir()) if path.name in components and _is_folder(path))]
-    models = [_model_files(folder, _mapping(_object(folder / crc.FILE), "crc32")) for folder in folders]
+    models = [_model_files(folder, _json_mapping(_json_object(folder / crc.FILE), "crc32")) for folder in folders]
     weights = [path for files in models for path in files if path.name.endswith(WEIGHTS)]
     mine = list(dict.fromkeys([*others, *(path for files in models for path in files), *([out / crc.FILE] if own else [])]))
     foreign = [path for folder in folders for path in sorted(folder.iterdir())
@@ -112,13 +112,14 @@ def _is_folder(path: Path) -> bool:
 
 def _model_files(folder: Path, listed: Mapping[str, Any]) -> list[Path]:
     """The weights, indices and settings in the folder of one model.  listed: the weights that qdsl wrote, by name."""
-    indices = {path: _mapping(index, "weight_map") for path in folder.glob(f"*{INDEX}")
-               if (index := _object(path)) and "weight_map" in index}
+    indices = {path: _json_mapping(index, "weight_map") for path in folder.glob(f"*{INDEX}")
+               if (index := _json_object(path)) and "weight_map" in index}
     named = {*listed, *(name for index in indices.values() for name in index.values() if isinstance(name, str))}
     weights = [path for path in folder.glob("*.safetensors") if path.is_file()
                and (path.name in named or ((path.name in WHOLE or _PART.fullmatch(path.name)) and _is_weights(path)))]
-    pipeline = "_class_name" in (_object(folder / PIPELINE) or {})
-    settings = [path for name in SETTINGS if _object(path := folder / name) is not None] if weights or listed or pipeline else []
+    pipeline = "_class_name" in (_json_object(folder / PIPELINE) or {})
+    has_model = weights or listed or pipeline
+    settings = [path for name in SETTINGS if _json_object(path := folder / name) is not None] if has_model else []
     return [*weights, *indices, *settings]
 
 
@@ -129,7 +130,7 @@ def _is_weights(path: Path) -> bool:
         return False
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def _json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file, or another content."""
     try:
         return read_object(path, INDEX_LIMIT, constants=True) if path.is_file() else None
@@ -137,7 +138,7 @@ def _object(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _mapping(content: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
+def _json_mapping(content: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
     """A JSON object in another one; {} where it is missing, or anything else."""
     value = (content or {}).get(key)
     return value if isinstance(value, dict) else {}

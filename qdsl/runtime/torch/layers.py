@@ -16,7 +16,7 @@ from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
 from qdsl.runtime.torch.products import Product, bare, product_of
-from qdsl.runtime.torch.transforms import LayerTransform, parts_of, transformed
+from qdsl.runtime.torch.transforms import LayerTransform, transformed, with_tensors
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat, check_weight
 from qdsl.runtime.weight.products import quick
@@ -84,7 +84,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         """The weight [N, K] by which a dense layer multiplies x: with the transforms.  Raises FormatError for a norm of x."""
         if not self.own_transforms:
             return super().dequantize(dtype)
-        return folded(super().dequantize(torch.float32), *parts_of(self.own_transforms)).to(dtype)
+        return folded(super().dequantize(torch.float32), *with_tensors(self.own_transforms)).to(dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """An nn.Linear that computes the same, for example to merge a LoRA; in compute_dtype by default.
@@ -95,7 +95,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         dense.weight = nn.Parameter(self.dequantize(dtype or self.compute_dtype), requires_grad=False)
         dense.bias = self.bias
         if self.bias is not None and any(own.transform.side == OUTPUT for own in self.own_transforms):
-            dense.bias = nn.Parameter(folded_bias(self.bias.detach(), *parts_of(self.own_transforms)), requires_grad=False)
+            dense.bias = nn.Parameter(folded_bias(self.bias.detach(), *with_tensors(self.own_transforms)), requires_grad=False)
         return dense
 
     def forward(self, input: Tensor) -> Tensor:

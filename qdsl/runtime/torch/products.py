@@ -63,7 +63,7 @@ def bare(module: nn.Module) -> nn.Module:
     return shell
 
 
-def filled(shell: nn.Module, dense: nn.Linear, product: Product) -> nn.Module:
+def replacement_of(shell: nn.Module, dense: nn.Linear, product: Product) -> nn.Module:
     """A module of another class with the weight and the bias of an nn.Linear.  product: what it computes."""
     module, weight = bare(shell), nn.Parameter(dense.weight, requires_grad=False)
     if product == "transposed":

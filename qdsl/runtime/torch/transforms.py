@@ -140,7 +140,7 @@ def transformed(modules: Iterable[Any], x: Tensor, side: str) -> Tensor:
     return x
 
 
-def parts_of(modules: Iterable[LayerTransform]) -> tuple[list[Transform], Callable[[str], Tensor]]:
+def with_tensors(modules: Iterable[LayerTransform]) -> tuple[list[Transform], Callable[[str], Tensor]]:
     """The transforms of modules, and the function that returns their tensors by name."""
     every = [*modules]
     stored = {name: tensor for own in every for name, tensor in own.stored().items()}

@@ -56,11 +56,11 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
     """The tensors that another storage omits because their fields have only default values."""
     if not layout.omits or packed.order is not None:
         return set()
-    left = usual(packed, layout.omits)
+    left = default_fields(packed, layout.omits)
     return {name for name, stored in layout.tensors.items() if stored.optional in left}
 
 
-def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
+def default_fields(packed: PackedWeight, names: Collection[str]) -> set[str]:
     """The fields, among `names`, that have only default values."""
     fields = unpacked(packed, lambda stored_fields: stored_fields.isdisjoint(names))
     return {name for name in names if name not in fields or is_default(packed.variant, name, fields[name], packed.sizes)}
@@ -107,7 +107,7 @@ def by_words(format: WeightFormat, packed: PackedWeight, other: PackedWeight, ch
     for name in change.wanted:
         if name not in moved and (tensor := change.tensor(name)) is not None:
             moved[name] = tensor
-    left = change.left(moved)
+    left = change.missing_tensors(moved)
     if left and (change.moves(left) or change.size(left) > sum(tensor.nbytes for tensor in moved.values())):
         return {}
     moved.update(change.remaining_tensors(moved) if left else {})
@@ -241,7 +241,7 @@ class _Change:
 
     # -- what is left -------------------------------------------------------------------------------------------------
 
-    def left(self, moved: Mapping[str, Tensor]) -> list[str]:
+    def missing_tensors(self, moved: Mapping[str, Tensor]) -> list[str]:
         """Tensors to make from fields: the required ones, and optional ones whose fields exist."""
         used = {field for name in moved for field in self.other.layout.tensors[name].fields}
         open_ = any(not stored_pieces or not {piece.field for piece in stored_pieces} <= used | set(self.other.layout.where)

@@ -106,7 +106,7 @@ def _choices(format: WeightFormat, packed: PackedWeight, wanted: Mapping[str, in
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _FieldChange:
     """How a field is converted: it keeps its bits, or its values, or becomes the value of the weight at a code.
 
     choices: the number of values of an integer field; the one is chosen that keeps the weight's value at the code.
@@ -128,7 +128,7 @@ class _Conversion:
         if (packed.moved_indices or packed.order is not None) and not self.other.layout.order and not has_index:
             raise FormatError(f"{format.name}.{storage} has columns in order; those of this weight belong to groups all over K "
                               "(act-order)")
-        self.ways = self._ways()
+        self.ways = self._field_changes()
         format.empty(packed.shape, storage, "meta", (), **params)  # raises for a shape that the storage cannot hold
 
     def tensors(self) -> dict[str, Tensor]:
@@ -151,24 +151,24 @@ class _Conversion:
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
-    def _ways(self) -> dict[str, _Way]:
+    def _field_changes(self) -> dict[str, _FieldChange]:
         own, other = _fields(self.other.variant), _fields(self.packed.variant)
         names = self.other.format.name, self.packed.format.name
         if own.keys() != other.keys():
             raise FormatError(f"{names[1]} has fields {', '.join(other)}; {names[0]} has {', '.join(own)}")
-        ways: dict[str, _Way] = {}
+        ways: dict[str, _FieldChange] = {}
         for name, field in own.items():
             kinds = [str(weight.params.get(of.type, of.type)) for weight, of in ((self.other, field), (self.packed, other[name]))]
-            dtype, alike = torch_dtype(kinds[0]), _steps(field) == _steps(other[name])
+            dtype, alike = torch_dtype(kinds[0]), _axis_steps(field) == _axis_steps(other[name])
             floats = set(kinds) <= FLOATS.keys()
             if alike and (kinds[0] == kinds[1] or (not floats and _bits(kinds[0]) == _bits(kinds[1]))):
-                ways[name] = _Way(dtype, bits=True)
+                ways[name] = _FieldChange(dtype, bits=True)
             elif alike and floats:
-                ways[name] = _Way(dtype)
+                ways[name] = _FieldChange(dtype)
             elif self._blocks() is not None and name in self.other.variant.codes:
-                ways[name] = _Way(dtype, code=self.other.variant.codes[name])
+                ways[name] = _FieldChange(dtype, code=self.other.variant.codes[name])
             elif self._blocks() is not None and (choices := _choices_of(kinds[0])) and name in self.packed.variant.codes:
-                ways[name] = _Way(dtype, code=self.packed.variant.codes[name], choices=choices)
+                ways[name] = _FieldChange(dtype, code=self.packed.variant.codes[name], choices=choices)
             else:
                 raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
                                   f"in {names[0]}")
@@ -181,7 +181,7 @@ class _Conversion:
             if way.choices:
                 continue
             if way.code is not None:
-                converted[name] = _at(part, fields, way.code).to(way.dtype)
+                converted[name] = _at_code(part, fields, way.code).to(way.dtype)
                 continue
             default = part.variant.defaults.get(name)
             value = fields[name] if name in fields or default is None else \
@@ -191,14 +191,14 @@ class _Conversion:
         index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}
         return {**converted, **index}
 
-    def _solved(self, way: _Way, name: str, converted: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
+    def _solved(self, way: _FieldChange, name: str, converted: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
         """The integer field that makes the weight at a code `wanted`; the middle one if several or none do."""
         assert way.code is not None
         first = way.choices // 2
         solved = torch.full(wanted.shape, first, dtype=way.dtype, device=wanted.device)
         is_open = torch.ones(wanted.shape, dtype=torch.bool, device=wanted.device)
         for choice in sorted(range(way.choices), key=lambda choice: abs(choice - first)):
-            fits = is_open & (_at(self.other, {**converted, name: torch.full_like(solved, choice)}, way.code) == wanted)
+            fits = is_open & (_at_code(self.other, {**converted, name: torch.full_like(solved, choice)}, way.code) == wanted)
             solved[fits] = choice
             is_open &= ~fits
             if not bool(is_open.any()):
@@ -209,7 +209,7 @@ class _Conversion:
 
     def _blocks(self) -> list[tuple[str, tuple[int | str, ...]]] | None:
         """The axes that all fields but the code share in both formats, as blocks of K whose size is a parameter; else None."""
-        axes = [_steps(field) for weight in (self.packed, self.other) for name, field in _fields(weight.variant).items()
+        axes = [_axis_steps(field) for weight in (self.packed, self.other) for name, field in _fields(weight.variant).items()
                 if name != _code(weight.variant)]
         same = bool(axes) and all(steps == axes[0] for steps in axes) and None not in map(_code, (self.packed.variant,
                                                                                                self.other.variant))
@@ -219,10 +219,10 @@ class _Conversion:
     def _agrees(self, fields: dict[str, Tensor]) -> bool:
         """Whether every code of every block is the same number in both formats; the codes field may have no numbers."""
         converted = self._converted(self.packed, fields)
-        sides = [(part, {name: _ready(value) for name, value in values.items()})
+        sides = [(part, {name: _decodable(value) for name, value in values.items()})
                  for part, values in ((self.packed, fields), (self.other, converted))]
         for code in range(_count(self.packed.variant)):
-            before, after = (_at(part, values, code) for part, values in sides)
+            before, after = (_at_code(part, values, code) for part, values in sides)
             if not torch.equal(before, after) and bool(_wrong(before, after).any()):
                 return False
         return True
@@ -235,12 +235,12 @@ def _fields(variant: Variant) -> dict[str, Field]:
 
 def _code(variant: Variant) -> str | None:
     """The codes field, which has a value per weight; None if there is none."""
-    codes = [name for name, field in _fields(variant).items() if _steps(field) == [("N", ()), ("K", ())]]
+    codes = [name for name, field in _fields(variant).items() if _axis_steps(field) == [("N", ()), ("K", ())]]
     kind = find_number(variant.fields[codes[0]].type) if len(codes) == 1 else None
     return codes[0] if kind is not None and not kind.is_float and kind.kind == "unsigned" and kind.bits <= 8 else None
 
 
-def _ready(value: Tensor) -> Tensor:
+def _decodable(value: Tensor) -> Tensor:
     """A field in the dtype that decode converts it to, because it will be decoded often."""
     return value.float().contiguous() if value.dtype in FLOATS.values() else value.contiguous()
 
@@ -250,7 +250,7 @@ def _count(variant: Variant) -> int:
     return 1 << number(variant.fields[str(_code(variant))].type).bits
 
 
-def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
+def _at_code(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
     """The values of weights with this code, float32 [N, blocks]."""
     name = str(_code(part.variant))
     blocks = {key: value for key, value in fields.items() if key in _fields(part.variant) and key != name}
@@ -271,7 +271,7 @@ def _bits(kind: str) -> tuple[int, int]:
     return 0 if scalar is None else scalar.bits, torch_dtype(kind).itemsize
 
 
-def _steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
+def _axis_steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
     """The dim and step of every axis of a field."""
     return [(axis.dim, axis.step) for axis in field.axes]
 

@@ -84,7 +84,7 @@ def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None
     return result
 
 
-def usual(packed: PackedWeight) -> PackedWeight:
+def with_typical_streams(packed: PackedWeight) -> PackedWeight:
     """A weight on meta with streams as large as those of normally distributed weights."""
     tensors = dict(packed.tensors)
     for stream in packed.layout.streams.values():

@@ -23,7 +23,7 @@ from qdsl.compiler.passes.samples import size_axis
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.tables import is_number
 from qdsl.core.codecs import CODECS
-from qdsl.core.layout import walk
+from qdsl.core.layout import record_pieces
 
 Data = dict[str, Any]
 
@@ -51,7 +51,7 @@ def variant_data(programs: Sequence[Program], decoded: DecodeBody) -> Data:
     fields = {field.name: (field.kind, *field_axes(programs, field), *options(groups=field.groups and axis_text(field.groups)))
               for field in first.fields}
     storages = {program.storage: {"tensors": _tensors(program), **_further(program)} for program in programs}
-    cuts = _cuts(decoded)
+    cuts = _border_axes(decoded)
     return {"fields": fields, **({} if cuts == ("N", "K") else {"cuts": cuts}), "storages": storages,
             **not_empty(codes=_codes(first), defaults=_defaults(programs), plus=branch_data(first),
                         appended=first.appended if first.encode is not None else (), copies=decoded.copies)}
@@ -70,7 +70,7 @@ def _tables(spec: Spec) -> Data:
     return {table.name.value: tuple(unpack("<f", pack("<f", value))[0] for value in table.values) for table in named}
 
 
-def _cuts(decoded: DecodeBody) -> tuple[str, str]:
+def _border_axes(decoded: DecodeBody) -> tuple[str, str]:
     """The axes whose steps are legal borders of a slice."""
     if decoded.scattered:
         return "1", "1"
@@ -135,7 +135,7 @@ def _typed(program: Program, tensors: Sequence[Tensor]) -> tuple[str, ...]:
 
 def _padding(tensor: Tensor) -> int:
     """The padding bits of every element, if an element is a record."""
-    pieces = list(walk(tensor.lines))
+    pieces = list(record_pieces(tensor.lines))
     if tensor.words > 1 or tensor.stored or tensor.section or any(piece.place is not None for piece in pieces):
         return 0
     used = sum((1 << piece.width) - 1 << piece.at for piece in pieces if piece.field or piece.again)

@@ -76,7 +76,7 @@ def _table(table: Table) -> str:
     return f"{' x '.join(map(str, table.shape))} numbers from {min(table.values)} to {max(table.values)}"
 
 
-def data(programs: Sequence[Program]) -> dict[str, Any]:
+def spec_json(programs: Sequence[Program]) -> dict[str, Any]:
     """The page as data."""
     spec = programs[0].spec
     kinds = field_kinds(programs)

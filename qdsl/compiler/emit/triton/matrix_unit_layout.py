@@ -15,7 +15,16 @@ from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable, table_form
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
-from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, axis_blocks, coordinate, float_of_table, is_code, is_stored, shared
+from qdsl.compiler.passes.derive_planar import (
+    PLANAR,
+    PLANES,
+    axis_blocks,
+    blocks_per_number,
+    coordinate,
+    float_of_table,
+    is_code,
+    is_stored,
+)
 from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
@@ -310,7 +319,8 @@ def _share_of_bytes(program: Program, name: str) -> tuple[str, int] | None:
 def _is_by_rows(program: Program, tensor: Tensor, field: Field) -> bool:
     """Whether a tensor of single elements has them by rows and blocks of columns."""
     if any(ix.flat_of(index) is not None for index in field.index):
-        return axis_blocks(program, field) is not None and len(tensor.placements[0].vars) == 1 + (shared(program, field) == 1)
+        axes = 1 + (blocks_per_number(program, field) == 1)
+        return axis_blocks(program, field) is not None and len(tensor.placements[0].vars) == axes
     return all(coordinate(program, i) or str(i) == "k" for i in field.index)
 
 
@@ -321,7 +331,7 @@ def _group_of(program: Program, field: Field, tensor: str) -> Group:
     default = default if default is not None else program.where.get(field.name)
     return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""), _group_kind(program, field),
                  None if default is None else str(default), program.affine.lookups.get(field.name, ""),
-                 shared(program, field))
+                 blocks_per_number(program, field))
 
 
 def _group_kind(program: Program, field: Field) -> str:

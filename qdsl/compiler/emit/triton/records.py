@@ -19,7 +19,7 @@ from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.compiler.passes.derive_planar import coordinate, is_code
-from qdsl.core.layout import Layout, Slice, factor
+from qdsl.core.layout import Layout, Slice, strided_layout
 from qdsl.core.numbers import Number
 
 COLUMNS, RUNS, RUN = 256, 8, 32                                  # columns and runs per record, columns per run
@@ -76,7 +76,7 @@ def record_layout(program: Program) -> Record | None:
     first, starts = runs
     fields = {field: _field_parts(program, program.field(field), placed[field], starts) for field in affine.fields}
     parts_of = {field: parts for field, parts in fields.items() if parts is not None}
-    layout = factor(starts)
+    layout = strided_layout(starts)
     if layout is None or len(parts_of) < len(fields):
         return None
     return Record(tensor.name, tensor.record_bits // WORD, first // WORD, layout, parts_of)
@@ -188,7 +188,7 @@ def _hex(mask: int) -> str:
 def _words(record: Record, part: Part, half: int, lower: Sequence[int]) -> str:
     """The words with a part for lanes' even or odd runs, each shifted down by its run's bits."""
     text = _pick([f"head[{record.place(word)}]" for word in part.words[half::2]])
-    layout = factor(lower[half::2])
+    layout = strided_layout(lower[half::2])
     moved = ix.text(_strided(layout, "lane", 4)) if layout else _pick(list(map(str, lower[half::2])))
     return text if moved == "0" else f"{text} >> {moved}"
 
