@@ -51,7 +51,9 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
         if (unread := model.get("layers")) and not any(layer["format"] for layer in unread) and not model["groups"]:
             if as_json:                                          # the report says why
                 raise typer.Exit(1)
-            fail(f"{model['file']}: none of its {len(unread)} quantized layers is recognised: {unread[0]['why']}")
+            of_all = [entry["what"] for entry in model["contradictions"] if "layer" not in entry]
+            why, *_ = [*of_all, unread[0]["why"]]
+            fail(f"{model['file']}: none of its {len(unread)} quantized layers is recognised: {why}")
     if shared_memory is not None and not all(fits(group) for model in models for group in model.get("groups", ())):
         raise typer.Exit(1)
     is_suspect = any(model["notes"] or any(model.get(kind) for kind in SUSPICIOUS) for model in models)

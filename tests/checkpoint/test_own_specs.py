@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import qdsl
 from qdsl.checkpoint.files.safetensors import write
+from qdsl.cli import app
 from qdsl.compiler.spec.source import SpecError
 from qdsl.core import places
 from tests.support.paths import ROOT
@@ -73,6 +75,8 @@ def test_commands_of_the_guide(tmp_path: Path) -> None:
     with qdsl.open(tmp_path / "SmolLM2-plain4") as checkpoint:
         problem = checkpoint.report().problems[-1]
         assert "qdsl has no format 'plain4': set QDSL_SPECS to the folder of its spec" in problem
+    inspected = CliRunner().invoke(app, ["inspect", str(tmp_path / "SmolLM2-plain4")])
+    assert inspected.exit_code == 1 and inspected.stderr.endswith("set QDSL_SPECS to the folder of its spec\n")
 
 
 def test_a_command_ends_with_the_problems_of_a_spec(tmp_path: Path) -> None:

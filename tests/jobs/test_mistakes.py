@@ -55,6 +55,9 @@ MISTAKES = {
     "a format's name in capitals": ("new W4", 2, "'W4' is no name of a format: expected small letters"),
     "a file as a folder for an example": ("example text.txt", 2, "text.txt is a file: the output is a folder"),
     "a word for a command without any": ("list x", 2, "Got unexpected extra argument(s) (x) "),
+    "a spec's file as a format": ("quantize plain --format specs/w5.yaml --out x", 2, "QDSL_SPECS=specs in front of the command"),
+    "a folder of files without endings": ("inspect blobs", 1, "it has GGUF files, of which one is to be named: sha256-0"),
+    "a folder in a home": ("inspect ~/nothing", 1, "/nothing: No such file or directory"),
     "a GGUF file, converted": ("convert a.gguf --to awq --out x", 1, "`qdsl dequantize` makes one of a GGUF file"),
 }
 
@@ -69,6 +72,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("bare/config.json").unlink()
     Path("models/qwen").mkdir(parents=True)
     Path("a.gguf").write_bytes(b"GGUF")
+    Path("blobs").mkdir()
+    for name in ("sha256-0", "sha256-1"):
+        shutil.copy("a.gguf", Path("blobs") / name)
     Path("text.txt").write_text("Some words.")
     Path("latin.txt").write_bytes(b"caf\xe9")
     monkeypatch.setattr(references, "getproxies", dict)

@@ -6,6 +6,7 @@ absent: GPTQ's config without `checkpoint_format` describes `gptq_v1`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def format_target(word: str) -> str:
         return f"{format}.{_storage_of(format, storage)}" if dot else format
     if not dot and len(meanings := _meanings(format)) == 1:
         return meanings[0]
+    if word.endswith((".yaml", ".yml")):
+        folder = shlex.quote(str(Path(word).parent))
+        raise UnknownSpec(f"{shown(word)} is a file, and a format is a name here: with {places.FOLDER_VARIABLE}={folder} in "
+                          f"front of the command, or set for all, it is {Path(word).stem}")
     near = _did_you_mean(format, formats())
     raise UnknownSpec(f"no format {shown(word)}; {near}{LISTS}" + (
         "" if near else ", QDSL_SPECS names a folder of your own specs, and `qdsl quantize --type` takes llama-quantize's mixes"))

@@ -184,7 +184,7 @@ class Folder:
         if not files:
             pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
             hint = f"; {pickles[0]} is a pickle, whose code would run when it is read: only safetensors are" if pickles else ""
-            others = sorted(path.name for path in self.path.glob("*.gguf"))
+            others = sorted(path.name for path in self.path.iterdir() if path.is_file() and is_gguf(path))
             hint = f"; it has GGUF files, of which one is to be named: {', '.join(others[:4])}" if others else hint
             raise CheckpointError(f"{self.path}: no .safetensors file in this folder{hint}")
         return files

@@ -132,7 +132,7 @@ def has_file(ref: str | os.PathLike[str], name: str) -> bool:
 
 def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
     """Parses a reference.  Raises CheckpointError for a QUANT that a folder does not have, or has twice."""
-    text = os.fspath(ref)
+    text = os.path.expanduser(ref)                               # shells do that, and Python's own functions do not
     if Path(text).exists():
         return Path(text)
     folder, _, quant = text.rpartition(":")
@@ -228,7 +228,7 @@ def available(ref: str | Path, revision: str | None = None, cache_dir: str | Pat
             raise CheckpointError(f"no file or folder {shown(text)}{similar(target)}")
         target = Repository(text)
     if not isinstance(target, Repository) or local_files_only or _is_offline(text):
-        return ref
+        return target if isinstance(target, Path) else ref
     with _hub_errors(text) as is_cut_off:
         return _snapshot(replace(target, revision=target.revision or revision), cache_dir) if is_cut_off else ref
 

@@ -119,7 +119,8 @@ class _Reader:
         try:
             return rule(text)
         except GrammarError as error:
-            self.problems.add(error.problem.span, error.problem.message, *(notes if "expected" in error.problem.message else ()))
+            general = notes if "expected" in error.problem.message else ()
+            self.problems.add(error.problem.span, error.problem.message, *error.problem.notes, *general)
             return None
 
     def is_legal_name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
