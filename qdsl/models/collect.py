@@ -325,6 +325,7 @@ def _description(weight: PackedWeight) -> Any:
     """The description of a weight's format.  Raises SaveError for a spec of the caller's own, which no reader of files knows."""
     description = next((format for format in descriptions() if format.name == weight.format.name), None)
     if description is None:
-        raise SaveError(f"{weight.format.name} does not ship with qdsl, so no reader of its files would know it: save the "
-                        "model's state_dict, and quantize a new model in this format before you load it")
+        raise SaveError(f"{weight.format.name} does not ship with qdsl, so no reader of its files would know it: start Python "
+                        "with QDSL_SPECS, the folder of its spec; or save the model's state_dict, and quantize a new model in "
+                        "this format before you load it")
     return description

@@ -200,7 +200,7 @@ def test_a_model_is_quantized_in_place() -> None:
     assert list(report.quantized) == ["first", "blocks.0.0", "blocks.1.0", "again", "head"]
     assert report.quantized["first"] == (2 * 96 * 64, 18 * 96 * 2)
     reasons = {"odd": "K = 33 must be a multiple of 32", "attention.out_proj": "NonDynamicallyQuantizableLinear is more",
-               "hooked": "hooks", "on_meta": "on meta", "done": "q8_0 weight already"}
+               "hooked": "hooks", "on_meta": "on meta", "done": "weight of q8_0 already"}
     assert report.skipped.keys() == reasons.keys() and all(reasons[name] in why for name, why in report.skipped.items())
     assert list(report.notes) == ["head"] and "embed.weight" in report.notes["head"]
     assert all(f"  {name}: {why}" in str(report) for name, why in report.skipped.items()) and str(report).startswith("5 layers")

@@ -118,7 +118,7 @@ def _places(model: nn.Module) -> list[list[str]]:
 def _reason(layer: nn.Module) -> str:
     """Why a layer cannot be replaced; '' if it can."""
     if isinstance(layer, QuantizedLinear):
-        return f"holds a {layer.format.name} weight already"
+        return f"holds a weight of {layer.format.name} already"
     if not product_of(layer):
         return f"a {type(layer).__name__} is more than a linear layer"
     if any(value for name, value in vars(layer).items() if name.endswith("_hooks")):
