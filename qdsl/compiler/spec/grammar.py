@@ -414,12 +414,7 @@ class _Parser:
             wanted = "an axis is a variable and its extent, such as 'n<N' or 'j<K/2'"
             span = self.text.at(self.token.begin, self.token.end)
             raise GrammarError(Problem(f"'{self.token.text}' has no extent: {wanted}", span))
-        wanted = "a dimension such as 'n<N', 'word' (all elements of a record) or 1"
-        if self.token.kind == "int":
-            span = self.text.at(self.token.begin, self.token.end)
-            raise GrammarError(Problem(f"expected {wanted}, found '{self.token.text}'", span, (
-                f"as many elements of a record are 'word', which is counted; an axis of its own is 'i<{self.token.text}'",)))
-        return self.loop(wanted)
+        return self.loop("a dimension such as 'n<N', 'word' (for all elements of a record, which are counted) or 1")
 
     def loop(self, what: str) -> Loop:
         begin = self.at

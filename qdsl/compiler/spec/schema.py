@@ -119,8 +119,7 @@ class _Reader:
         try:
             return rule(text)
         except GrammarError as error:
-            general = notes if "expected" in error.problem.message else ()
-            self.problems.add(error.problem.span, error.problem.message, *error.problem.notes, *general)
+            self.problems.add(error.problem.span, error.problem.message, *(notes if "expected" in error.problem.message else ()))
             return None
 
     def is_legal_name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
