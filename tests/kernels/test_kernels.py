@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import regimes
-from qdsl.analyze.check.spec_bits import PLAIN, base_3_digits, digit_fields, field_bits, size_environment, stored
+from qdsl.analyze.check.spec_bits import AGAIN, digit_fields, field_bits, size_environment, stored
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import Kernels, PackedWeight
 from qdsl.runtime.gpu import configure, launch
@@ -248,10 +248,7 @@ def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
     full |= {field.name.value for field in case.spec.fields} - {field.name.value for field in spec(case.path).fields}
     holds: dict[tuple[str, int], set[str]] = {}
     placed = [(name, element, field) for name, element, _, (field, _, _), kind in stored(case.spec, storage, env, params)
-              if kind == PLAIN]
-    placed += [(name, element, digit[0])
-               for (name, element, _), digits_at in base_3_digits(case.spec, storage, env, params).items()
-               for digit in digits_at if digit is not None]
+              if kind != AGAIN]
     for name, element, field in placed:
         at = 0
         for extent, i in zip(packed.tensors[name].shape, element, strict=True):

@@ -125,8 +125,12 @@ class Reading:
 
     @cached_property
     def _digits(self) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
-        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
-        return oracle.base_3_digits(self.spec, storage, self.env, self.params)
+        """Bytes of base-3 digits, (tensor, its element, first bit), with the (field, element) of each digit; None for none."""
+        digits: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
+        for name, element, bit, (field, index, _), place in self._stored:
+            if place >= 0:
+                digits.setdefault((name, element, bit), {})[place] = field, index
+        return {key: [own.get(place) for place in range(1 + max(own))] for key, own in digits.items()}
 
     def pack(self, fields: Mapping[str, Codes], like: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Codes], dict[str, Codes]]:
         """Tensors of these shapes that hold the fields, element by element, and the bits of them that are not padding."""

@@ -14,12 +14,6 @@ from qdsl.runtime import PackedWeight
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def assert_same(got: Tensor, want: Tensor, packed: PackedWeight, spec: Spec) -> None:
-    """Raises AssertionError with the text of `describe_difference` if weights [N, K] differ from the wanted ones."""
-    problem = describe_difference(got, want, packed, spec)
-    assert not problem, problem
-
-
 def describe_difference(got: Tensor, want: Tensor, packed: PackedWeight, spec: Spec) -> str:
     """A description of the weights [N, K] that differ in a bit from the wanted ones; '' if none do; NaN equals NaN.
 

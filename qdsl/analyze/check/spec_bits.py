@@ -88,19 +88,6 @@ def stored(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping
 
 
 
-def base_3_digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
-                  ) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
-    """Bytes of base-3 digits, (tensor, its element, first bit), with the (field, element) of each digit.
-
-    A digit without a weight is None.
-    """
-    digits_of: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
-    for name, element, bit, (field, index, _), place in stored(spec, storage, env, params):
-        if place >= 0:
-            digits_of.setdefault((name, element, bit), {})[place] = field, index
-    return {key: [elements.get(place) for place in range(1 + max(elements))] for key, elements in digits_of.items()}
-
-
 def digit_fields(spec: Spec) -> set[str]:
     """Fields that some storage holds as base-3 digits."""
     return {part.field.name for storage in spec.storages for tensor in storage.tensors for line in tensor.record

@@ -41,11 +41,11 @@ def mov(context: Context) -> Step:
     return _elementwise_step(context, [context.source(1, bits)], lambda value: value)
 
 
-def _elementwise_step(context: Context, sources: list[Source], function: Callable[..., Bits], place: int = 0) -> Step:
+def _elementwise_step(context: Context, sources: list[Source], function: Callable[..., Bits]) -> Step:
     """A step that writes a function of some operands; each of the instruction's is read, or the instruction is unknown."""
     if len(sources) + 1 < len(context.instruction.operands):
         raise context.unknown("it has operands that are not read")
-    put = context.target(place)
+    put = context.target()
     if len(sources) == 1:
         (first,) = sources
         return lambda batch, at: put(batch, at, function(first(batch, at)))
