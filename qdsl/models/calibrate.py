@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
 Target = Callable[[str], "tuple[Format, Mapping[str, Any]] | None"]
+WITHHELD, MOST_WITHHELD = 16, 8                                  # one sample of so many is held out of moments, and at most
+TINY = 1e-12                                                     # of squares, where a block's output is zeros
 HIDDEN = "hidden_states"                                         # the input of a block that is given by name
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Count = Callable[[str, Tensor], None]                            # a weight's name, and rows that are multiplied with it
+Count = Callable[[str, Tensor, Tensor], None]                    # a weight's name, rows that are multiplied with it, products
 PRODUCTS = {nn.functional.linear, torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 
 
@@ -50,7 +52,9 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
 
     Experts in a stacked parameter count the tokens that they get, under its name with the expert's number, 'up_proj.3'.
     samples: tokens [1, length], of one length.  target(name): the format of a layer, and options of `quantize`; a block's layers
-    are quantized so, before the next block gets its outputs.  At the end all weights are as they were.
+    are quantized so, before the next block gets its outputs.  At the end all weights are as they were.  With `target` some
+    samples are held out: where a block's outputs for them are worse than by rounding, layers at fault get moments of independent
+    inputs, by which they are rounded.  The last block is not quantized here, so it is not checked.
     keep: is given each block's moments, which are then not returned.  measured: moments of layers by name; a block that has them
     all runs once.  Progress: that of `work`.
     Memory: the activations of all samples, before and after a block without `target`; a copy of one block with it; and one
@@ -58,6 +62,7 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
     depend on the sample.
     """
     path, blocks = block_list(model)
+    samples, withheld = _withheld_last(samples, target)
     arguments = _arguments(model, blocks, samples[0])
     if len(samples) > 1 and not _same(arguments, _arguments(model, blocks, samples[-1])):
         raise LoadError(f"{type(model).__name__}: its blocks take arguments that differ between samples")
@@ -67,25 +72,44 @@ def calibrate(model: nn.Module, samples: Sequence[Tensor], target: Target | None
         _solve_trials(block_name(path, 0), blocks[0], states[0], arguments[0], target)
     for number, block in enumerate(blocks):
         name, is_last = block_name(path, number), number == len(blocks) - 1
-        outputs: list[Tensor] | None = None
-        if _is_measured(measured, block, name):
-            hessians = {weight: measured[weight] for weight in weights_of(block, name) if weight in measured}
-        else:
-            with collecting(name, block) as hessians:
-                outputs = _run(block, states, arguments[number])
-            if keep is not None:
-                keep(name, hessians)
+        hessians, outputs = _moments(block, name, states, withheld, arguments[number], measured)
+        is_new = outputs is not None
+        if target is not None and not is_last:
+            rounded = _RoundedBlock(block, weights_of(block, name), hessians, target, arguments[number])
+            if outputs is not None and withheld:
+                hessians |= rounded.keep_rounding(states[-withheld:], outputs[-withheld:])
+            outputs = rounded.run(states)
+        if keep is not None and is_new:
+            keep(name, hessians)
         if keep is None:
             moments |= hessians
-        if target is not None and not is_last:
-            outputs = _run_rounded(block, weights_of(block, name), hessians, target, states, arguments[number])
         if not is_last:
             states = outputs or _run(block, states, arguments[number])
     return moments
 
 
+def _withheld_last(samples: Sequence[Tensor], target: Target | None) -> tuple[Sequence[Tensor], int]:
+    """The samples, those that are held out last, and the number of these: none without `target`, or of few samples."""
+    withheld = samples[WITHHELD // 2::WITHHELD][:MOST_WITHHELD] if target is not None and len(samples) >= WITHHELD else []
+    others = [sample for sample in samples if not any(sample is one for one in withheld)]
+    return [*others, *withheld], len(withheld)
+
+
 def block_name(path: str, number: int) -> str:
     return f"{path}.{number}"
+
+
+def _moments(block: nn.Module, name: str, states: Sequence[Tensor], withheld: int, arguments: Arguments,
+             measured: Mapping[str, Hessian] | None) -> tuple[dict[str, Hessian], list[Tensor] | None]:
+    """The moments of a block, and its outputs; None where the moments are measured.
+
+    withheld: how many of the last states do not count.
+    """
+    if _is_measured(measured, block, name):
+        return {weight: measured[weight] for weight in weights_of(block, name) if weight in measured}, None
+    with collecting(name, block) as hessians:
+        outputs = _run(block, states[:len(states) - withheld], arguments)
+    return hessians, outputs + _run(block, states[len(states) - withheld:], arguments)
 
 
 def _is_measured(measured: Mapping[str, Hessian] | None, block: nn.Module, name: str) -> TypeGuard[Mapping[str, Hessian]]:
@@ -97,14 +121,16 @@ def work(model: nn.Module, samples: Sequence[Tensor], target: Target | None = No
          measured: Mapping[str, Hessian] | None = None) -> dict[str, int]:
     """The bytes that `calibrate` counts: of tokens that run through blocks (SAMPLES), and of weights that are solved (SOLVE)."""
     path, blocks = block_list(model)
-    runs = solved = 0
+    runs = checks = solved = 0
     for number, block in enumerate(blocks):
         name = block_name(path, number)
         is_measured, is_last = _is_measured(measured, block, name), number == len(blocks) - 1
         runs += (not is_measured) + (not is_last and (is_measured or target is not None))
+        checks += target is not None and not is_last and not is_measured
         if target is not None and not is_last:
             solved += sum(solved_bytes(weight) for layer, weight in weights_of(block, name).items() if target(layer))
-    runs *= sum(map(token_bytes, samples))
+    samples, withheld = _withheld_last(samples, target)
+    runs = runs * sum(map(token_bytes, samples)) + 2 * checks * sum(map(token_bytes, samples[len(samples) - withheld:]))
     if target is None:
         return {progress.SAMPLES: runs}
     trials = _trials(block_name(path, 0), blocks[0], target).values()
@@ -137,14 +163,54 @@ def _solve_trials(name: str, block: nn.Module, state: Tensor, arguments: Argumen
         trials[layer].copy_(weight)
 
 
-def _run_rounded(block: nn.Module, weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], target: Target,
-                 states: Sequence[Tensor], arguments: Arguments) -> list[Tensor]:
-    """The outputs of a block with the numbers of its quantized weights; its own are then as they were."""
-    originals = _round(weights, hessians, target)
-    outputs = _run(block, states, arguments)
-    for layer, weight in originals.items():
-        weights[layer].copy_(weight)
-    return outputs
+class _RoundedBlock:
+    """A block whose layers have the numbers of their quantized weights, until it has run."""
+
+    def __init__(self, block: nn.Module, weights: Mapping[str, Tensor], hessians: Mapping[str, Hessian], target: Target,
+                 arguments: Arguments) -> None:
+        self.block, self.weights, self.target, self.arguments = block, weights, target, arguments
+        self.originals = _round(weights, hessians, target)
+
+    def run(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of the block; its weights are then as they were."""
+        outputs = _run(self.block, states, self.arguments)
+        self._take(self.originals)
+        return outputs
+
+    def _take(self, numbers: Mapping[str, Tensor]) -> None:
+        for layer, weight in numbers.items():
+            self.weights[layer].copy_(weight)
+
+    def _error(self, states: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+        """The squared errors of outputs, each token's beside its own size: the first ones are often huge."""
+        errors = [(own.double() - plain.double()).square().sum(-1) / plain.double().square().sum(-1).clamp(min=TINY)
+                  for own, plain in zip(_run(self.block, states, self.arguments), expected, strict=True)]
+        return float(torch.cat(errors).sum())
+
+    def keep_rounding(self, states: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, Hessian]:
+        """Round layers if the block is worse than by rounding all of them: those that lessen its error, one by one.
+
+        expected: the outputs of the plain block.  Returns the moments of independent inputs for these layers.
+        """
+        least, solved = self._error(states, expected), {layer: self.weights[layer].clone() for layer in self.originals}
+        for layer, weight in self.originals.items():
+            format, options = self.target(layer) or (None, {})
+            assert format is not None                            # else it were no original
+            numbers = format.quantize(weight.float(), **options)
+            self.weights[layer].copy_(format.dequantize(numbers, weight.dtype))
+        is_worse = self._error(states, expected) < least
+        self._take(solved)
+        rounded: dict[str, Hessian] = {}
+        for layer, weight in self.originals.items() if is_worse else ():
+            columns = weight.shape[1]
+            independent = {layer: Hessian(torch.eye(columns, dtype=torch.float32, device=weight.device), columns)}
+            self.weights[layer].copy_(weight)
+            _round({layer: self.weights[layer]}, independent, self.target)
+            if (error := self._error(states, expected)) < least:
+                least, rounded = error, rounded | independent
+            else:
+                self._take({layer: solved[layer]})
+        return rounded
 
 
 def _run(block: nn.Module, states: Sequence[Tensor], arguments: Arguments) -> list[Tensor]:
@@ -221,12 +287,12 @@ def square_sums(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, tuple[
     """The sums of squared inputs of each linear layer or expert, float32 [K], and the number of rows, by `calibrate`'s names."""
     sums: dict[str, tuple[Tensor, int]] = {}
 
-    def count(name: str, x: Tensor) -> None:
+    def count(name: str, x: Tensor, _: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
         total, number = sums.get(name, (rows.new_zeros(rows.shape[1]), 0))
         sums[name] = total + rows.square().sum(0), number + len(rows)
 
-    with _inputs("", model, count):
+    with counting_products("", model, count):
         for sample in samples:
             with counted_run(model, sample):
                 model(sample, use_cache=False)
@@ -234,7 +300,7 @@ def square_sums(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, tuple[
 
 
 class _Experts(TorchFunctionMode):
-    """Calls count(name, x) for every product of rows x with the weight of an expert, a slice of a stacked parameter."""
+    """Calls count(name, x, product) for all rows x that are multiplied with an expert, a slice of a stacked parameter."""
 
     def __init__(self, prefix: str, module: nn.Module, count: Count) -> None:
         super().__init__()
@@ -243,20 +309,23 @@ class _Experts(TorchFunctionMode):
                       for expert, weight in enumerate(stack)}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = function(*args, **(kwargs or {}))
         if function in PRODUCTS and len(args) > 1 and (place := self.names.get(args[1].data_ptr())):
             name, expert = place
-            for number, x in enumerate(args[0]) if args[1].dim() == 3 else ((expert, args[0]),):
-                self.count(f"{name}.{number}", x)
-        return function(*args, **(kwargs or {}))
+            every = enumerate(zip(args[0], product, strict=True)) if args[1].dim() == 3 else [(expert, (args[0], product))]
+            for number, (x, own) in every:
+                self.count(f"{name}.{number}", x, own)
+        return product
 
 
 @contextmanager
-def _inputs(prefix: str, module: nn.Module, count: Count) -> Iterator[None]:
-    """Calls count(name, x) for every x that a linear layer or an expert of a module gets while the context lasts."""
+def counting_products(prefix: str, module: nn.Module, count: Count) -> Iterator[None]:
+    """Calls count(name, x, product) for all x that a linear layer or an expert of a module gets while the context lasts."""
     with ExitStack() as stack:
         stack.enter_context(experts_one_by_one(owner for _, owner, _ in _stacks(module, prefix)))
         for name, layer in linear_layers(module, prefix).items():
-            stack.enter_context(layer.register_forward_pre_hook(lambda _, inputs, name=name: count(name, inputs[0])))
+            stack.enter_context(layer.register_forward_hook(
+                lambda _, inputs, product, name=name: count(name, inputs[0], product)))
         stack.enter_context(_Experts(prefix, module, count))
         yield
 
@@ -270,7 +339,7 @@ def collecting(prefix: str, module: nn.Module) -> Iterator[dict[str, Hessian]]:
     hessians: dict[str, Hessian] = {}
     counted: dict[str, Tensor] = {}                              # the inputs that moments have, of this run
 
-    def count(name: str, x: Tensor) -> None:
+    def count(name: str, x: Tensor, _: Tensor) -> None:
         shared = next((other for other, own in counted.items() if own is x and other != name), None)
         if name not in hessians:
             hessians[name] = hessians[shared] if shared else Hessian.empty(x.shape[-1], x.device)
@@ -278,7 +347,7 @@ def collecting(prefix: str, module: nn.Module) -> Iterator[dict[str, Hessian]]:
             hessians[name].add(x)
         counted[name] = x
 
-    with _inputs(prefix, module, count), module.register_forward_hook(lambda *_: counted.clear()):
+    with counting_products(prefix, module, count), module.register_forward_hook(lambda *_: counted.clear()):
         yield hessians
 
 
