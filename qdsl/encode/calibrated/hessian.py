@@ -10,7 +10,7 @@ from torch import Tensor
 from qdsl.runtime.weight.errors import FormatError
 
 DAMPING = 0.01                                                   # of the mean diagonal, added to it before it is inverted
-STRIP = 384                                                      # columns of moments that are computed at a time
+STRIP = 192                                                      # columns of moments that are computed at a time
 ATTEMPTS = 12                                                    # each doubles the damping
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode.blocks import cut_blocks, join_blocks
+from qdsl.encode.calibrated.affine import decoded
 from qdsl.encode.calibrated.levels import code_field
 from qdsl.host import progress
 from qdsl.runtime.weight.packed import PackedWeight
@@ -37,15 +38,15 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
         return packed, fields
     blocks = cut_blocks(weight, *size)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
-    least = _block_errors(packed, weight, importance, size)
+    least = _block_errors(packed, fields, weight, importance, size)
     for clip in CLIPS:
         clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clip), high * clip), *weight.shape)
         with progress.step_share(1, weight.numel()):
             trial = format.quantize(clipped, importance=importance, **options)
-        errors = _block_errors(trial, weight, importance, size)
+        trial_fields = format.unpack(trial)
+        errors = _block_errors(packed, trial_fields, weight, importance, size)
         better = errors < least
         least = torch.where(better, errors, least)
-        trial_fields = format.unpack(trial)
         for name in own:
             fields[name] = _where_better(packed, name, better, size, trial_fields[name], fields[name])
     return format.pack(fields, packed.storage, **packed.params), fields
@@ -78,9 +79,10 @@ def _steps(packed: PackedWeight, name: str) -> tuple[int, int] | None:
     return None if by.keys() - {"N", "K"} else (by.get("N", n), by.get("K", k))
 
 
-def _block_errors(packed: PackedWeight, weight: Tensor, importance: Tensor, size: tuple[int, int]) -> Tensor:
+def _block_errors(packed: PackedWeight, fields: Mapping[str, Tensor], weight: Tensor, importance: Tensor, size: tuple[int, int],
+                  ) -> Tensor:
     """The squared errors of each block, weighted by the importance of columns: [blocks of rows, blocks of columns]."""
-    error = packed.format.dequantize(packed, torch.float32).sub_(weight).square_().mul_(importance)
+    error = decoded(packed, fields).sub_(weight).square_().mul_(importance)
     return cut_blocks(error, *size).sum((1, 3))
 
 
