@@ -21,7 +21,7 @@ from qdsl.analyze import sass
 from qdsl.analyze.compile import compile_launch
 from qdsl.analyze.counts import report
 from qdsl.analyze.gpus import SCHEDULERS, WARP, arch_of, gpu_of
-from qdsl.analyze.launches import calls, meta_weight
+from qdsl.analyze.launches import meta_weight, product_calls
 from qdsl.analyze.predict import predict
 from qdsl.codecs.huffman_lanes.reference import AHEAD, GROUP
 from qdsl.runtime.gpu.costs import REACHABLE
@@ -89,7 +89,7 @@ def _decoders() -> Iterator[tuple[str, str, float, float, Call]]:
 
 def _calls(name: str) -> list[Call]:
     """The launches that decode a weight of a format to bfloat16."""
-    return calls(meta_weight(qdsl.load(name), (N, K), None, {}), "dequantize", 1, torch.bfloat16)
+    return product_calls(meta_weight(qdsl.load(name), (N, K), None, {}), "dequantize", 1, torch.bfloat16)
 
 
 def _empty(size: int, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ def meta_weight(module: ModuleType, shape: tuple[int, int], storage: str | None,
     return stream_kernels.with_typical_streams(module.FORMAT.empty(shape, storage, **module.FORMAT.complete(params)))
 
 
-def calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> list[Call]:
+def product_calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> list[Call]:
     """The launches of `linear` with `rows` rows of x, or of `dequantize`; x and the output have this dtype.
 
     If the numbers determine how often a kernel's loops run (DF11), the launch does not state its weights.  The launch that

@@ -8,7 +8,7 @@ from typing import Any
 
 from qdsl.analyze.counts import Report, report
 from qdsl.analyze.gpus import GPUS, AnalyzeError, Gpu, arch_of, gpu_of
-from qdsl.analyze.launches import TYPES, calls, title
+from qdsl.analyze.launches import TYPES, product_calls, title
 from qdsl.analyze.predict import Prediction, predict
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure
@@ -55,7 +55,7 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
         for group in filter(None, alike):
             gpu = next((gpu for gpu in GPUS.values() if gpu.arch == group[0]), None)
             with configure.assumed(classes[group[0]], configure.MULTIPROCESSORS, gpu):
-                launches = calls(packed, kind, rows, TYPES[x])
+                launches = product_calls(packed, kind, rows, TYPES[x])
             if not launches:
                 raise AnalyzeError(f"{what} launches no kernel")
             if not all(call.weights for call in launches):       # DF11's

@@ -218,4 +218,4 @@ def show(spec: Spec,
         else:
             if path.stem != name_key(spec) and not Path(spec).is_file():
                 typer.echo(f"{spec} is {format_target(spec)}")
-            typer.echo("\n".join(text(p) for p in programs) if program else "\n".join(page.terminal(programs)))
+            typer.echo("\n".join(text(p) for p in programs) if program else "\n".join(page.terminal_lines(programs)))

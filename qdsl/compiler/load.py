@@ -21,7 +21,7 @@ from types import ModuleType
 
 from qdsl.compiler.emit.module.build import files_of
 from qdsl.core.places import UnknownSpec, generated
-from qdsl.host.private import check_only, private_bytes, private_folder, write_private
+from qdsl.host.private import check_only, private_folder, read_private, write_private
 
 # Threads must not see a partly imported module, nor parse in parallel, which crashes CPython 3.11.
 _lock = threading.Lock()
@@ -111,7 +111,7 @@ def _written(files: Mapping[str, str]) -> Path:
         check_only(private_folder(name), [*inside, *(other.rpartition("/")[2] for other in folders if other != digest)])
     folder = private_folder(digest)
     for name, text in files.items():
-        if private_bytes(folder / name) != text.encode():
+        if read_private(folder / name) != text.encode():
             write_private(folder / name, text.encode())
     return folder
 

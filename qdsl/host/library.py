@@ -21,7 +21,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
-from qdsl.host.private import private_bytes, private_folder, write_private
+from qdsl.host.private import private_folder, read_private, write_private
 from qdsl.host.system import processor_flags
 
 # A fused multiply-add would skip a rounding of the formula.  A shared library of -ffast-math, which $CC may ask for, would switch
@@ -94,7 +94,7 @@ def load(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 def _is_whole(path: Path) -> bool:
     """Whether a library exists and ends with its digest.  Raises UnsafeCache."""
-    data = private_bytes(path)
+    data = read_private(path)
     return data is not None and data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 

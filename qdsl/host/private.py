@@ -45,7 +45,7 @@ def private_folder(name: str) -> Path:
     return folder
 
 
-def private_bytes(path: Path) -> bytes | None:
+def read_private(path: Path) -> bytes | None:
     """The bytes of a file, None where it is missing.  Raises UnsafeCache if other users can write it, OSError."""
     try:
         file = os.open(path, READ | getattr(os, "O_NOFOLLOW", 0))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.files.safetensors import shown
-from qdsl.host.private import private_bytes, private_folder, write_private
+from qdsl.host.private import private_folder, read_private, write_private
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.plan import LoadError
 
@@ -95,7 +95,7 @@ def kept_trace(convert: Convert, shapes: Shapes, *key: str) -> dict[str, TensorR
     described = json.dumps([VERSION, key, [(name, list(shape)) for name, shape in shapes.items()]])
     name = f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
     try:
-        text = private_bytes(private_folder("traces") / name) or b""
+        text = read_private(private_folder("traces") / name) or b""
         return {target: TensorRule.of(record) for target, record in json.loads(text).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         rules = trace(convert, shapes)

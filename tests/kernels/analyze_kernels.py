@@ -91,10 +91,11 @@ def command(*arguments: str) -> str:
 if __name__ == "__main__":
     q4_0 = launches.meta_weight(qdsl.load("q4_0"), (4096, 4096), None, {})
     planar = [launches.meta_weight(qdsl.load(name), (4096, 4096), "planar", {}) for name in ("q4_0", "nvfp4")]
-    families = [*launches.calls(planar[0], "linear", 1, torch.bfloat16), *launches.calls(planar[1], "linear", 8, torch.float16)]
+    families = [*launches.product_calls(planar[0], "linear", 1, torch.bfloat16),
+                *launches.product_calls(planar[1], "linear", 8, torch.float16)]
     others = [replace(call, constants={**call.constants, "numbers": families[i - 1].constants["numbers"]})
               for i, call in enumerate(families)]
-    launched = [*CALLS.values(), *launches.calls(q4_0, "linear", 1, torch.bfloat16), *families,
+    launched = [*CALLS.values(), *launches.product_calls(q4_0, "linear", 1, torch.bfloat16), *families,
                 *map(small, (1, 2, 48, 1 << 31)), small(16, offset=1), small(16, offset=16)]
     print(json.dumps({
         "reports": {arch: {name: asdict(report(call, arch)) for name, call in CALLS.items()} for arch in ("sm_80", "sm_100")},

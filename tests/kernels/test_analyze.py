@@ -406,14 +406,15 @@ def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
     n, k = fixed_shape(case, (1024, 5120 if case.path.stem != "ranges" else 4608))   # a multiple of 48 columns
     packed = launches.meta_weight(case.module, (n, k), case.storage, case.choice)
     if any(stream.coding == "huffman_windows" for stream in packed.layout.streams.values()):
-        assert not launches.calls(packed, "dequantize", 1, torch.bfloat16)[0].weights        # which is said when it is counted
+        [call] = launches.product_calls(packed, "dequantize", 1, torch.bfloat16)[:1]
+        assert not call.weights                                  # which is said when it is counted
         return
-    for call in launches.calls(packed, "linear", 3, torch.bfloat16):
+    for call in launches.product_calls(packed, "linear", 3, torch.bfloat16):
         blocks = call.grid[1]                                    # of rows of x: each takes the whole weight
         taken = call.weights * math.prod(call.grid) / (blocks * n * k)
         assert 1 <= taken < 2 if call.family == "gemm" else taken == 1       # parts of K that its programs share may be uneven
         assert 0 < call.step <= call.weights
-    for call in launches.calls(packed, "dequantize", 1, torch.bfloat16):
+    for call in launches.product_calls(packed, "dequantize", 1, torch.bfloat16):
         assert n * k <= call.weights * math.prod(call.grid) < 2 * n * k
         assert (call.step == 0) == (call.kernel is dequantize)        # decoders of streams go along rows
 

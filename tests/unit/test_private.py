@@ -16,7 +16,7 @@ import pytest
 
 from qdsl.compiler import load
 from qdsl.host import library
-from qdsl.host.private import UnsafeCache, private_bytes, private_folder, write_private
+from qdsl.host.private import UnsafeCache, private_folder, read_private, write_private
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
 TEXT = "def answer():\n    return 42\n"
@@ -125,5 +125,5 @@ def test_a_cache_below_a_sticky_folder_and_through_a_link(tmp_path: Path, monkey
     finally:
         os.umask(before)
     assert folder == tmp_path / "real" / ".cache" / "qdsl" / "a" / "b" and folder.stat().st_mode & 0o777 == 0o700
-    assert private_bytes(folder / "file") == b"text" and private_bytes(folder / "missing") is None
+    assert read_private(folder / "file") == b"text" and read_private(folder / "missing") is None
     assert os.listdir(folder) == ["file"]

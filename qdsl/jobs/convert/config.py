@@ -111,7 +111,7 @@ def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[st
     for place, producer in producers().places:
         file, keys = place.file, place.at
         whole = wholes.setdefault(file, copy.deepcopy(folder.json(file)))
-        container, settings = _at(whole, keys)
+        container, settings = _settings_at(whole, keys)
         if container is None:
             continue
         touched.append(file)
@@ -127,7 +127,9 @@ def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[st
             wholes[file] = whole if file == CONFIG else {}
     headers = [settings for _, settings in in_headers(folder)]
     has_settings = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
-    if has_settings and all(_at(wholes[CONFIG], place.at)[0] is None for place, _ in producers().places if place.file == CONFIG):
+    is_unplaced = all(_settings_at(wholes[CONFIG], place.at)[0] is None
+                      for place, _ in producers().places if place.file == CONFIG)
+    if has_settings and is_unplaced:
         old = headers[0] if headers else {}
         new, more = _settings(folder, old, quantization(old, CONFIG, "").method, plan, layers)
         notes += more
@@ -165,7 +167,7 @@ def _is_same(folder: Folder, weights: Mapping[str, Mapping[str, str]], changed: 
         and same_bits(folder.tensor(own[leaf]), folder.tensor(others[leaf])) for leaf in own)
 
 
-def _at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def _settings_at(whole: dict[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The mapping that contains settings, and the settings; (None, {}) if there are none."""
     place: Any = whole
     for key in keys[:-1]:
@@ -183,7 +185,7 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     refused = {own.key for own in layers.findings if own.is_refused}
     claims = [own for own in (quantization(old, "", method).findings if old else ()) if not own.is_refused or own.key in refused]
     is_plain = "safetensors" in description_of(plan.format).detect
-    new, note = ({}, "") if is_plain else _renewed(folder, old, method, plan, layers)
+    new, note = ({}, "") if is_plain else _settings_and_note(folder, old, method, plan, layers)
     absent = [own.key for own in claims if own.is_refused and own.key in old.keys() - new]
     kept = {} if is_plain else {key: old[key] for key in absent}
     after = {own.key.rpartition(".")[2] for own in quantization(new | kept, "", "").findings} if new else set()
@@ -203,7 +205,8 @@ def stale_notes(folder: Folder, plan: Plan) -> list[str]:
             *([f"{MISTRAL} says quantization of the old weights, and was copied"] if old_quantization else [])]
 
 
-def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
+def _settings_and_note(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan,
+                       layers: Layers) -> tuple[dict[str, Any], str]:
     """The settings for the new storage, and a note, or ''."""
     rules = _rules(folder, plan, method)
     own = [rule for rule in rules if _is_own(rule, method, plan)]
@@ -216,7 +219,7 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
         return _ours(folder, plan, layers), f"{why}: the config says qdsl"
     transforms, producer = _transforms(plan, layers), _written_as(folder, rule["quant_method"])
     if _is_own(rule, method, plan):
-        return _changed(old, rule, first), ""
+        return _adapted_settings(old, rule, first), ""
     kept = {key: old[key] for key in _scheme_keys(producer) if same(method, rule["quant_method"]) and old.get(key)}
     unstated = [] if kept else [name for name, own in transforms.items() if not all(map(producer.states, own))]
     if unstated:                                                 # a loader that does not know them would ignore them
@@ -350,7 +353,7 @@ def _is_stored(folder: Folder, plan: Plan, format: Description, field: str) -> b
 
 def _rule_settings(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
     """Settings that make a rule match: its words (the first alternative), values of parameters, and those that are added."""
-    instead = _added(rule)
+    instead = _added_settings(rule)
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
         if key in ABOUT_RULE or key in instead or words == ["null"]:
@@ -362,13 +365,13 @@ def _rule_settings(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> 
     yield from ((key, word) for key, word in instead.items() if word != "null")
 
 
-def _added(rule: Mapping[str, Any]) -> dict[str, Any]:
+def _added_settings(rule: Mapping[str, Any]) -> dict[str, Any]:
     """What is written besides a rule's words, or in their place: the first alternative of what is fixed, and `with`."""
     fixed = {key: word[0] if isinstance(word, list) else word for key, word in rule.get("fixed", {}).items()}
     return {**fixed, **rule.get("with", {})}
 
 
-def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
+def _adapted_settings(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
     """A producer's settings adapted to another of its rules; parameters have the same values in every storage."""
     new = copy.deepcopy(dict(old))
     own = producers().of(rule["quant_method"])
@@ -377,7 +380,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
         [group for group in _mappings(new.get(own.groups.key)) if isinstance(group.get("weights"), dict)]
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [*wanted.values()] if isinstance(wanted, dict) else [wanted]
-        if key in (*ABOUT_RULE, *WORDS, *_added(rule)) or all(word in params for word in words):
+        if key in (*ABOUT_RULE, *WORDS, *_added_settings(rule)) or all(word in params for word in words):
             continue
         if own.groups is not None and key in own.groups.weights:
             places = [(group["weights"], [key]) for group in groups]
@@ -389,7 +392,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
             places += [(new, [name for name in names if names[name] == key] or [key])]
         for place, called in places:
             if not isinstance(wanted, dict) or any(same(place.get(name), wrong) for name in called for wrong in wanted):
-                _say(place, called, words)
+                _set_words(place, called, words)
     return new
 
 
@@ -397,7 +400,7 @@ def _mappings(value: object) -> list[dict[str, Any]]:
     return [entry for entry in value.values() if isinstance(entry, dict)] if isinstance(value, dict) else []
 
 
-def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> None:
+def _set_words(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> None:
     """Set these names to one of a rule's alternatives, the first if none is set yet."""
     for name in names:
         if any(same(settings.get(name), word) for word in words):

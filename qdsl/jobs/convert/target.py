@@ -101,13 +101,13 @@ def parse_conversion(to: str, requantize: bool = False, params: Mapping[str, int
 
     Raises RewriteError for an unknown format, storage, producer or parameter, and for entropy codes of plain numbers.
     """
-    producer = _resolved(producer_target, producer)
+    producer = _read_target(producer_target, producer)
     if not requantize:
-        format, _, storage = _resolved(storage_target, to).rpartition(".")
+        format, _, storage = _read_target(storage_target, to).rpartition(".")
         return Conversion(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)
     from qdsl.runtime.weight.packed import FormatError
 
-    name, _, storage = _resolved(format_target, to).partition(".")
+    name, _, storage = _read_target(format_target, to).partition(".")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
         chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
@@ -121,7 +121,7 @@ def parse_conversion(to: str, requantize: bool = False, params: Mapping[str, int
     return Conversion(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits, producer, allow_unknown)
 
 
-def _resolved(meaning: Callable[[str], str], word: str) -> str:
+def _read_target(meaning: Callable[[str], str], word: str) -> str:
     try:
         return meaning(word)
     except UnknownSpec as error:

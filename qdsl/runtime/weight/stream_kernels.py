@@ -97,7 +97,7 @@ def with_typical_streams(packed: PackedWeight) -> PackedWeight:
 def has_dequantize(packed: PackedWeight, out: Tensor) -> bool:
     """Whether kernels can decode and dequantize in one launch, in registers: needs out's dtype and whole words."""
     pairs = _pairs(packed)
-    return pairs is not None and out.dtype == PAIRED[pairs.type][0] and out.is_contiguous() and _are_wide(packed, pairs, out)
+    return pairs is not None and out.dtype == PAIRED[pairs.type][0] and out.is_contiguous() and _has_wide_rows(packed, pairs, out)
 
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
@@ -120,7 +120,7 @@ def program_weights(packed: PackedWeight) -> int:
 def has_skinny(x: Tensor, packed: PackedWeight) -> bool:
     """Whether kernels can decode weights in registers and multiply x [M, K] by them."""
     pairs = _pairs(packed)
-    if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
+    if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _has_wide_rows(packed, pairs, x):
         return False
     stream = packed.layout.streams[pairs.stream]
     return bool(implementation(stream.coding, "launch").has_skinny(packed.shape, _stream_info(packed, pairs.stream)))
@@ -144,7 +144,7 @@ def _pairs(packed: PackedWeight) -> Pairs | None:
     return packed.layout.kernels.pairs if packed.layout.streams else None
 
 
-def _are_wide(packed: PackedWeight, pairs: Pairs, other: Tensor) -> bool:
+def _has_wide_rows(packed: PackedWeight, pairs: Pairs, other: Tensor) -> bool:
     """Whether rows are whole lines of 128 columns, and tensors are aligned for loads of 16 bytes."""
     wide = [packed.tensors[name] for name in (*packed.layout.streams[pairs.stream].names.values(), pairs.uncoded)]
     return packed.shape[1] % 128 == 0 and all(

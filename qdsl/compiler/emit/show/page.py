@@ -38,7 +38,7 @@ def title(program: Program) -> str:
     return program.storage + (f" at {params}" if params else "")
 
 
-def terminal(programs: Sequence[Program]) -> list[str]:
+def terminal_lines(programs: Sequence[Program]) -> list[str]:
     """The page as plain text."""
     spec = programs[0].spec
     lines = [f"{spec.name}: {spec.title}", *([f"from {spec.origin}"] if spec.origin else []), "", f"  w = {spec.decode_text}", ""]
