@@ -51,7 +51,8 @@ def answers(vocabulary: Settings, texts: Sequence[str], folder: Path) -> tuple[l
 
 def recorded() -> dict[str, Any]:
     """What tests/data/gguf_tokens/answers.json holds: tokens that vocabularies share are stored once."""
-    texts, kinds = data("strings"), {**{f"pre {name}": bpe(name) for name in tables()["names"]}, **cases()}
+    names = [name for name, own in tables()["names"].items() if not own.get("plain_spaces")]     # spaces end the process there
+    texts, kinds = data("strings"), {**{f"pre {name}": bpe(name) for name in names}, **cases()}
     unique: list[list[list[int]]] = [[] for _ in texts]
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:

@@ -137,9 +137,13 @@ class Conversation:
         tokenizer, path = self.language.tokenizer, self.language.path
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         text = render(tokenizer.get_chat_template(), [*first, *self._messages], tokenizer.special_tokens_map, path)
-        # llama.cpp adds the file's first token to a chat, too, unless the template has
-        is_bare = gguf_path(path) is not None and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        tokens: list[int] = tokenizer(text, add_special_tokens=is_bare)["input_ids"]
+        ends = tokenizer("")["input_ids"] if gguf_path(path) is not None else []
+        # llama.cpp adds the file's first and last tokens to a chat, too, in place of those that the template has
+        if ends[:1] == [tokenizer.bos_token_id]:
+            text = text.removeprefix(tokenizer.bos_token)
+        if ends[-1:] == [tokenizer.eos_token_id]:
+            text = text.removesuffix(tokenizer.eos_token)
+        tokens: list[int] = tokenizer(text, add_special_tokens=bool(ends))["input_ids"]
         return tokens
 
     def generate(self, prompt: list[int], write: Write | None = None, stop: Stop | None = None) -> Generation:

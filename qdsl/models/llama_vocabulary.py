@@ -136,7 +136,7 @@ def _flags(metadata: Mapping[str, Any], model: Mapping[str, Any], pre: Mapping[s
     for flag in ("add_space_prefix", "remove_extra_whitespaces"):
         flags[flag] = bool(metadata.get(PREFIX + flag, flags[flag]))
     flags["add_bos"] |= bool(pre.get("add_bos_always"))
-    flags["lowercase"] = bool(metadata.get(PREFIX + "normalizer.lowercase", True))
+    flags["lowercase"] = bool(metadata.get(PREFIX + "normalizer.lowercase", not pre.get("keeps_capitals")))
     flags["strip_accents"] = bool(metadata.get(PREFIX + "normalizer.strip_accents", flags["lowercase"]))
     return flags
 

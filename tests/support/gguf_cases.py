@@ -7,6 +7,7 @@ records both.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,7 +93,26 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
                                        "attention.sliding_window_pattern": [True, True, False, True]},
     "full layers first, a partial width": {"rope.dimension_count_swa": 8, "attention.sliding_window": 4,
                                            "attention.sliding_window_pattern": [False, True, False, True]},
-    "no windows": {"attention.sliding_window": 0},
+    "no windows": {"attention.sliding_window": 0}, "a window of all": {"attention.sliding_window": 1000},
+    "no layer a window": {"attention.sliding_window": 4, "attention.sliding_window_pattern": [False] * 4},
+    "labels of classes": {"classifier.output_labels": ["no", "yes"]},
+    "an epsilon of 0": {"attention.layer_norm_rms_epsilon": 0.0},
+    "an epsilon of means of 0": {"attention.layer_norm_epsilon": 0.0},
+    "an epsilon below 0": {"attention.layer_norm_rms_epsilon": -0.001},
+    "an epsilon of means below 0": {"attention.layer_norm_epsilon": -0.001},
+    "experts by 0": {"expert_weights_scale": 0.0}, "experts below 0": {"expert_weights_scale": -0.5},
+    "logits below 0": {"logit_scale": -0.5},
+    "attention by 0": {"attention.scale": 0.0}, "attention below 0": {"attention.scale": -0.3},
+    "residuals by 0": {"residual_scale": 0.0}, "embeddings by 0": {"embedding_scale": 0.0},
+    "residuals below 0": {"residual_scale": -0.4}, "embeddings below 0": {"embedding_scale": -2.0},
+    "clamped below 0": {"attention.clamp_kqv": -0.1}, "capped below 0": {"final_logit_softcapping": -0.5},
+    "attention capped below 0": {"attn_logit_softcapping": -0.5},
+    "a factor of 0": {"rope.scaling.factor": 0.0}, "a factor below 1": {"rope.scaling.factor": 0.5},
+    "yarn below 1": {"rope.scaling.type": "yarn", "rope.scaling.factor": 0.5, "rope.scaling.original_context_length": 32},
+    "yarn without a length": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    "attention factor of 0": {"rope.scaling.attn_factor": 0.0},
+    "one group": {"expert_group_count": 1, "expert_group_used_count": 1},
+    "gated by roots": {"expert_gating_func": 4}, "gated by another": {"expert_gating_func": 9},
     "a new key": {"attention.of_next_year": 2.0},
 }
 # By what model types of one architecture are told apart, beside their numbers.
@@ -112,6 +132,13 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
     "biases of layers": BIASES[4:7], "a bias of one layer": ("attn_v",),
 }
 SCALED = (*BIASES, "attn_gate", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "ssm_in", "ssm_out")
+HALVED = 1                                                       # the layer with a part of these tensors' rows or columns
+UNEVEN = {"widths of each layer": ("ffn_up", "ffn_gate", "ffn_down"),
+          "heads of each layer": ("attn_q", "attn_output", "attn_gate", "attn_sinks"),
+          "heads of keys of each layer": ("attn_k", "attn_v")}
+COUNTED = {"ffn_up": "feed_forward_length", "attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+# Types of small tensors, by parts of their names; llama.cpp adds and multiplies by F32 alone.
+TYPED = {"routers in F16": {"gate_inp.weight": "F16"}}
 JOINED = {"ffn_gate_up_exps.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
           **{f"attn_qkv.{leaf}": tuple(f"attn_{kind}.{leaf}" for kind in "qkv") for leaf in ("weight", "bias")}}
 DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -122,6 +149,9 @@ OTHERS: Mapping[str, Mapping[str, tuple[str, float]]] = {
     "norms of means": {"ffn_sub_norm.weight": ("intermediate_size", 1)},
     "sinks": {"attn_sinks.weight": ("num_attention_heads", 0)},
     "chosen by a bias": {"exp_probs_b.bias": ("experts", 0)},
+    "scales of experts": {f"ffn_{name}_exps.scale": ("experts", 0.6 + number / 4)
+                          for number, name in enumerate(("gate", "up", "down"))},
+    "a scale of gates": {"ffn_gate_exps.scale": ("experts", 1.2)}, "a scale of values": {"ffn_up_exps.scale": ("experts", 0.7)},
     "scales of weights": {f"{name}.scale": ("", 0.5 + number / 4) for number, name in enumerate(SCALED)},
 }
 
@@ -133,6 +163,8 @@ class Case:
     arrays: keys that have the number that they had, for each layer.  frequencies: tensors of divisors of frequencies.
     others: further tensors of each layer, of a shape and a number around which theirs lie; a shape's name is the config's.
     joined: the tensor, of each layer, in which others are joined: queries, keys and values, or the gates and values of experts.
+    halved: tensors of which one layer has half.  types: of tensors, by parts of their names.  is_dense: shared experts alone are
+    left, as layers without experts.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -141,6 +173,9 @@ class Case:
     frequencies: tuple[str, ...] = ()
     others: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     joined: str = ""
+    halved: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
+    is_dense: bool = False
 
 
 @cache
@@ -155,7 +190,9 @@ def cases() -> Mapping[str, Case]:
             **{name: Case(others=own) for name, own in OTHERS.items()},
             **{name: Case({**SIX, **own}) for name, own in GROUPS.items()},
             "joined queries": Case(joined="attn_qkv"), "joined queries and biases": Case(biases=BIASES[:3], joined="attn_qkv"),
-            "joined gates": Case(joined="ffn_gate_up_exps")}
+            "joined gates": Case(joined="ffn_gate_up_exps"),
+            **{name: Case(halved=own) for name, own in UNEVEN.items()},
+            **{name: Case(types=own) for name, own in TYPED.items()}, "no experts": Case(is_dense=True)}
 
 
 @cache
@@ -173,6 +210,11 @@ class Tiny:
     config: Any
     tensors: Mapping[str, Tensor]
     settings: Mapping[str, Value]
+
+    def numbers(self, key: str) -> list[int]:
+        """The numbers of a file's layers; zeros where it has none."""
+        value = self.settings.get(f"{self.recorded.architecture}.{key}", Value.of("u32", 0)).decoded()
+        return value if isinstance(value, list) else [int(value)] * self.config.num_hidden_layers
 
 
 def tiny(model_type: str) -> Tiny:
@@ -225,7 +267,20 @@ def _changed(own: Tiny, case: Case) -> dict[str, Tensor]:
     for place, name in enumerate(case.frequencies):
         tensors[name] = torch.linspace(1, 4 - place, width // 2)
     tensors |= _further(own, case, width, draw)
-    return _joined(tensors, case.joined, layers) if case.joined else tensors
+    tensors = _joined(tensors, case.joined, layers) if case.joined else tensors
+    if case.is_dense:
+        return {name.replace("_shexp", ""): tensor for name, tensor in tensors.items() if not re.search("_exps|gate_inp", name)}
+    parts = {name: (*name.split("."), "", "") for name in tensors}
+    return tensors | {name: _halved(name, tensors[name], own.numbers(COUNTED[case.halved[0]])[HALVED])
+                      for name, (_, layer, stem, *_) in parts.items() if stem in case.halved and int(layer) == HALVED}
+
+
+def _halved(name: str, tensor: Tensor, count: int) -> Tensor:
+    """The first half, rounded down, of `count` parts of a tensor's rows, or of the columns of one whose rows are the model's."""
+    if count < 2 or name.endswith(("ffn_down.bias", "attn_output.bias")):
+        return tensor
+    axis = int(name.endswith(("ffn_down.weight", "attn_output.weight")))
+    return tensor.narrow(axis, 0, tensor.shape[axis] // count * (count // 2)).contiguous()
 
 
 def _further(own: Tiny, case: Case, width: int, draw: torch.Generator) -> dict[str, Tensor]:
@@ -260,9 +315,17 @@ def write_case(path: Path, own: Tiny, case: Case, type: str = "F32") -> Path:
         name = f"{own.recorded.architecture}.{key}"
         if name in own.settings and not isinstance(number := own.settings[name].decoded(), list):
             changes[name] = Value.of("u32[]", [number] * layers)
+    for key in [COUNTED[stem] for stem in case.halved[:1]]:
+        if max(numbers := own.numbers(key)) > 1:
+            numbers = [number // 2 if layer == HALVED and number > 1 else number for layer, number in enumerate(numbers)]
+            changes[f"{own.recorded.architecture}.{key}"] = Value.of("u32[]", numbers)
     types = {name: type if tensor.dim() > 1 and not any(part in name for part in UNCHANGED) and tensor.shape[-1] % 32 == 0
              else "F32" for name, tensor in tensors.items()}
-    return write_file(path, own.recorded.architecture, tensors, types, {**own.settings, **changes})
+    types |= {name: own_type for part, own_type in case.types.items() for name in tensors if part in name}
+    settings = {key: value for key, value in own.settings.items() if not (case.is_dense and ".expert_" in key)}
+    if case.is_dense and (weight := tensors.get("blk.1.ffn_up.weight")) is not None:
+        changes[f"{own.recorded.architecture}.feed_forward_length"] = Value.of("u32", weight.shape[0])
+    return write_file(path, own.recorded.architecture, tensors, types, {**settings, **changes})
 
 
 def _type(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b85decode
+from collections.abc import Container
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def bpe(pre: str | None, special: tuple[tuple[str, int], ...] = (), without: str
 
 
 def characters(model: str, **more: tuple[str, Any]) -> Settings:
-    """A vocabulary of characters: merged by scores for `llama`, by pairs for `gemma4`; of the best sums for `t5` and `plamo2`."""
+    """A vocabulary of characters: merged by scores for `llama`, of the best sums for `t5` and `plamo2`, by pairs for others."""
     merges = [merge for merge in data("merges")["characters"] if "\0" not in merge]
     alphabet = sorted({character for merge in merges for character in merge.replace(" ", "")})
     first = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("<|im_end|>", NORMAL), ("<mask>", USER_DEFINED),
@@ -66,10 +67,37 @@ def characters(model: str, **more: tuple[str, Any]) -> Settings:
                                 + [merge.replace(" ", "") for merge in merges]))
     types = [type for _, type in first] + [BYTE] * 256 + [NORMAL] * (len(tokens) - 256 - len(first))
     scores = [-5 - number * 7919 % 1000 / 100 if model in ("t5", "plamo2") else -float(number) for number in range(len(tokens))]
-    if model == "gemma4":
+    if model not in ("llama", "t5", "plamo2"):
         more["merges"] = ("string[]", merges)
     return settings(model, tokens, types, scores=("f32[]", scores), **{"bos_token_id": ("u32", 1), "eos_token_id": ("u32", 2),
                                                                        "unknown_token_id": ("u32", 0), **more})
+
+
+def added(own: Settings, *entries: tuple[str, int]) -> Settings:
+    """A vocabulary with further tokens of these types, but those that it has."""
+    entries = tuple(entry for entry in entries if entry[0] not in own[GGML + "tokens"].decoded())
+    more = {"tokens": [text for text, _ in entries], "token_type": [type for _, type in entries],
+            "scores": [-3.0 - number for number in range(len(entries))]}
+    return {**own, **{GGML + key: Value.of(own[GGML + key].type, [*own[GGML + key].decoded(), *values])
+                      for key, values in more.items() if GGML + key in own}}
+
+
+def lacking(own: Settings, without: Container[str]) -> Settings:
+    """A vocabulary without some tokens."""
+    kept = [place for place, token in enumerate(own[GGML + "tokens"].decoded()) if token not in without]
+    return {**own, **{key: Value.of(own[key].type, [own[key].decoded()[place] for place in kept])
+                      for leaf in ("tokens", "token_type", "scores") if (key := GGML + leaf) in own}}
+
+
+def of_model(model: str, own: Settings) -> Settings:
+    """A vocabulary of another model of tokens."""
+    return {**own, GGML + "model": Value.of("string", model)}
+
+
+def tied() -> Settings:
+    """A vocabulary whose scores are three numbers."""
+    own = characters("llama")
+    return {**own, GGML + "scores": Value.of("f32[]", [-float(place % 3) for place in range(own[GGML + "scores"].count)])}
 
 
 def plamo() -> Settings:
@@ -107,12 +135,17 @@ def escaped_bytes(**more: tuple[str, Any]) -> Settings:
 TRUE, FALSE = ("bool", True), ("bool", False)
 
 
+@cache
 def cases() -> dict[str, Settings]:
     """Vocabularies with all kinds of settings, by what is special in them."""
     harmony = (("<|return|>", CONTROL), ("<|call|>", CONTROL), ("<|end|>", CONTROL), ("<|channel|>", CONTROL))
     fill = (("<|fim_pad|>", NORMAL), ("<|repo_name|>", NORMAL), ("<|file_sep|>", CONTROL), ("<|fim_prefix|>", NORMAL))
     overlapping = ((">>TITLE<<", USER_DEFINED), (">>INTRODUCTION<<", USER_DEFINED), ("<|endoftext|>", CONTROL))
     spaces = tuple((" " * count, USER_DEFINED) for count in range(2, 9))
+    sixes = (f"{letters}\ue000" for letters in ("ACGTAC", "AAAAAA", "CCCCCC", "GATTAC"))
+    dna = tuple((text, NORMAL) for text in ("<dna>", "</dna>", "<oov>", *sixes))
+    merged = {merge.replace(" ", "") for merge in data("merges")["bytes"][5::7]}
+    plain: tuple[str, str] = ("string", "whitespace")
     return {
         "no pre-tokenizer": bpe(None),
         "eot and eom": bpe("qwen2", (("<turn>", CONTROL), ("<call>", CONTROL)), eot_token_id=("u32", 5), eom_token_id=("u32", 6)),
@@ -140,6 +173,28 @@ def cases() -> dict[str, Settings]:
         "sums, a map, spaces": mapped(remove_extra_whitespaces=TRUE),
         "sums": characters("t5"), "sums, prefix": characters("t5", add_space_prefix=TRUE, add_bos_token=TRUE),
         "sums, spaces": characters("t5", remove_extra_whitespaces=TRUE, add_eos_token=FALSE),
+        # what the package tokenizers cannot express
+        "overlapping, of one size": bpe("gpt-2", (("<a", CONTROL), ("a<", CONTROL), ("is", USER_DEFINED), ("s ", USER_DEFINED))),
+        "merges of no tokens": lacking(bpe("gpt-2"), merged),
+        "merges of no tokens, whole words": lacking(bpe("llama-bpe"), merged),
+        "lines, some bytes": lacking(characters("gemma4"), [f"<0x{byte:02X}>" for byte in range(0, 256, 3)]),
+        "lines, whole newlines": {**characters("gemma4"), GGML + "merges": Value.of("string[]", [
+            merge for merge in data("merges")["characters"] if not set("\0\n") & set(merge)])},
+        "scores, ties": tied(), "scores, no prefix, ties": {**tied(), GGML + "add_space_prefix": Value.of(*FALSE)},
+        "scores, lone characters": lacking(characters("llama"), "aeit"),
+        "no spaces": characters("whitespace", pre=plain), "no spaces, small letters": characters(
+            "whitespace", pre=plain, **{"normalizer.lowercase": TRUE}),
+        "no spaces, bytes": of_model("whitespace", bpe("gpt-2")),
+        "no spaces, merges of no tokens": of_model("whitespace", lacking(bpe("gpt-2"), merged)),
+        "dna": of_model("hybriddna", bpe("gpt-2", dna)), "dna without tags": of_model("hybriddna", bpe("gpt-2", dna[2:])),
+        "sums, a control with a space": added(characters("t5"), ("\u2581a", CONTROL), ("\u2581x", CONTROL)),
+        "sums, a user's beyond ASCII": added(
+            characters("t5"), *((text, USER_DEFINED) for text in ("\u201c", "n\u00e9", "\u4f60\u597d"))),
+        "sums, a map, a user's": added(mapped(add_space_prefix=TRUE), ("\u201c", USER_DEFINED), ("\ufb01x", USER_DEFINED)),
+        "sums, a name that strips": characters("t5") | {"general.name": Value.of("string", "My Phi-3")},
+        "words, overlapping": added(words(), ("K][SEP", CONTROL), ("[MASK][", USER_DEFINED)),
+        "bytes, twice": added(escaped_bytes(), ("\\x61", NORMAL), ("\\x74\\x68e", NORMAL)),
+        "bytes, special escapes": added(escaped_bytes(), ("\\n\\n", CONTROL), ("<\\t>", USER_DEFINED)),
     }
 
 

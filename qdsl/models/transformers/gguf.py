@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from qdsl.checkpoint.checkpoint import Checkpoint
-from qdsl.checkpoint.detect.gguf_keys import table
+from qdsl.checkpoint.detect.gguf_keys import plain, table
 from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
@@ -25,6 +25,8 @@ from qdsl.models.processor import chosen_dtype
 from qdsl.models.transformers.config import QdslConfig, Weights
 from qdsl.models.transformers.gguf_config import (
     DEFAULTS,
+    HEADS,
+    KV_HEADS,
     config_of_file,
     is_tied,
     left_out,
@@ -115,6 +117,8 @@ def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_re
     unread = table()["unread"].get(own.architecture, ())         # which converters write beside what llama.cpp reads
     zeros = {key for key in (*DEFAULTS, "attention.scale", "attention.sliding_window")
              if file.metadata.get(f"{own.architecture}.{key}") == 0}
+    zeros |= {key for key in ("feed_forward_length", HEADS, KV_HEADS)         # of which the first layer's counts, or each its own
+              if isinstance(value := plain(file.metadata.get(f"{own.architecture}.{key}")), list) and len({*value}) > 1}
     skip = unused | zeros | computed_widths(config, file, own.architecture) | {*unread} if is_read else set()
     problems = contradictions(config, file.metadata, own, skip)
     problems += [] if is_read else rotary_contradictions(config, file, own.architecture)

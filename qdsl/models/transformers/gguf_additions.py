@@ -8,6 +8,8 @@ they are not.
 `attention.layer_norm_rms_epsilon` and `attention.layer_norm_epsilon`: of norms to which the class gives its own.
 `attention.causal`: false where tokens see those behind them, too.
 `expert_gating_func`: how experts are chosen and weighed.  `scales`: of Linear layers, by which their products are multiplied.
+`expert_scales`: the same of experts, with a number for each, of the products of `gate`, `up` and `down`.
+`attention.head_count` and `attention.head_count_kv`: of each layer, where they differ.
 """
 
 from __future__ import annotations
@@ -115,20 +117,61 @@ def _route(model: Any, rule: Mapping[str, Any]) -> None:
 
 def _routed(rule: Mapping[str, Any], module: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The output of a router (logits, weights and numbers of the chosen experts) with llama.cpp's choice and weights."""
+    if len(output) == 2:                                         # weights of all experts, and logits, by which they are chosen
+        weights, logits = output
+        chosen = _chosen(rule, logits, module.top_k)
+        return torch.zeros_like(weights).scatter_(-1, chosen, logits.gather(-1, chosen).sigmoid().to(weights.dtype)), logits
     logits, weights, chosen = output
     scores = GATES[rule["gate"]](logits.float())
     biases = (*args[1:], *kwargs.values(), getattr(module, "e_score_correction_bias", None))
     choice = scores + next((bias for bias in biases if isinstance(bias, Tensor)), 0.0)
+    chosen = _chosen(rule, choice, chosen.shape[-1])
+    own = scores.gather(-1, chosen)
+    own = own.softmax(-1) if rule["gate"] == CHOSEN else own
+    own = own / own.sum(-1, keepdim=True).clamp(min=LEAST) if rule["normed"] else own
+    return logits, (own * rule["scale"]).to(weights.dtype), chosen
+
+
+def _chosen(rule: Mapping[str, Any], choice: Tensor, count: int) -> Tensor:
+    """The numbers of the experts with the best numbers, in the groups whose two best have the best sum."""
     if rule["groups"] > 1:
         groups = choice.view(*choice.shape[:-1], rule["groups"], -1)
         best = groups.topk(2).values.sum(-1).topk(rule["chosen_groups"]).indices
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
         choice = groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(-2)
-    chosen = choice.topk(chosen.shape[-1]).indices
-    own = scores.gather(-1, chosen)
-    own = own.softmax(-1) if rule["gate"] == CHOSEN else own
-    own = own / own.sum(-1, keepdim=True).clamp(min=LEAST) if rule["normed"] else own
-    return logits, (own * rule["scale"]).to(weights.dtype), chosen
+    return choice.topk(count).indices
+
+
+class ScaledGate(nn.Module):
+    """The activation of gates that are multiplied by a number first."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activation, self.scale = activation, 1.0
+
+    def forward(self, gate: Tensor) -> Tensor:
+        """The activation of scaled gates."""
+        return self.activation(gate * self.scale)
+
+
+def _scale_experts(model: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> None:
+    for name, own in scales.items():
+        experts = _layer(model, name)
+        experts.act_fn = ScaledGate(experts.act_fn)
+        experts.forward = partial(_scaled_experts, experts, own, experts.forward)
+
+
+def _scaled_experts(experts: Any, scales: Mapping[str, list[float]], forward: Callable[..., Tensor], hidden: Tensor,
+                    index: Tensor, weights: Tensor) -> Tensor:
+    """The sum of experts' outputs, one expert after another; scales of values pass through the last product."""
+    result = torch.zeros_like(hidden)
+    for expert in sorted({*index.flatten().tolist()}):
+        gate, up, down = (scales[kind][expert] if kind in scales else 1.0 for kind in ("gate", "up", "down"))
+        tokens, places = torch.where(index == expert)
+        experts.act_fn.scale = gate
+        own = forward(hidden[tokens], index[tokens, places, None], weights[tokens, places, None] * (up * down))
+        result.index_add_(0, tokens, own)
+    return result
 
 
 # -- linear attention ------------------------------------------------------------------------------------------------------
@@ -147,6 +190,18 @@ def _normalized(rule: Callable[..., Any], epsilon: float, query: Tensor, key: Te
     return rule(query, key, *args, **{**kwargs, "use_qk_l2norm_in_kernel": False})
 
 
+def _set_heads(rows: tuple[str, ...], columns: tuple[str, ...], model: Any, heads: list[int]) -> None:
+    """Give layers of attention so many heads.  rows, columns: the Linear layers whose rows, or columns, are those of heads."""
+    for layer, count in zip(_decoder(model).layers, heads, strict=True):
+        if (attention := getattr(layer, "self_attn", None)) is not None and count:
+            width = count * attention.head_dim
+            for name in [name for name in (*rows, *columns) if hasattr(attention, name)]:
+                own = getattr(attention, name)
+                sizes = (own.in_features, width) if name in rows else (width, own.out_features)
+                setattr(attention, name, nn.Linear(*sizes, own.bias is not None, own.weight.device, own.weight.dtype))
+            attention.num_key_value_groups = attention.q_proj.out_features // attention.k_proj.out_features
+
+
 def _set_rotated_layers(model: Any, rotates: list[bool]) -> None:
     for layer, own in zip(_decoder(model).layers, rotates, strict=True):
         layer.self_attn.is_local_attention = own
@@ -154,7 +209,7 @@ def _set_rotated_layers(model: Any, rotates: list[bool]) -> None:
 
 def _decoder(model: Any) -> Any:
     """The module that has the layers."""
-    return next(module for module in model.modules() if hasattr(module, "layers") and hasattr(module, "rotary_emb"))
+    return next(module for module in model.modules() if isinstance(getattr(module, "layers", None), nn.ModuleList))
 
 
 # -- rotary embeddings ---------------------------------------------------------------------------------------------------
@@ -267,8 +322,11 @@ def _with_masks(makers: Mapping[str, Callable[..., Any]], decoder: Any, args: An
 
 
 ADD: Mapping[str, Callable[[Any, Any], None]] = {
-    "biases": _add_biases, "scales": _add_scales, "rotated_layers": _set_rotated_layers, "expert_gating_func": _route,
+    "biases": _add_biases, "scales": _add_scales, "expert_scales": _scale_experts, "rotated_layers": _set_rotated_layers,
+    "expert_gating_func": _route,
     "rope.dimension_count": _keep_unrotated, "rope.freq_base_swa": _add_window_rotary, "attention.sliding_window": _add_window,
     "rope.dimension_sections": lambda model, sections: None,     # which only orders rows
     "attention.causal": _look_ahead,
+    "attention.head_count": partial(_set_heads, ("q_proj",), ("o_proj", "out_proj")),
+    "attention.head_count_kv": partial(_set_heads, ("k_proj", "v_proj"), ()),
     "attention.layer_norm_rms_epsilon": _set_epsilon, "attention.layer_norm_epsilon": _set_epsilon}

@@ -6,7 +6,7 @@ have to be a number, or true for any but 0, or to contain a text; `built` has en
 whose first layer has none; `windowed` have windows if a file states none; `sinks` have layers with a window of 0 tokens;
 `undefined` has keys by whose 0 llama.cpp computes no numbers; `routers` have the gate of a class, and whether it divides weights
 of experts by their sum, null for what its config says; `softmax` has architectures whose usual gate that is;
-`further` has places of tensors in other sizes of a model.
+`further` has places of tensors in other sizes of a model, and `dense` entries of a config, or keys, where it has no experts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from qdsl.models.transformers.gguf_rope import FREQUENCIES, LONG, SHORT, head_wi
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"         # of files, and of models
 REQUIRED = ("context_length", "embedding_length", "block_count")
 HEADS, KV_HEADS = "attention.head_count", "attention.head_count_kv"
+HEADS_OF_LAYERS = "num_attention_heads_per_layer"               # which some classes have
 WINDOW, KEY, WINDOWS = "sliding_window", "attention.sliding_window", "attention.sliding_window_pattern"
 RECURRENT = "attention.recurrent_layers"
 # llama.cpp's numbers where a file has none, or 0; classes have others.
@@ -40,12 +41,14 @@ CAUSAL, GATE, NORMED, SCALE = "attention.causal", "expert_gating_func", "expert_
 GROUPS, CHOSEN = "expert_group_count", "expert_group_used_count"
 SOFTMAX, SIGMOID = 1, 2                                          # gates
 WIDTH = "attention.key_length"
+RMS, PARALLEL = "rms_norm_eps", "use_parallel_residual"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale")
+POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 QKV = ("attn_q", "attn_k", "attn_v")
 # Layers of which llama.cpp reads a scale of the product, and those of which it then uses it for some model types only.
 SCALED = (*QKV, "attn_output", "attn_qkv", "ssm_in", "ssm_out")
-UNSCALED = ("attn_gate", "ffn_gate", "ffn_up", "ffn_down", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
+SCALED_EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+UNSCALED = ("attn_gate", "ffn_gate", "ffn_up", "ffn_down", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", *SCALED_EXPERTS)
 LARGEST = {"gemma2": 46, "gemma3_text": 62}                      # layers of models whose attention is scaled by another number
 # Tensors of layers of a kind.
 EXPERTS = ("ffn_gate_inp", "ffn_down_exps")
@@ -91,13 +94,14 @@ def config_of_file(file: GgufFile, own: GgufMap) -> Any:
     unused = unused_keys(file.metadata, own, rotates=True)
     metadata = {name: plain(value) for key, value in file.metadata.items()
                 if key.startswith(start) and (name := key.removeprefix(start)) not in unused}
-    if not hasattr(CONFIG_MAPPING[own.model_type](), "num_attention_heads_per_layer"):
+    if not hasattr(CONFIG_MAPPING[own.model_type](), HEADS_OF_LAYERS):
         metadata |= {key: value[0] for key in (*COUNTS, KV_HEADS)
                      if isinstance(value := metadata.get(key), list) and len({*value}) == 1}
     count = metadata["block_count"]
     layers = metadata["block_count"] = count - metadata.get(PREDICTED, 0)
     metadata |= {key: value[:layers] for key, value in metadata.items() if isinstance(value, list) and len(value) == count}
     _check_computed(file, metadata, own)
+    uneven = _take_uneven(metadata, own)
     try:
         config = _built(file, _with_defaults(metadata, own), own)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
@@ -106,9 +110,22 @@ def config_of_file(file: GgufFile, own: GgufMap) -> Any:
         is_largest = config.num_hidden_layers == LARGEST[config.model_type]
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
     set_rotary(config, file, own.architecture)
-    for name, value in _added(metadata, own, config):
+    for name, value in (*_added(metadata, own, config), *uneven.items()):
         additions(config)[name] = value
     return config
+
+
+def _take_uneven(metadata: dict[str, Any], own: GgufMap) -> dict[str, list[int]]:
+    """Numbers of heads that differ between layers, where llama.cpp computes so; one number for all stays.
+
+    It takes the first layer's for the others, too, in all other architectures, whose tensors then have to fit.
+    """
+    uneven = {key: value for key in (*COUNTS, KV_HEADS) if isinstance(value := metadata.get(key), list)
+              and len({*value} - {0}) > 1 and not (key == HEADS and hasattr(CONFIG_MAPPING[own.model_type](), HEADS_OF_LAYERS))}
+    for key, value in uneven.items():
+        usual = next(number for number in value if number)
+        metadata[key] = [usual if number else 0 for number in value] if 0 in value else usual
+    return {key: value for key, value in uneven.items() if key in table()["uneven"].get(own.architecture, ())}
 
 
 def _missing(file: GgufFile, own: GgufMap) -> Iterator[str]:
@@ -165,7 +182,8 @@ def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> 
 
     The config's entry says which biases, so that the model is given them.  is_read: the config is the file's own.
     """
-    further = {name: TensorRule((source,)) for name, source in table()["further"].get(own.model_type, {}).items()}
+    further = {name: rule for name, source in table()["further"].get(own.model_type, {}).items()
+               if (rule := TensorRule.of({"from": source})).sources[0].replace(BLOCK, "0") in file.tensors}
     rules, unused, biases = {**own.rules, **further}, list(own.unused), []
     for leaf in table()["biases"].get(own.model_type, ()):
         source = f"blk.{BLOCK}.{leaf}.bias"
@@ -176,8 +194,8 @@ def with_additions(own: GgufMap, config: Any, file: GgufFile, is_read: bool) -> 
                    for pattern, block in [pattern_of(tensor)] if pattern in stored]
     if biases:
         additions(config)["biases"] = sorted(biases)
-    if scales := dict(_scales(file, own, rules)):
-        additions(config)["scales"] = scales
+    if scales := _all_scales(file, own, rules):
+        additions(config).update(scales)
     unused += [name for name in file.tensors if _scaled(name, file)]
     for leaf in table()["unadded"].get(own.model_type, ()) if is_read else ():
         name, rule = next((name, rule) for name, rule in rules.items() if rule.sources == (leaf,))
@@ -235,14 +253,33 @@ def left_out(name: str, file: GgufFile, own: GgufMap) -> bool:
     return layer in less or (layer in UNSCALED and layer not in more)
 
 
+def _all_scales(file: GgufFile, own: GgufMap, rules: Mapping[str, TensorRule]) -> dict[str, Any]:
+    """The additions to a config that are scales of products."""
+    scales = {"scales": dict(_scales(file, own, rules)), "expert_scales": _expert_scales(file, own, rules)}
+    return {key: value for key, value in scales.items() if value}
+
+
 def _scales(file: GgufFile, own: GgufMap, rules: Mapping[str, TensorRule]) -> Iterator[tuple[str, float]]:
     """The names of layers, and the numbers by which their products are multiplied."""
     layers = {rule.sources[0]: name.removesuffix(".weight") for name, rule in rules.items() if len(rule.sources) == 1}
     for name in [name for name in file.tensors if _scaled(name, file) and not left_out(name, file, own)]:
+        if _scaled(name, file) in SCALED_EXPERTS:
+            continue
         pattern, block = pattern_of(name.removesuffix("scale") + "weight")
         if pattern not in layers:
             raise LoadError(f"{file.path}: tensor {name!r} scales a part of a layer, which cannot be expressed")
         yield layers[pattern].replace(BLOCK, block), float(file.tensor(name).flatten()[0])
+
+
+def _expert_scales(file: GgufFile, own: GgufMap, rules: Mapping[str, TensorRule]) -> dict[str, dict[str, list[float]]]:
+    """Numbers by which experts' products are multiplied, by the names of their modules and the kinds of products."""
+    modules = {source: name.rpartition(".")[0] for name, rule in rules.items() for source in rule.sources}
+    scales: dict[str, dict[str, list[float]]] = {}
+    for name in [name for name in file.tensors if _scaled(name, file) in SCALED_EXPERTS and not left_out(name, file, own)]:
+        pattern, block = pattern_of(name.removesuffix("scale") + "weight")
+        kinds = scales.setdefault(modules[pattern].replace(BLOCK, block), {})
+        kinds[SCALED_EXPERTS[_scaled(name, file)]] = file.tensor(name).float().flatten().tolist()
+    return scales
 
 
 def _with_defaults(metadata: Mapping[str, Any], own: GgufMap) -> dict[str, Any]:
@@ -278,10 +315,13 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
     usual = cls()
     numbers: dict[str, Any] = {}
     for name, value in _named(metadata, own, usual):
-        numbers.setdefault(name, value if isinstance(getattr(usual, name), list) else one_number(value))
+        is_one = isinstance(getattr(usual, name), int) and name in (entries_of(HEADS, own) or ())
+        numbers.setdefault(name, value if isinstance(getattr(usual, name), list) else
+                           value[0] if is_one and isinstance(value, list) else one_number(value))
     if isinstance(heads := metadata.get(HEADS), int) and heads and _is_settable(usual, "head_dim"):
         numbers.setdefault("head_dim", metadata["embedding_length"] // heads)
-    numbers |= {name: None for name in CAPS if numbers.get(name) == 0}        # which llama.cpp takes for none
+    # which llama.cpp takes for none: of two kinds of norms, those of which there is an epsilon are computed
+    numbers |= {name: None for name in (*CAPS, RMS) if numbers.get(name) == 0 and (name != RMS or getattr(usual, RMS, 0) is None)}
     if hasattr(usual, "mixer_rms_eps"):                          # of further norms, which have one epsilon in files
         numbers["mixer_rms_eps"] = metadata["attention.layer_norm_rms_epsilon"]
     _set_products(numbers, metadata, own, usual)
@@ -292,6 +332,8 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
     for entries in (_windows, _heads, _layers):
         numbers |= dict(entries(file, {**metadata, **numbers}, own, usual))
     numbers |= {**table()["fixed"].get(own.model_type, {}), **_switches(file, own, usual)}
+    for name, value in table()["dense"].get(own.model_type, {}).items() if not metadata.get("expert_count") else ():
+        numbers[name] = metadata[value] if isinstance(value, str) else value
     if hasattr(usual, "position_embedding_type") and metadata.get("rope.scaling.finetuned", True):
         numbers["position_embedding_type"] = "rope"              # by which llama.cpp, and this class, rotate at all
     if own.rule(HEAD) is not None:
@@ -312,8 +354,11 @@ def is_tied(file: GgufFile, own: GgufMap) -> bool:
 def _switches(file: GgufFile, own: GgufMap, usual: Any) -> dict[str, bool]:
     """Switches of a config, by whether the file has their tensors; not those of whose tensors the map has none."""
     leaves = {pattern_of(name)[0].removeprefix("blk.{block}.") for name in file.tensors}
-    return {switch: not leaves.isdisjoint(tensors) for switch, tensors in SWITCHES.items()
-            if hasattr(usual, switch) and any(own.is_recorded(f"blk.0.{tensor}") for tensor in tensors)}
+    switches = {switch: not leaves.isdisjoint(tensors) for switch, tensors in SWITCHES.items()
+                if hasattr(usual, switch) and any(own.is_recorded(f"blk.0.{tensor}") for tensor in tensors)}
+    if hasattr(usual, PARALLEL) and not is_read(PARALLEL, own.architecture):
+        switches[PARALLEL] = "ffn_norm.weight" not in leaves     # one norm is that of both parts of a layer
+    return switches
 
 
 def _named(metadata: Mapping[str, Any], own: GgufMap, usual: Any) -> Iterator[tuple[str, Any]]:

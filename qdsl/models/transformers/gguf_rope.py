@@ -92,7 +92,7 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
     def number(key: str, usual: float) -> float:
         return float(file.metadata.get(f"{architecture}.rope.{key}", usual))
 
-    base = number("freq_base", BASE)
+    base, scale = number("freq_base", BASE), number("scaling.factor", number("scale_linear", 1.0)) or 1.0
     if architecture in table()["alpha"] and (alpha := number("scaling.alpha", 0.0)) > 0:
         base *= alpha ** (width / (width - 2))
     length = int(number("scaling.original_context_length", 0) or file.metadata.get(f"{architecture}.context_length", 0))
@@ -104,12 +104,13 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
     if is_local:
         local = table()["window_rope"].get(architecture, {"one_base": True})
         base = base if local.get("one_base") else number("freq_base_swa", local.get("base", base))
-        if not local.get("scaled"):
-            return Rotary(base, ones, ones, attention if local.get("attention") else 1.0, length, "none")
+        if not local.get("scaled"):                              # yarn's factor of a file is divided by that of the other layers
+            own = attention * _yarn_attention(scale, 0.0) / _grown(scale) if kind == "yarn" else attention
+            return Rotary(base, ones, ones, own if local.get("attention") else 1.0, length, "none")
         kind = "linear" if kind == "none" else kind              # which llama.cpp does not look at here
     if kind not in KINDS:
         raise LoadError(f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; there are {', '.join(KINDS)}")
-    scale = number("scaling.factor", number("scale_linear", 1.0)) or 1.0
+    _check_base(file, base, kind)
     divisors = [scale if kind != "none" else 1.0] * (width // 2)
     scores = 1.0
     if architecture in table()["latent_scores"]:
@@ -127,6 +128,12 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
     return Rotary(base, short, long, attention, length, kind, scores)
 
 
+def _check_base(file: GgufFile, base: float, kind: str) -> None:
+    """Raises LoadError for a base without frequencies, or by which yarn has no borders."""
+    if base <= 0 or (base == 1 and kind == "yarn"):
+        raise LoadError(f"{file.path}: the base of rotary embeddings is {base}, by which none are computed")
+
+
 def log_multiplier(file: GgufFile, architecture: str) -> float:
     """By how much yarn's factor of attention is divided; 0 for not at all."""
     key = "rope.scaling.yarn_log_multiplier"
@@ -139,12 +146,15 @@ def _yarn_attention(scale: float, multiplier: float) -> float:
     return grown / divisor
 
 
+def _grown(scale: float) -> float:
+    return 1.0 + 0.1 * math.log(scale)
+
+
 def _latent_attention(attention: float, scale: float, kind: str, multiplier: float) -> tuple[float, float]:
     """llama.cpp's factors of rotated numbers and of scores, in architectures with latent keys, which it scales in any case."""
-    grown = 1.0 + 0.1 * math.log(scale)
-    rotated = attention * grown if kind == "yarn" and not multiplier else attention
-    own = attention / grown if kind == "yarn" and multiplier else attention
-    return rotated, own * grown * (1.0 + multiplier * math.log(scale))
+    rotated = attention * _yarn_attention(scale, 0.0) if kind == "yarn" and not multiplier else attention
+    own = rotated if kind == "yarn" else attention * _grown(scale)
+    return rotated, own * (1.0 + multiplier * math.log(scale))
 
 
 def _unscaled_shares(width: int, base: float, length: int, fast: float, slow: float) -> list[float]:

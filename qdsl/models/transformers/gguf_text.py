@@ -17,30 +17,30 @@ INVALID, UNKNOWN = -20_000_000, -10_000_000                      # scores of no 
 class Charsmap:
     """SentencePiece's normalizer: at each place of a text the longest text of a map is replaced.
 
-    data: the bytes of a sparse trie, which their number precedes, and texts that end with 0.  fixed: texts of users in ASCII, of
-    which llama.cpp leaves each beginning as it is.  special: tokens that may not come of a text.
+    data: the bytes of a sparse trie, which their number precedes, and texts that end with 0; none for no map.  fixed: texts of
+    users, of which llama.cpp leaves each beginning as it is, in bytes.  special: tokens that may not come of a text.
     Raises ValueError for other bytes.
     """
 
     def __init__(self, data: bytes, fixed: Iterable[str], special: Iterable[str]) -> None:
         size = struct.unpack_from("<I", data)[0] if len(data) >= 4 else len(data)
-        if size + 4 >= len(data) or size % 4:
+        if data and (size + 4 >= len(data) or size % 4):
             raise ValueError(f"has {len(data)} bytes, and its trie {size}")
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-        self._fixed = {text[:stop].encode() for text in fixed for stop in range(1, len(text) + 1)}
-        self._nodes: tuple[int, ...] = struct.unpack_from(f"<{size // 4}I", data, 4)
+        self._fixed = {own[:stop] for text in fixed for own in [text.encode()] for stop in range(1, len(own) + 1)}
+        self._nodes: tuple[int, ...] = struct.unpack_from(f"<{size // 4}I", data, 4) if data else ()
         self._texts = data[size + 4:]
 
     def normalize(self, text: Any) -> None:
         """Replace a text of the package.  Raises ValueError where a special token comes of it, which llama.cpp does not take."""
         if own := text.normalized:
-            text.replace(own, replaced := self.replaced(own))
+            text.replace(own, replaced := self.replaced(own.encode()).decode(errors="replace"))
             if match := self._special.search(replaced):
                 raise ValueError(f"a text becomes the special token {match[0]!r} by the vocabulary's map: it cannot be divided")
 
-    def replaced(self, text: str) -> str:
+    def replaced(self, data: bytes) -> bytes:
         """A text in the map's other texts."""
-        data, place, parts = text.encode(), 0, []
+        place, parts = 0, []
         while place < len(data):
             length, own = 0, b""
             while data[place:place + length + 1] in self._fixed and place + length < len(data):
@@ -50,16 +50,15 @@ class Charsmap:
             else:
                 length, own = self._longest(data, place)
             if not length:
-                length = 1 if data[place] < 0xC0 else 2 if data[place] < 0xE0 else 3 if data[place] < 0xF0 else 4
-                own = data[place:place + length]
+                length, own = _character(data, place)
             parts.append(own)
             place += length
-        return b"".join(parts).decode(errors="replace")
+        return b"".join(parts)
 
     def _longest(self, data: bytes, place: int) -> tuple[int, bytes]:
         """The length of the longest text of the map at a place, 0 for none, and what stands for it."""
-        node, length, start = self._base(0), 0, 0
-        for stop in range(place, len(data)):
+        node, length, start = self._base(0) if self._nodes else 0, 0, 0
+        for stop in range(place, len(data) if self._nodes else place):
             node ^= data[stop]
             if not data[stop] or self._nodes[node] & 0x8000_00FF != data[stop]:
                 break
@@ -72,6 +71,14 @@ class Charsmap:
     def _base(self, node: int) -> int:
         entry = self._nodes[node]
         return entry >> 10 << ((entry & 1 << 9) >> 6)
+
+
+def _character(data: bytes, place: int) -> tuple[int, bytes]:
+    """The length of the character at a place, and its bytes; the mark of none for a part, which a user's text may leave."""
+    length = 1 if data[place] < 0xC0 else 2 if data[place] < 0xE0 else 3 if data[place] < 0xF0 else 4
+    own = data[place:place + length]
+    is_whole = own[0] < 0x80 or (own[0] >= 0xC0 and len(own) == length and all(byte & 0xC0 == 0x80 for byte in own[1:]))
+    return (length, own) if is_whole else (1, "\ufffd".encode())
 
 
 class BackwardSearch:

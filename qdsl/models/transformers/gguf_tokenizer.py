@@ -1,6 +1,7 @@
 """Tokenizers of GGUF files, made of the package tokenizers, whose tokens are those of llama.cpp.
 
-The package does what llama.cpp does in another order, so each step says which of llama.cpp's it stands for.
+The package does what llama.cpp does in another order, so each step says which of llama.cpp's it stands for.  Vocabularies that it
+cannot express, as those whose special tokens overlap, are divided in Python: see qdsl.models.transformers.gguf_divide.
 """
 
 from __future__ import annotations
@@ -21,11 +22,24 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models import llama_vocabulary as kinds
 from qdsl.models.llama_vocabulary import BASE, SPECIAL, Vocabulary, known_classes, read_vocabulary
 from qdsl.models.plan import LoadError
+from qdsl.models.transformers.gguf_divide import (
+    DIVIDERS,
+    MARK,
+    Partition,
+    byte_alphabet,
+    byte_names,
+    lowercase,
+    numbers_of,
+    word_normalizer,
+    word_steps,
+)
 from qdsl.models.transformers.gguf_text import BackwardSearch, Charsmap
 
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]               # tokens of single bytes
 MARKS = ("\ufdd0", "\ufdd1")                                    # no characters: the place of a special token stands between them
+PIECE = "\ufdd2"                                                # begins a token that Python found
+STABLE = 16                                                      # so many tokens C++ sorts without moving equal ones
 ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")              # that transformers has, too
 # Chinese characters, which are words by themselves (llama.cpp's is_chinese_char).
 CHINESE = (r"\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2B81F}\x{2B920}-\x{2CEAF}"
@@ -33,14 +47,18 @@ CHINESE = (r"\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6
 HANGUL, HANGUL_LEAD, SYLLABLES = 0xAC00, 0x1100, 588             # syllables of each of 19 leading consonants
 
 
+class Inexpressible(LoadError):
+    """A vocabulary that the package tokenizers cannot express; the message says why."""
+
+
 def gguf_tokenizer(path: Path, **options: Any) -> Any:
     """The tokenizer of a GGUF file for transformers.  options: of PreTrainedTokenizerFast.
 
-    Raises LoadError for a vocabulary that llama.cpp does not take, or that the package tokenizers cannot express.
+    Raises LoadError for a vocabulary that llama.cpp does not take.
     """
     with GgufFile(path) as file:
         vocabulary = read_vocabulary(file.metadata, path)
-    core = core_tokenizer(vocabulary)
+    core, in_python = _core(vocabulary)
     special = {f"{role}_token": vocabulary.tokens[number] for role in ROLES
                if (number := vocabulary.special.get(role)) is not None and vocabulary.kinds[number] & SPECIAL}
     templates = vocabulary.templates
@@ -48,7 +66,7 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
         options.setdefault("chat_template", templates["default"] if list(templates) == ["default"] else dict(templates))
     result = PreTrainedTokenizerFast(**{"tokenizer_object": _Uncopied(core), "model_input_names": ["input_ids", "attention_mask"],
                                         "clean_up_tokenization_spaces": False, **special, **options})
-    if vocabulary.charsmap or vocabulary.model["kind"] == "backward":
+    if in_python or vocabulary.charsmap or vocabulary.model["kind"] == "backward":
         result.save_pretrained = partial(_refuse_save, path)
     return result
 
@@ -69,10 +87,62 @@ class _Uncopied:
 
 
 def core_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    core: Tokenizer = BUILDERS[vocabulary.model["kind"]](vocabulary)
-    _add_special_tokens(core, vocabulary)
+    """The package's tokenizer of a vocabulary."""
+    return _core(vocabulary)[0]
+
+
+def _core(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """The package's tokenizer, and whether texts are divided in Python."""
+    try:
+        core, in_python = BUILDERS[vocabulary.model["kind"]](vocabulary), False
+        _add_special_tokens(core, vocabulary)
+    except Inexpressible:
+        core, in_python = divided_in_python(vocabulary), True
     _add_ends(core, vocabulary)
+    return core, in_python
+
+
+def divided_in_python(vocabulary: Vocabulary) -> Tokenizer:
+    """A tokenizer that finds special tokens in Python, and divides texts in Python, too, where the package cannot.
+
+    A text is replaced by its tokens, each behind a mark, or their numbers between marks for special ones.
+    """
+    kind = vocabulary.model["kind"]
+    try:
+        bare: Tokenizer = BUILDERS[kind](vocabulary)
+        partition = Partition(vocabulary, lambda text: bare.encode(text, add_special_tokens=False).ids)
+        decoder, names = bare.decoder, {number: name for name, number in bare.get_vocab().items()}
+    except Inexpressible:
+        partition, decoder = Partition(vocabulary, DIVIDERS[kind](vocabulary)), DECODERS[kind](vocabulary)
+        names = dict(enumerate(byte_names(vocabulary) if kind == "trie" else vocabulary.tokens))
+    special = {number for number, own in enumerate(vocabulary.kinds) if own & SPECIAL}
+    texts = [f"{MARKS[0]}{number}{MARKS[1]}" if number in special else PIECE + names[number] for number in range(len(names))]
+    entries = {vocabulary.tokens[number] if number in special else text: number for number, text in enumerate(texts)}
+    core = Tokenizer(models.WordLevel(entries, unk_token=next(iter(entries))))
+    core.normalizer = normalizers.Normalizer.custom(_Marked(partition, texts))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(f"{PIECE}[^{PIECE}]*"), "isolated")
+    marks = [PIECE, *([MARK] if kind == "trie" or vocabulary.model.get("dna") else [])]
+    core.decoder = decoders.Sequence([*(decoders.Replace(mark, "") for mark in marks), decoder])
+    core.add_tokens([_added(vocabulary, number, normalized=True) for number in sorted(special)])
     return core
+
+
+class _Marked:
+    """A normalizer of the package: writes the tokens of a text.  texts: how each token is written."""
+
+    def __init__(self, partition: Partition, texts: Sequence[str]) -> None:
+        self._partition, self._texts = partition, texts
+
+    def normalize(self, text: Any) -> None:
+        """Replace a text of the package."""
+        if own := text.normalized:
+            text.replace(own, "".join(self._texts[number] for number in self._partition.tokens(own)))
+
+
+def _added(vocabulary: Vocabulary, number: int, **options: bool) -> AddedToken:
+    """A special token of the package."""
+    is_hidden = bool(vocabulary.kinds[number] & (kinds.CONTROL | kinds.UNKNOWN))
+    return AddedToken(vocabulary.tokens[number], special=is_hidden, **options)
 
 
 # -- merges of pairs -------------------------------------------------------------------------------------------------------
@@ -80,44 +150,47 @@ def core_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 
 def _bpe(vocabulary: Vocabulary) -> Tokenizer:
     """Pairs are merged by rank, inside of words, which are of bytes or, for some vocabularies, of characters."""
-    pre, numbers = vocabulary.pre, _numbers(vocabulary)
+    pre, numbers, steps = vocabulary.pre, numbers_of(vocabulary), word_steps(vocabulary)
     merges = _merges(vocabulary, numbers)
-    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(own), "isolated") for own in vocabulary.patterns]
+    if vocabulary.model.get("dna"):
+        raise Inexpressible("it divides text between tags into runs of six letters")
     if pre.get("characters"):
         has_bytes = _has_bytes(vocabulary, numbers)
         core = Tokenizer(models.BPE(numbers, merges, byte_fallback=has_bytes))
-        core.normalizer = normalizers.Replace(" ", SPACE)
-        core.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
         characters = "".join(token for token in numbers if len(token) == 1)
         dropped = "" if has_bytes else f"[^{re.escape(characters)}]"
     else:
         core = Tokenizer(models.BPE(numbers, merges, ignore_merges=bool(pre.get("whole_words"))))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        core.decoder = decoders.ByteLevel()
         missing = "".join(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - numbers.keys()))
         dropped = f"[{re.escape(missing)}]" if missing else ""
     if dropped:                                                  # what has no token is left out, and nothing is merged across it
         steps.append(pre_tokenizers.Split(Regex(dropped), "removed"))
-    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    core.normalizer, core.pre_tokenizer = word_normalizer(vocabulary), pre_tokenizers.Sequence(steps)
+    core.decoder = _bpe_decoder(vocabulary)
     if pre.get("whole_newlines"):
         _check_newlines(core, vocabulary, numbers)
     return core
 
 
-def _numbers(vocabulary: Vocabulary) -> dict[str, int]:
-    return {token: number for number, token in enumerate(vocabulary.tokens)}
+def _bpe_decoder(vocabulary: Vocabulary) -> decoders.Decoder:
+    spaces = [] if vocabulary.pre.get("plain_spaces") else [decoders.Replace(SPACE, " ")]
+    return decoders.Sequence([*spaces, decoders.ByteFallback(), decoders.Fuse()]) if vocabulary.pre.get("characters") \
+        else decoders.ByteLevel()
 
 
 def _has_bytes(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> bool:
-    """Whether there are tokens of single bytes.  Raises LoadError where there are some of them only."""
+    """Whether there are tokens of single bytes.  Raises Inexpressible where there are some of them only."""
     count = sum(token in numbers for token in BYTES)
     if count not in (0, len(BYTES)):
-        raise LoadError(f"{vocabulary.path}: has {count} of the tokens <0x00> to <0xFF>, and all or none are supported: {BASE}")
+        raise Inexpressible(f"it has {count} of the tokens <0x00> to <0xFF>")
     return count > 0
 
 
 def _merges(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs to merge; a pair that occurs twice has its first rank.  Raises LoadError for one that is not made of tokens."""
+    """The pairs to merge; a pair that occurs twice has its first rank.
+
+    Raises LoadError where there are none, Inexpressible for one that is not made of tokens.
+    """
     if vocabulary.merges is None:
         if vocabulary.pre.get("needs_no_merges"):
             return []
@@ -127,18 +200,16 @@ def _merges(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[st
         cut = merge.find(" ", 1)
         left, right = pair = (merge[:cut], merge[cut + 1:]) if cut > 0 else ("", "")
         if left not in numbers or right not in numbers or left + right not in numbers:
-            raise LoadError(f"{vocabulary.path}: tokenizer.ggml.merges has {shown(merge)}, which does not merge two tokens "
-                            f"into a third: {BASE}")
+            raise Inexpressible(f"tokenizer.ggml.merges has {shown(merge)}, which does not merge two tokens into a third")
         pairs[pair] = None
     return list(pairs)
 
 
 def _check_newlines(core: Tokenizer, vocabulary: Vocabulary, numbers: Mapping[str, int]) -> None:
-    """llama.cpp does not merge newlines that are a token.  Raises LoadError where the merges give another result."""
+    """llama.cpp does not merge newlines that are a token.  Raises Inexpressible where the merges give another result."""
     for token, number in numbers.items():
         if not token.strip("\n") and not vocabulary.kinds[number] & SPECIAL and core.encode(token).ids != [number]:
-            raise LoadError(f"{vocabulary.path}: {len(token)} newlines are a token that the merges do not make, which cannot be "
-                            f"expressed: {BASE}")
+            raise Inexpressible(f"{len(token)} newlines are a token that the merges do not make")
 
 
 # -- merges by scores ------------------------------------------------------------------------------------------------------
@@ -146,22 +217,26 @@ def _check_newlines(core: Tokenizer, vocabulary: Vocabulary, numbers: Mapping[st
 
 def _spm(vocabulary: Vocabulary) -> Tokenizer:
     """Neighbours that are a token together are merged, those of the best score first; other characters become bytes."""
-    numbers = _numbers(vocabulary)
+    numbers = numbers_of(vocabulary)
     unknown = vocabulary.special.get("unk")
     core = Tokenizer(models.BPE(numbers, _merges_by_score(vocabulary, numbers), byte_fallback=True,
                                 unk_token=None if unknown is None else vocabulary.tokens[unknown]))
     has_prefix = vocabulary.flags["add_space_prefix"]            # before each text between special tokens
     first = [normalizers.Prepend(SPACE)] if has_prefix else []
     core.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
-    core.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
-                                      *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
+    core.decoder = _spm_decoder(vocabulary)
     return core
+
+
+def _spm_decoder(vocabulary: Vocabulary) -> decoders.Decoder:
+    return decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
+                              *([decoders.Strip(" ", 1, 0)] if vocabulary.flags["add_space_prefix"] else [])])
 
 
 def _merges_by_score(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
     """All pairs of tokens that are a token together, the best score first.
 
-    Raises LoadError for what ranks of pairs cannot express.
+    Raises Inexpressible for what ranks of pairs cannot express.
     """
     pairs: list[tuple[int, str, str]] = []
     for token, number in numbers.items():
@@ -171,7 +246,7 @@ def _merges_by_score(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list
                 pairs.append((number, left, right))
             elif (left in numbers or cut == 1) and (right in numbers or len(right) == 1) and (
                     SPACE in token or not vocabulary.kinds[number] & SPECIAL):       # which are found before
-                raise LoadError(f"{vocabulary.path}: token {shown(token)} has a character that is no token: {BASE}")
+                raise Inexpressible(f"token {shown(token)} has a character that is no token")
     order = _order_of_ties(pairs, vocabulary)
     pairs.sort(key=lambda pair: (-vocabulary.scores[pair[0]], order.get(pair[0], -1)))
     return [(left, right) for _, left, right in pairs]
@@ -180,7 +255,7 @@ def _merges_by_score(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> list
 def _order_of_ties(pairs: Sequence[tuple[int, str, str]], vocabulary: Vocabulary) -> dict[int, int]:
     """The order of tokens of equal scores that a text may have over each other: llama.cpp merges the first in the text.
 
-    Runs of one character grow from the left, the longest first.  Raises LoadError where there is no such order.
+    Runs of one character grow from the left, the longest first.  Raises Inexpressible where there is no such order.
     """
     counts = Counter(vocabulary.scores[number] for number in {number for number, _, _ in pairs})
     tied = [pair for pair in pairs if counts[vocabulary.scores[pair[0]]] > 1]
@@ -197,8 +272,7 @@ def _order_of_ties(pairs: Sequence[tuple[int, str, str]], vocabulary: Vocabulary
         return {number: place for place, number in enumerate(graph.static_order())}
     except CycleError as error:
         texts = [shown(vocabulary.tokens[number]) for number in error.args[1][:2]]
-        raise LoadError(f"{vocabulary.path}: tokens {' and '.join(texts)} have equal scores, and llama.cpp's choice between them "
-                        f"cannot be expressed: {BASE}") from None
+        raise Inexpressible(f"tokens {' and '.join(texts)} have equal scores") from None
 
 
 # -- longest matches -------------------------------------------------------------------------------------------------------
@@ -235,8 +309,7 @@ def _word_normalizers(flags: Mapping[str, bool]) -> Iterator[Any]:
     if flags["strip_accents"]:
         yield normalizers.Replace(Regex(known_classes(r"\p{M}")), "")
     if flags["lowercase"]:
-        yield normalizers.Replace("\u0130", "i")                 # one character, as for others
-        yield normalizers.Lowercase()
+        yield from lowercase()
 
 
 # -- the best sum of scores ------------------------------------------------------------------------------------------------
@@ -249,17 +322,20 @@ def _unigram(vocabulary: Vocabulary) -> Tokenizer:
         raise LoadError(f"{vocabulary.path}: has no tokenizer.ggml.unknown_token_id, which stands for unknown characters")
     if wrong := next((token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if (
             kind & kinds.CONTROL and SPACE in token) or (kind & kinds.USER_DEFINED and not token.isascii())), ""):
-        raise LoadError(f"{vocabulary.path}: {shown(wrong)} is a control token with a mark of spaces, or a user's beyond ASCII, "
-                        f"by which llama.cpp divides characters: it cannot be expressed: {BASE}")
+        raise Inexpressible(f"{shown(wrong)} is a control token with a mark of spaces, or a user's beyond ASCII")
     scores = _unigram_scores(vocabulary)
     matched = kinds.NORMAL | kinds.UNUSED | SPECIAL              # in a text; others, as those of bytes, are marked not to be
     texts = [token if kind & matched else MARKS[0] + token
              for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)]
     core = Tokenizer(models.Unigram(list(zip(texts, scores, strict=True)), unknown, byte_fallback=False))
     core.normalizer = normalizers.Sequence(list(_space_normalizers(vocabulary)))
-    core.decoder = decoders.Sequence([decoders.Replace(MARKS[0], ""), decoders.Replace(SPACE, " "), decoders.ByteFallback(),
-                                      decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.decoder = _unigram_decoder(vocabulary)
     return core
+
+
+def _unigram_decoder(vocabulary: Vocabulary) -> decoders.Decoder:
+    return decoders.Sequence([decoders.Replace(MARKS[0], ""), decoders.Replace(SPACE, " "), decoders.ByteFallback(),
+                              decoders.Fuse(), decoders.Strip(" ", 1, 0)])
 
 
 def _unigram_scores(vocabulary: Vocabulary) -> list[float]:
@@ -290,7 +366,7 @@ def _space_normalizers(vocabulary: Vocabulary) -> Iterator[Any]:
 
 def _backward(vocabulary: Vocabulary) -> Tokenizer:
     """The tokens with the best sum of rounded scores, searched from the end of a text."""
-    numbers = _numbers(vocabulary)
+    numbers = numbers_of(vocabulary)
     if not _has_bytes(vocabulary, numbers):
         raise LoadError(f"{vocabulary.path}: has no tokens <0x00> to <0xFF>, which stand for unknown characters")
     search = BackwardSearch({token: vocabulary.scores[number] for token, number in numbers.items()
@@ -305,43 +381,21 @@ def _backward(vocabulary: Vocabulary) -> Tokenizer:
 
 # -- the longest bytes -----------------------------------------------------------------------------------------------------
 
-ESCAPES = {"t": 9, "n": 10, "r": 13}                             # behind a backslash
 Trie = dict[str, "Trie"]
 
 
 def _trie(vocabulary: Vocabulary) -> Tokenizer:
     """At each place the longest token is taken: one pattern of all tokens divides the bytes of a text."""
-    alphabet = _byte_alphabet()
-    texts = ["".join(alphabet[byte] for byte in _unescaped(token)) for token in vocabulary.tokens]
+    texts = [text.rstrip(MARK) for text in byte_names(vocabulary)]
     special = [token for token, text, kind in zip(vocabulary.tokens, texts, vocabulary.kinds, strict=True)
                if kind & SPECIAL and token != text]
-    if len({*texts}) < len(texts) or special or not {*alphabet} <= {*texts} or "" in texts:
-        raise LoadError(f"{vocabulary.path}: tokens of bytes have to differ, be all single bytes and more, and special ones "
-                        f"without escapes: {BASE}")
+    if len({*texts}) < len(texts) or special or not {*byte_alphabet()} <= {*texts} or "" in texts:
+        raise Inexpressible("tokens of bytes have to differ, be all single bytes and more, and special ones without escapes")
     core = Tokenizer(models.WordLevel({text: number for number, text in enumerate(texts)}, unk_token=texts[0]))
     core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
                                                   pre_tokenizers.Split(Regex(_longest(texts)), "isolated")])
     core.decoder = decoders.ByteLevel()
     return core
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that byte-level vocabularies have for each byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
-
-
-def _unescaped(token: str) -> bytes:
-    r"""The bytes of a token with escapes, such as \xff and \n."""
-    parts = re.split(rb"(?s)\\(x..|.)", token.encode())
-    for place in range(1, len(parts), 2):
-        own = parts[place].decode("latin-1")
-        try:
-            parts[place] = bytes([int(own[1:], 16) if len(own) > 1 else ESCAPES.get(own, ord(own))])
-        except ValueError:
-            parts[place] = b""                                   # which makes it no token
-    return b"".join(parts)
 
 
 def _longest(texts: Sequence[str]) -> str:
@@ -364,6 +418,8 @@ def _longest(texts: Sequence[str]) -> str:
 BUILDERS: Mapping[str, Callable[[Vocabulary], Tokenizer]] = {
     "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram, "backward": _backward,
     "trie": _trie}
+DECODERS: Mapping[str, Callable[[Vocabulary], Any]] = {
+    "bpe": _bpe_decoder, "spm": _spm_decoder, "unigram": _unigram_decoder, "trie": lambda vocabulary: decoders.ByteLevel()}
 
 
 # -- special tokens --------------------------------------------------------------------------------------------------------
@@ -374,10 +430,8 @@ def _add_special_tokens(core: Tokenizer, vocabulary: Vocabulary) -> None:
     special = {number: token for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
                if kind & SPECIAL}
     is_marked = _mark_special_tokens(core, vocabulary, special)
-    core.add_tokens([AddedToken(token, lstrip=number in vocabulary.left and not is_marked,
-                                rstrip=number in vocabulary.right and not is_marked, normalized=is_marked,
-                                special=bool(vocabulary.kinds[number] & (kinds.CONTROL | kinds.UNKNOWN)))
-                     for number, token in special.items()])
+    core.add_tokens([_added(vocabulary, number, lstrip=number in vocabulary.left and not is_marked,
+                            rstrip=number in vocabulary.right and not is_marked, normalized=is_marked) for number in special])
 
 
 def _mark_special_tokens(core: Tokenizer, vocabulary: Vocabulary, special: Mapping[int, str]) -> bool:
@@ -385,17 +439,16 @@ def _mark_special_tokens(core: Tokenizer, vocabulary: Vocabulary, special: Mappi
 
     llama.cpp looks for the longest in the whole text first, and the package for the first in the text.  The two differ where a
     token may overlap a longer one behind it.  They also differ in the spaces that a token takes with it: those of ASCII, or all.
-    Raises LoadError where llama.cpp's order cannot be expressed.
+    Raises Inexpressible where llama.cpp's order cannot be expressed, LoadError where no two of its builds need to agree.
     """
     sizes = {token: len(token.encode()) for token in special.values()}
     overlaps, kind = list(_overlaps(sizes)), vocabulary.model["kind"]
     is_markable = kind in ("bpe", "spm") and not any(sizes[first] == sizes[second] for first, second in overlaps)
-    if overlaps and not is_markable:
-        texts = " and ".join(map(shown, overlaps[0]))
-        raise LoadError(f"{vocabulary.path}: special tokens {texts} may overlap, and llama.cpp's choice between them cannot be "
-                        f"expressed: {BASE}")
-    if vocabulary.left | vocabulary.right and kind not in ("bpe", "spm"):
-        raise LoadError(f"{vocabulary.path}: special tokens take spaces of ASCII with them, which cannot be expressed: {BASE}")
+    if len(special) > STABLE and (equal := next(((a, b) for a, b in overlaps if sizes[a] == sizes[b]), None)):
+        raise LoadError(f"{vocabulary.path}: special tokens {' and '.join(map(shown, equal))} may overlap and are of one size: "
+                        f"which of them llama.cpp finds depends on how it was built: {BASE}")
+    if (overlaps and not is_markable) or (vocabulary.left | vocabulary.right and kind not in ("bpe", "spm")):
+        raise Inexpressible("special tokens overlap, or take spaces of ASCII with them")
     if not overlaps and not vocabulary.left | vocabulary.right:
         return False
     steps: list[normalizers.Normalizer] = []
