@@ -26,6 +26,7 @@ from qdsl.cli.options import (
     read_patterns,
 )
 from qdsl.cli.progress import progress
+from qdsl.cli.words import DTYPE_NAMES
 from qdsl.core.text import counted, name_key
 
 
@@ -54,6 +55,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.target import parse_conversion
     from qdsl.jobs.engine.others import check_folder
+    from qdsl.jobs.gguf.dequantize import DTYPES
 
     part, label = read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
@@ -62,6 +64,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     patterns = read_patterns(skip)
     if to is not None and name_key(to) in FORMATS:
         fail(f"{to} is written by `qdsl compress --format {name_key(to)}`, from another lossless format too", 2)
+    if to is not None and to.lower() in {*DTYPES, *map(DTYPE_NAMES.get, DTYPES)}:
+        fail(f"--to takes a storage of the layers' format: `qdsl dequantize --dtype {to.lower()}` writes plain floats", 2)
     with reported(2):
         aim = parse_conversion(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits, producer=producer or "", allow_unknown=allow_unknown)

@@ -31,6 +31,7 @@ from qdsl.models.gguf_maps import GgufMap, TensorRule, is_row_wise, row_order, s
 from qdsl.models.gguf_vocabulary import add_vocabulary, json_of
 from qdsl.models.names import Names
 from qdsl.models.plan import LoadError, listed
+from qdsl.models.save import QUANTIZATION
 
 if TYPE_CHECKING:
     from qdsl.models.conversions import Conversions
@@ -124,7 +125,8 @@ class LanguageFolder:
                                 "--outtype bf16, and quantize that")
         entries = config.to_dict()
         if wrong := [key for key in rules["refused"] if entries.get(key) is not None]:
-            raise QuantizeError(f"{place}: has {wrong[0]!r}, which is not written to a GGUF file")
+            plain = "; `qdsl dequantize` writes a plain folder, which can be" if wrong[0] in QUANTIZATION else ""
+            raise QuantizeError(f"{place}: has {wrong[0]!r}, which is not written to a GGUF file{plain}")
         if (self.path / "modules.json").is_file():
             raise QuantizeError(f"{self.path / 'modules.json'}: a model of sentence embeddings, which is not written yet")
         card = self.path / "README.md"

@@ -200,6 +200,7 @@ def refused(path: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"model_type": "bloom"}, "model type 'bloom' is not written as a GGUF file yet"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures are ['LlamaForSequenceClassification']"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "to a GGUF file; `qdsl dequantize` writes a plain"),
     ({"scoring_func": "sigmoid"}, "has 'scoring_func', which is not written to a GGUF file"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}, "embeddings of type 'dynamic'"),
     ({"num_hidden_layers": 4}, "no tensor for model.layers.3."),

@@ -55,6 +55,8 @@ MISTAKES = {
     "a format's name in capitals": ("new W4", 2, "'W4' is no name of a format: expected small letters"),
     "a file as a folder for an example": ("example text.txt", 2, "text.txt is a file: the output is a folder"),
     "a word for a command without any": ("list x", 2, "Got unexpected extra argument(s) (x) "),
+    "a GGUF file of a quantized folder": ("convert model --to gguf --out x", 1, "of which `qdsl quantize --type` makes GGUF"),
+    "plain numbers of a quantized folder": ("convert model --to BF16 --out x", 2, "`qdsl dequantize --dtype bf16` writes"),
     "a spec's file as a format": ("quantize plain --format specs/w5.yaml --out x", 2, "QDSL_SPECS=specs in front of the command"),
     "a folder of files without endings": ("inspect blobs", 1, "it has GGUF files, of which one is to be named: sha256-0"),
     "a folder in a home": ("inspect ~/nothing", 1, "/nothing: No such file or directory"),

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 _Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in storage and files, dtype and shape
 MOST_PROBLEMS = 8                                                         # problems to list in a message
+OTHER_WAYS = ("--requantize FORMAT writes other numbers, and says how far they are from these; `qdsl dequantize` writes plain "
+              "floats, of which `qdsl quantize --type` makes GGUF files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def plan(folder: Folder, layers: Layers, aim: Conversion, model: str = "") -> Pl
             problems.append((layer, str(error)))
     if not aim.is_from_plain and not (aim.keep_misfits and named):
         _refuse(folder, [(layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {why}") for layer, why in problems],
-                *([] if aim.requantize else ["--requantize FORMAT writes other numbers, and says how far they are from these"]),
+                *([] if aim.requantize else [OTHER_WAYS]),
                 *(["--keep-misfits leaves them as they are"] if named else []))
     changed = [layer for layer in changed if layer.name in named]
     files = _files(folder, [(layer, named[layer.name]) for layer in changed], _folded_tensors(layers, changed, aim))
