@@ -47,7 +47,7 @@ def code(*words: str) -> list[str]:
 def write(path: Path, out: Path) -> None:
     """Write the page of a spec into a folder."""
     programs = page.distinct(compile_spec(load(path)))
-    spec, about = programs[0].spec, page.data(programs)
+    spec, about = programs[0].spec, page.spec_json(programs)
     kinds = field_kinds(programs)
     first = {program.storage: program for program in reversed(programs)}
     storages = {name: first[name] for name in about["storages"]}

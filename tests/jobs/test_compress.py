@@ -23,7 +23,7 @@ from qdsl.checkpoint.report.verify import differences
 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 from qdsl.generated import bf16, fix4, hlane
 from qdsl.jobs.compress import patterns, restore, run
-from qdsl.jobs.compress.tensors import Coded
+from qdsl.jobs.compress.tensors import EncodedMatrices
 from qdsl.jobs.compress.units import FORMATS, Compression
 from qdsl.jobs.engine import RewriteError
 from tests.support import folders
@@ -184,8 +184,8 @@ def test_a_compressed_folder_in_another_format(source: str, aim: Compression, sh
     run.compress(sharded, aim, tmp_path / "expected")
     monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)            # several pieces
     decoded: list[str] = []
-    original = Coded.decoded
-    monkeypatch.setattr(Coded, "decoded", lambda coded: decoded.append(coded.name) or original(coded))
+    original = EncodedMatrices.decoded
+    monkeypatch.setattr(EncodedMatrices, "decoded", lambda coded: decoded.append(coded.name) or original(coded))
     run.compress(tmp_path / "source", aim, tmp_path / "out")
     assert len(decoded) == len(set(decoded)) == (3 if source == "df11" else 7)
     expected = without(folders.files(tmp_path / "expected"), "pytorch_model.bin")

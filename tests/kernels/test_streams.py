@@ -21,7 +21,7 @@ from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.product import product as gpu_product
 from qdsl.runtime.torch import linear
-from qdsl.runtime.torch.ops import operands, weight_key
+from qdsl.runtime.torch.ops import operation_arguments, weight_key
 from qdsl.runtime.weight import stream_kernels
 from tests.support.covering import ALL
 from tests.support.interpreter import INTERPRETED, guarded
@@ -332,7 +332,7 @@ def test_operations_open_streams(form: str) -> None:
     """They are told what a program is made of: not the shape, which is among their arguments."""
     weight = packed(form, normal(24, 256))
     x = tokens(3, 256)
-    tensors, key = operands(weight)
+    tensors, key = operation_arguments(weight)
     assert torch.equal(torch.ops.qdsl.linear(x, tensors, None, key), weight.format.linear(x, weight))
     assert torch.equal(torch.ops.qdsl.dequantize(tensors, key, torch.bfloat16), weight.format.dequantize(weight))
 

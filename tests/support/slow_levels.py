@@ -57,7 +57,7 @@ def of_all(reading: Reading, weight: npt.NDArray[np.float32], roles: Mapping[str
 def of_vectors(reading: Reading, weight: npt.NDArray[np.float32], code: str, levels: str, importance: Any) -> dict[str, Codes]:
     """Codes, and the stored table of vectors that k-means finds, from vectors at even distances in rows of vectors."""
     entries, length = reading.stored_tables[levels]
-    shape = {f.name.value: oracle.shape_of(reading.spec, f, reading.env) for f in reading.spec.fields}[code]
+    shape = {f.name.value: oracle.field_shape(reading.spec, f, reading.env) for f in reading.spec.fields}[code]
     rows, columns = (extent // count for extent, count in zip(reading.shape, shape, strict=True))
     places = [[(rows * t + i, columns * u + j) for i in range(rows) for j in range(columns)] for t, u in np.ndindex(*shape)]
     vectors = [[float(weight[place]) for place in own] for own in places]
