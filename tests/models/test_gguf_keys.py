@@ -49,7 +49,8 @@ SAMPLE = ("deepseek_v3", "falcon", "gemma3_text", "gpt_oss", "granitemoehybrid",
           "qwen3_next")
 STEP = 7                                                         # between the cases that are taken
 # Cases that classes cannot compute, or that only some architectures mean something by; all others have to be computed.
-REFUSED = {"norms of queries and keys", "a new key", "fewer heads of keys", "normed steps", "parallel"}
+REFUSED = {"norms of queries and keys", "a new key", "fewer heads of keys", "normed steps", "parallel",
+           "attention below 0"}                                  # torch's attention takes no scale below 0
 # Keys by whose 0 llama.cpp computes no numbers.  Looking ahead, where a class cannot.  Scales of Bamba, which are Granite's.
 REFUSED_OF = {*((name, case) for name, keys in table()["undefined"].items() for case, own in gguf_cases.VALUES.items()
                 if any(own.get(key) == 0 for key in keys)), *((name, "both ways") for name in table()["causal"]),

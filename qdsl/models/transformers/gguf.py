@@ -115,8 +115,9 @@ def _check(config: Any, file: GgufFile, own: GgufMap, allow_unknown: bool, is_re
     is_read: the config is the file's own, so that a contradiction is what its class cannot say.
     """
     unread = table()["unread"].get(own.architecture, ())         # which converters write beside what llama.cpp reads
-    zeros = {key for key in (*DEFAULTS, "attention.scale", "attention.sliding_window")
+    zeros = {key for key in (*DEFAULTS, "attention.scale", "attention.sliding_window", "attention.layer_norm_rms_epsilon")
              if file.metadata.get(f"{own.architecture}.{key}") == 0}
+    zeros |= {key for key in ("attention.clamp_kqv",) if file.metadata.get(f"{own.architecture}.{key}", 1) <= 0}
     zeros |= {key for key in ("feed_forward_length", HEADS, KV_HEADS)         # of which the first layer's counts, or each its own
               if isinstance(value := plain(file.metadata.get(f"{own.architecture}.{key}")), list) and len({*value}) > 1}
     skip = unused | zeros | computed_widths(config, file, own.architecture) | {*unread} if is_read else set()

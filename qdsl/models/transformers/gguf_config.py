@@ -43,7 +43,8 @@ SOFTMAX, SIGMOID = 1, 2                                          # gates
 WIDTH = "attention.key_length"
 RMS, PARALLEL = "rms_norm_eps", "use_parallel_residual"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+CLAMP = "clip_qkv"
+POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale")
 QKV = ("attn_q", "attn_k", "attn_v")
 # Layers of which llama.cpp reads a scale of the product, and those of which it then uses it for some model types only.
 SCALED = (*QKV, "attn_output", "attn_qkv", "ssm_in", "ssm_out")
@@ -322,6 +323,7 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
         numbers.setdefault("head_dim", metadata["embedding_length"] // heads)
     # which llama.cpp takes for none: of two kinds of norms, those of which there is an epsilon are computed
     numbers |= {name: None for name in (*CAPS, RMS) if numbers.get(name) == 0 and (name != RMS or getattr(usual, RMS, 0) is None)}
+    numbers |= {CLAMP: None} if numbers.get(CLAMP, 1) <= 0 else {}
     if hasattr(usual, "mixer_rms_eps"):                          # of further norms, which have one epsilon in files
         numbers["mixer_rms_eps"] = metadata["attention.layer_norm_rms_epsilon"]
     _set_products(numbers, metadata, own, usual)
