@@ -11,7 +11,7 @@ import typer
 
 from qdsl.cli import options as shared
 from qdsl.cli.app import app, exit_on_sigterm, fail, input_argument, json_text, print_table, reported
-from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of
+from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of, options_within
 from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
 from qdsl.cli.model_class import missing_in
@@ -59,6 +59,10 @@ Method = Annotated[str | None, _calibrated("--method", help="importance: the inp
                                                             "too.")]
 Sequential = Annotated[bool, _calibrated("--sequential/--one-shot", help="Give each block the outputs of the quantized block "
                                          "before it, or of the plain one.")]
+TargetBits = Annotated[float | None, _calibrated("--target-bits", min=0.1, help="Write a GGUF file of at most so many bits per "
+                                                 "weight, in the types that change predictions least.")]
+Types = Annotated[str | None, _calibrated("--types", help="That --target-bits may take, with commas between; by default Q2_K to "
+                                          "Q6_K and Q8_0.")]
 Device = Annotated[str | None, _calibrated("--device", help="That runs the model, such as cuda; by default a GPU where there is "
                                                             "one.")]
 
@@ -72,14 +76,14 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
              output_type: OutputType = None, embedding_type: EmbeddingType = None, leave_output: LeaveOutput = False,
              requantize: Requantize = False, arch: Arch = None, dry_run: DryRun = False, calibrate: Calibrate = None,
              samples: Samples = 128, length: Length = 2048, method: Method = None, sequential: Sequential = True,
-             device: Device = None, as_json: Json = False) -> None:
+             device: Device = None, target_bits: TargetBits = None, types: Types = None, as_json: Json = False) -> None:
     """Write a model in smaller types, as a GGUF file or as a folder, and print what that cost in quality.
 
     --type takes llama-quantize's mixes.  --format takes qdsl's formats.  Run the same command again to resume.
     """
-    mix, format = _target(mix, format, out)
+    mix, format = _target(mix, format, out) if target_bits is None else (mix, format)
     refuse_options(context, *((FOLDER, "--format") if format is None else (GGUF, "--type")))
-    run = CalibrationRun.of(context, calibrate, samples, length, method, sequential, device)
+    run = CalibrationRun.of(context, calibrate, samples, length, method, sequential, device, target_bits, types)
     if format is not None:
         to = f"{format}.{storage}" if storage else format
         _quantize_folder(file, to, out, param, producer, skip, component, jobs, shard, force, svg, allow_unknown,
@@ -90,7 +94,8 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
     if out is not None and out.suffix in OTHER_FILES:
         fail(f"--type writes a GGUF file, which {out} does not say: let its name end in .gguf", 2)
     with reported(2):
-        options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
+        chosen = mixes.mix_for(target_bits) if target_bits else mixes.mix_of(mix or "")
+        options = mixes.Options(chosen, imatrix is not None, pure, leave_output,
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
@@ -150,6 +155,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
             check_output(svg, *inputs, *([out] if out else []), force=force)
         source = language_folder(file, arch, allow_unknown) or open_source(file, arch, allow_unknown)
         importance = read(imatrix) if imatrix else None
+        options = options_within(calibration, file, source, options, requantize, out)
         planned = plan_file.plan(source, options, importance, requantize)
         costs = {}
         if out is not None and not dry_run:

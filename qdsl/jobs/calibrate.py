@@ -66,7 +66,7 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
     from qdsl.models.calibrate import calibrate, work
     from qdsl.models.conversions import stored_names
 
-    language, tokens = _loaded(model, sampling, device, fast=True)
+    language, tokens = loaded(model, sampling, device, fast=True)
     folder.mkdir(parents=True, exist_ok=True)
     stored = stored_names(language.model, Path(language.path)) if has_stored_names else {}
     save_names(folder, stored)
@@ -76,7 +76,7 @@ def write_moments(model: str, sampling: Sampling, folder: Path, target: Target, 
         calibrate(language.model, tokens, targets, lambda block, hessians: save(folder, block, hessians), Moments(folder))
 
 
-def _loaded(model: str, sampling: Sampling, device: str | None, fast: bool = False) -> tuple[LanguageModel, list[Tensor]]:
+def loaded(model: str, sampling: Sampling, device: str | None, fast: bool = False) -> tuple[LanguageModel, list[Tensor]]:
     """A model with plain weights, and the samples on its device.
 
     Its numbers are float32 on a CPU; bfloat16 if `fast`, and the CPU multiplies it.
@@ -106,7 +106,7 @@ def write_imatrix(model: Path, sampling: Sampling, out: Path, progress: Callable
     from qdsl.checkpoint.files.safetensors import bytes_of
     from qdsl.models.calibrate import square_sums, token_bytes
 
-    language, tokens = _loaded(str(model), sampling, device)
+    language, tokens = loaded(str(model), sampling, device)
     with progress({SAMPLES: sum(map(token_bytes, tokens))}):
         sums = square_sums(language.model, tokens)
     own = _map_of(model)

@@ -34,6 +34,7 @@ MIXES = {**{name: Mix(name, *row) for name, row in _TABLE["mixes"].items()}, "CO
 ALIASES = _TYPES["aliases"]
 IMATRIX_POWERS: Mapping[str, float] = _TABLE["imatrix_powers"]
 OUTPUT = "output.weight"
+UNKNOWN = "Q8_0"
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 
 
@@ -129,6 +130,11 @@ def mix_of(name: str) -> Mix:
         raise QuantizeError(f"no mix '{name}'" + (f"; did you mean {', '.join(near)}?" if near else
                                                      f": expected one of {', '.join(MIXES)}"))
     return named
+
+
+def mix_for(bits: float) -> Mix:
+    """The mix of tensors whose types are chosen for a number of bits: those of which nothing is known get UNKNOWN."""
+    return Mix(f"{bits:g} bits", None, UNKNOWN)
 
 
 def types() -> list[str]:

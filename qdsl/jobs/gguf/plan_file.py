@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def plan(source: Source, options: Options, imatrix: Imatrix | None = None, requa
                                 "original, or give --allow-requantize for a worse model")
         if not step.copied and type in ("I8", "I16", "I32", "I64"):
             raise QuantizeError(f"{source.path}: tensor {shown(step.tensor.name)}: integers of {type} are no weights")
-    return Plan(steps, _metadata(source, options, imatrix), tuple(notes(steps, options, imatrix)))
+    return Plan(steps, _metadata(source, steps, options, imatrix), tuple(notes(steps, options, imatrix)))
 
 
 def notes(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> list[str]:
@@ -139,12 +139,13 @@ def without_imatrix(steps: tuple[Step, ...], options: Options, imatrix: Imatrix 
             and requires_imatrix(step.tensor.name, step.type, options.mix.name)]
 
 
-def _metadata(source: Source, options: Options, imatrix: Imatrix | None) -> dict[str, Value]:
+def _metadata(source: Source, steps: Iterable[Step], options: Options, imatrix: Imatrix | None) -> dict[str, Value]:
     """The metadata of the source and those that llama-quantize adds, in its order."""
     added: dict[str, tuple[str, Any]] = {"general.quantization_version": ("u32", QUANTIZATION_VERSION)}
     number = source.metadata.get("general.file_type")
     added["general.file_type"] = ("u32", options.mix.file_type if options.mix.file_type is not None else
-                                  number.decoded() if number is not None else _guessed_file_type(source))
+                                  number.decoded() if number is not None and options.mix.default is None else
+                                  _guessed_file_type(steps))
     if imatrix is not None:
         added["quantize.imatrix.file"] = ("string", _cut(str(imatrix.path)))
         if imatrix.datasets:
@@ -156,13 +157,13 @@ def _metadata(source: Source, options: Options, imatrix: Imatrix | None) -> dict
     return kept | {key: Value.of(type, content) for key, (type, content) in added.items()}
 
 
-def _guessed_file_type(source: Source) -> int:
+def _guessed_file_type(steps: Iterable[Step]) -> int:
     """The file type that llama.cpp infers where metadata state none: that of the most frequent type."""
     counts, type = Counter[str](), "F32"
-    for tensor in sorted(source.tensors.values(), key=place_of):
-        counts[tensor.type] += 1
-        if counts[tensor.type] > counts[type] or counts.total() == 1:
-            type = tensor.type
+    for step in sorted(steps, key=lambda step: place_of(step.tensor)):
+        counts[step.type] += 1
+        if counts[step.type] > counts[type] or counts.total() == 1:
+            type = step.type
     mix = MIXES.get(ALIASES.get(type, type))
     return GUESSED | (mix.file_type or 0 if mix else 0)
 

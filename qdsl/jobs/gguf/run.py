@@ -6,9 +6,8 @@ Chunks and their order do not depend on how many processes there are, so neither
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,19 +57,13 @@ class Task:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Moments of inputs.  folder: has them.  layers: their names there, by the names of tensors: one for each matrix, '' for an
-    expert that got no token.  what: a digest of all that they depend on.  method: of encode/calibrated/solve.py.
+    expert that got no token.  what: a digest of what they depend on.  method: of encode/calibrated/solve.py.
     """
 
     folder: Path
     layers: Mapping[str, Sequence[str]]
     what: str
     method: str
-
-    def remove(self) -> None:
-        """Remove the folder, and its parent once that is empty."""
-        shutil.rmtree(self.folder)
-        with suppress(OSError):
-            self.folder.parent.rmdir()
 
 
 def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
