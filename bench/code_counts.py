@@ -16,7 +16,6 @@ from torch import Tensor
 
 import qdsl
 from bench import code_kernels
-from bench.codes import THREE
 from qdsl.analyze import sass
 from qdsl.analyze.compile import compile_launch
 from qdsl.analyze.counts import report
@@ -73,9 +72,10 @@ def _lines(entries: float) -> float:
 
 def _decoders() -> Iterator[tuple[str, str, float, float, Call]]:
     """A title, what bench.codes calls it, lookups per weight, bytes of the table, and a launch that decodes to bfloat16."""
-    [hlane], [fix4] = (_calls(name) for name in ("hlane", "fix4"))
+    [hlane], [fix4], [fix3] = (_calls(name) for name in ("hlane", "fix4", "fix3"))
     to_weights = hlane.constants["to_weights"]
     yield "fix4", "fix4", 0, 0, fix4
+    yield "fix3", "fix3", 0, 0, fix3
     yield "hlane", "hlane", 1, 512, hlane
     yield "hlane, 4 streams a thread", "hlane", 1, 512, replace(hlane, options={**hlane.options, "num_warps": 1})
     for title, code, lookups, size, four, longest in (
@@ -84,7 +84,6 @@ def _decoders() -> Iterator[tuple[str, str, float, float, Call]]:
             ("tANS, 256 states", "tANS, 256 states", 1, 4 << 8, code_kernels.four_by_state, 8),
             ("tANS, 1024 states", "tANS, 1024 states", 1, 4 << 10, code_kernels.four_by_state, 10)):
         yield title, code, lookups, size, _streams(four, longest, to_weights, size)
-    yield "3 bits from a base, without patches", THREE, 0, 0, _three(to_weights)
 
 
 def _calls(name: str) -> list[Call]:
@@ -104,15 +103,6 @@ def _streams(four: Any, longest: int, to_weights: Any, size: int) -> Call:
                  _empty(N * K // 8, torch.int64), _empty(N * K // 2, torch.int32), turns, N, K // 8, groups, runs)
     constants = {"next_four": four, "to_weights": to_weights, "LONGEST": longest, "R": PER_ROW, "BN": rows}
     return Call(code_kernels.decode, arguments, constants, (N // rows,), {"num_warps": 4}, rows * K, rows * PER_ROW * 8)
-
-
-def _three(to_weights: Any) -> Call:
-    """A launch of bench.code_kernels.decode_three."""
-    rows, step = 16, 32
-    arguments = (_empty(N * K // 32, torch.int64), _empty(N * K // 32, torch.int32), _empty(1, torch.uint8),
-                 _empty(N * K // 8, torch.int64), _empty(N * K // 2, torch.int32), N, K // 8, K // (32 * step))
-    return Call(code_kernels.decode_three, arguments, {"to_weights": to_weights, "BN": rows, "STEP": step}, (N // rows,),
-                {"num_warps": 4}, rows * K, rows * step * 32)
 
 
 def _windows() -> float:

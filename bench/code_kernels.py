@@ -65,35 +65,3 @@ def decode(words, starts, table, uncoded, out, total, N, K8, groups, runs, next_
         tl.store(place, pairs.words(p[0], p[1], p[2], p[3]), row < N)
         uncoded += R
         place += 4 * R
-
-
-@triton.jit
-def decode_three(codes, upper, base, uncoded, out, N, K8, trips, to_weights: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr):
-    """Writes the bfloat16 weights of BN rows by codes of three bits, without patches; a thread takes 32 columns at a time.
-
-    codes: two bits of each code, of 32 columns in 64 bits; upper: the third ones, 32 columns in a word.
-    """
-    lane = tl.arange(0, BN * STEP)
-    n = (tl.program_id(0) * BN + lane // STEP).to(tl.int64)
-    bases = tl.load(base).to(tl.uint32) * 0x00800080
-    codes += n * (K8 // 4) + lane % STEP
-    upper += n * (K8 // 4) + lane % STEP
-    uncoded += n * K8 + lane % STEP * 4
-    four = tl.arange(0, BN * STEP * 4)
-    row = (tl.program_id(0) * BN + four // (4 * STEP)).to(tl.int64)
-    place = out + (row * (4 * K8) + four // 4 % STEP * 16 + four % 4)
-    for _ in range(0, trips):
-        both, third = tl.load(codes).to(tl.uint64, bitcast=True), tl.load(upper).to(tl.uint32, bitcast=True)
-        for eight in tl.static_range(4):
-            lower = (both >> (32 * (eight // 2))).to(tl.uint32)
-            more = tl.load(uncoded + eight)
-            e = ()
-            for j in tl.static_range(4):
-                code = ((lower >> (8 * (eight % 2) + 2 * j)) & 0x00030003) | (((third >> (4 * eight + j)) & 0x00010001) << 2)
-                e = e + (code * 128 + bases,)
-            p = to_weights(e, more.to(tl.uint32), (more >> 32).to(tl.uint32))
-            tl.store(place + 4 * eight, pairs.words(p[0], p[1], p[2], p[3]), row < N)
-        codes += STEP
-        upper += STEP
-        uncoded += 4 * STEP
-        place += 16 * STEP

@@ -20,13 +20,11 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.codecs import exponents
 from qdsl.codecs.huffman import canonical_code
 from qdsl.jobs.compress import df11
-from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
+from qdsl.jobs.compress.exponent_forms import FIX3, FIX4, HLANE
 
 Matrix = NDArray[np.uint16]                                      # patterns [N, K]
 LONGEST = 8                                                      # bits of hlane's codes
 LANES = 32                                                       # of a group, whose words take turns
-PATCH = 24                                                       # bits of a patch: a column in 16, and the exponent
-THREE = f"3 bits from a base, and patches of {PATCH} bits"
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
@@ -48,11 +46,9 @@ def rows(patterns: Matrix) -> Iterator[tuple[str, float]]:
         if np.count_nonzero(counts) <= states:
             yield f"tANS, {states} states", 8 + _by_states(symbols, counts, states, 2048).mean() / 2048
     for name, tensors in (("df11", df11.encode([patterns.reshape(-1)])), ("hlane", HLANE.encode(patterns)),
-                          ("fix4", FIX4.encode(patterns))):
+                          ("fix4", FIX4.encode(patterns)), ("fix3", FIX3.encode(patterns))):
         yield name, 8 * sum(tensor.nbytes for tensor in tensors.values()) / patterns.size
     yield from _layouts(symbols, counts)
-    three = max(int(counts[base:base + 8].sum()) for base in range(249))
-    yield THREE, 8 + 3 + PATCH * (1 - three / symbols.size)
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:

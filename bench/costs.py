@@ -14,6 +14,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
 from qdsl.analyze.gpus import GPUS, arch_of
 from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, costs, launch, plan
+from qdsl.runtime.gpu import configure, costs, launch, plan, tiles
 from qdsl.runtime.gpu.costs import Candidate, Cost
 from qdsl.runtime.gpu.families import ANY_GPU, lanes
 from qdsl.runtime.gpu.families.units import SMALL, gemm_config
@@ -47,6 +48,7 @@ ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "sm_89", "gfx942")
 ORDER = ("sm_100", "sm_90", "sm_80", "sm_89", "sm_120", "gfx942")  # similar ones side by side
 COUNTED = Path(__file__).with_name("results") / "costs.json"
 LANES = ("gemv", "skinny", "tile_gemm")                          # kinds of which plans take no kernel that spills
+KINDS = ("dequantize", "matvec", "gemm", *LANES)
 WARPS = 4                                                        # of the kernels whose keys name no warps
 LETTERS = 91                                                     # from costs.FIRST on
 Counts = dict[str, dict[str, dict[str, list[float]]]]             # rows by architecture, storage and key
@@ -165,10 +167,10 @@ def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     """Launch configurations of a matrix-unit kernel to count: the usual ones, then their variants."""
     if kind != "tile_gemm":
-        k, trip = packed.shape[1], lanes.Gemv().trip(packed) if kind == "gemv" else configure.TRIP
+        k, trip = packed.shape[1], lanes.Gemv().trip(packed) if kind == "gemv" else tiles.TRIP
         for warps, r in itertools.product((4, 1, 8) if kind == "gemv" else (4, 1, 2, 8), (1, 2)):
             if trip * warps <= k:
-                tile = configure.lane_tile(r, warps, k, trip)
+                tile = tiles.lane_tile(r, warps, k, trip)
                 yield from (tile, {**tile, "BM": 16}) if kind == "skinny" else (tile,)
         return
     tallest = lanes.most_columns(packed) if configure.target(META).capability == 9 else 64
@@ -200,7 +202,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="PREFIX", help="formats whose name begins so")
     parser.add_argument("--arch", action="append", choices=list(EVERY_ARCH), help=f"by default {' and '.join(ARCHS)}")
     parser.add_argument("--anew", action="store_true", help="count kernels again that the file has")
-    parser.add_argument("--kind", action="append", choices=[*costs.USUAL], help="kernels of this kind alone, may be repeated")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="kernels of this kind alone, may be repeated")
     parser.add_argument("--file", type=Path, default=COUNTED)
     options = parser.parse_args()
     kernels = json.loads(options.file.read_text())["kernels"] if options.file.is_file() else {}
@@ -210,9 +212,9 @@ def main() -> None:
             storage = costs.storage_key(packed)
             entry = kernels.get(arch, {}).get(storage, {})
             if options.anew:
-                entry = {key: row for key, row in entry.items() if key.split()[0] not in (options.kind or costs.USUAL)}
+                entry = {key: row for key, row in entry.items() if key.split()[0] not in (options.kind or KINDS)}
             for key, call in calls(packed, arch):
-                if key not in entry and key.split()[0] in (options.kind or costs.USUAL) and is_wanted(key, entry):
+                if key not in entry and key.split()[0] in (options.kind or KINDS) and is_wanted(key, entry):
                     try:
                         entry[key] = row(call, arch, compiled)
                     except AnalyzeError as error:
@@ -289,8 +291,8 @@ def compact(kernels: Counts) -> str:
         for arch, entry in entries.items():
             for key, cost in entry.items():
                 columns[key, arch, cost.warps, cost.trip > 0].append(cost)
-    kinds, lines, body = ("dequantize", "matvec", "gemm", *LANES), [], []
-    order = sorted(columns, key=lambda column: (kinds.index(column[0][0]), column[0], column[2:], ORDER.index(column[1])))
+    lines, body = [], []
+    order = sorted(columns, key=lambda column: (KINDS.index(column[0][0]), column[0], column[2:], ORDER.index(column[1])))
     for column in order:
         medians = (median_low(values) for values in zip(*map(astuple, columns[column]), strict=True))
         lines.append(" ".join([column[1], *map(str, column[0]), *(f"{value:g}" for value in [*medians][:-1])]))
@@ -304,7 +306,9 @@ def compact(kernels: Counts) -> str:
             letters = _letters(own)
             text += costs.SAME if letters == before else letters
             before = letters
-        body.append("\t".join([storage, text.rstrip(costs.ABSENT), *([" ".join(sorted(spilling))] if spilling else ())]))
+        text = re.sub(f"{costs.ABSENT}{{3,{LETTERS - 1}}}", lambda run: costs.MANY + chr(ord(costs.FIRST) + len(run[0])),
+                      text.rstrip(costs.ABSENT))
+        body.append("\t".join([storage, text, *([" ".join(sorted(spilling))] if spilling else ())]))
     return "\n".join([*lines, "", *body]) + "\n"
 
 

@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--shard", type=int, default=50, help="megabytes of a shard")
     parser.add_argument("--columns", type=int, default=4096, help="of a layer, which has as many rows")
-    parser.add_argument("--format", choices=("hlane", "fix4", "df11"), help="compress to this")
+    parser.add_argument("--format", choices=("hlane", "fix4", "fix3", "df11"), help="compress to this")
     parser.add_argument("--quantize", metavar="FORMAT", help="quantize to this")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=2)

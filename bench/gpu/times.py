@@ -38,7 +38,8 @@ SIDES: tuple[tuple[str, dict[str, int | str], str], ...] = (
     ("int_group.planar", {"bits": 3}, "bf16"), ("int_group.planar", {"bits": 2}, "bf16"), ("fp8_tensor.planar", {}, "bf16"),
     ("int8_channel.safetensors", {}, "bf16"), ("int8_tensor.planar", {}, "bf16"), ("fp8_channel.safetensors", {}, "bf16"),
     ("int_group.gptq_v2", {"bits": 4}, "bf16"), ("int_group.awq", {"bits": 4}, "bf16"), ("q4_0.gguf", {}, "bf16"),
-    ("q4_k.gguf", {}, "bf16"), ("fix4.fix4", {}, "bf16"), ("hlane.hlane", {}, "bf16"), ("df11.df11", {}, "bf16"),
+    ("q4_k.gguf", {}, "bf16"), ("fix4.fix4", {}, "bf16"), ("fix3.fix3", {}, "bf16"), ("hlane.hlane", {}, "bf16"),
+    ("df11.df11", {}, "bf16"),
 )
 QUICK_SIDES = SIDES[:7]
 PLAIN = ("gptq_v2", "awq", "gguf")                               # storages without kernels for matrix units: slow for more rows

@@ -35,7 +35,7 @@ def plan(model: Annotated[str, typer.Argument(show_default=False,
                     [[part.name or model, f"{part.weights / 1e9:.3f} B",
                       *(f"{need.resident / 1e9:.2f} + {need.scratch / 1e9:.2f}" if (need := part.needs.get(format)) else "-"
                         for format in CHOICES)] for part in planned.models])
-        typer.echo("GB of weights + GB of scratch; sizes in hlane and fix4 are predicted")
+        typer.echo("GB of weights + GB of scratch; sizes in hlane, fix4 and fix3 are predicted")
         ways = (("all in memory", planned.together), ("one at a time", planned.in_turn))
         for way, chosen in ways[:len(planned.models)]:             # of one model both are the same
             formats = "nothing fits" if chosen is None else f"{chosen.peak / 1e9:.2f} GB with " + ", ".join(

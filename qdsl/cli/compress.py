@@ -19,8 +19,9 @@ Like = Annotated[str | None, typer.Option("--like", help="A checkpoint with the 
 
 @app.command()
 def compress(folder: Annotated[Path, input_argument("A folder of safetensors files, a pipeline of diffusers, or one file.")],
-             format: Annotated[str, typer.Option("--format", "-f", metavar="hlane|fix4|df11", show_default=False, help="hlane is "
-                                                 "the smallest, fix4 the fastest to decode, df11 the dfloat11 package's.")],
+             format: Annotated[str, typer.Option("--format", "-f", metavar="hlane|fix4|fix3|df11", show_default=False, help=
+                                                 "hlane is the smallest, fix4 the fastest to decode, fix3 smaller than that, "
+                                                 "df11 the dfloat11 package's.")],
              out: OutFolder,
              jobs: Jobs = None, shard: Shard = None, force: Force = False,
              check: Annotated[bool, typer.Option("--check", help="Decode and compare the written tensors before they take their "

@@ -98,32 +98,98 @@ void window_decode(const uint32_t *codes /* n * ((k + 7) / 8) */, int base, uint
         }
 }
 
+/* Up to eight symbols less a base, byte by byte.  Those that then have bits of `far` are 0; their places are noted, and they. */
+static uint64_t distances(const uint8_t *symbol, int count, int base, uint64_t far, int64_t at, int64_t **places,
+                          uint8_t **values, int64_t *room)
+{
+    uint64_t bases = 0x0101010101010101 * (uint64_t)base, highest = 0x8080808080808080, eight = bases;
+    memcpy(&eight, symbol, count == 8 ? 8 : count);
+    eight = ((eight | highest) - (bases & ~highest)) ^ ((eight ^ ~bases) & highest);
+    if (eight & far)
+        for (int j = 0; j < count; j++)
+            if (eight >> 8 * j & far & 0xFF && (*room)-- > 0) {
+                *(*places)++ = at + j;
+                *(*values)++ = symbol[j];
+                eight &= ~((uint64_t)0xFF << 8 * j);
+            }
+    return eight;
+}
+
 /* window: codes of symbols [n, k]; the places of those that have none, and themselves: the `room` that the caller counted. */
 void window_encode(const uint8_t *symbols /* n * k */, int base, uint32_t *codes /* n * ((k + 7) / 8) */,
                    int64_t *places /* room */, uint8_t *values /* room */, int64_t room, int64_t n, int64_t k)
 {
     int64_t words = (k + 7) / 8;
-    uint64_t bases = 0x0101010101010101 * (uint64_t)base, highest = 0x8080808080808080;
     for (int64_t row = 0; row < n; row++)
         for (int64_t i = 0; i < words; i++) {
-            const uint8_t *symbol = symbols + row * k + 8 * i;
-            int count = 8 * i + 8 <= k ? 8 : (int)(k - 8 * i);
-            uint64_t eight = bases;
-            memcpy(&eight, symbol, count == 8 ? 8 : count);
-            eight = ((eight | highest) - (bases & ~highest)) ^ ((eight ^ ~bases) & highest);    /* less the base, byte by byte */
-            if (eight & 0xF0F0F0F0F0F0F0F0) {
-                for (int j = 0; j < count; j++)
-                    if (eight >> 8 * j & 0xF0 && room-- > 0) {
-                        *places++ = row * k + 8 * i + j;
-                        *values++ = symbol[j];
-                        eight &= ~((uint64_t)0xFF << 8 * j);
-                    }
-            }
+            int64_t at = row * k + 8 * i;
+            uint64_t eight = distances(symbols + at, 8 * i + 8 <= k ? 8 : (int)(k - 8 * i), base, 0xF0F0F0F0F0F0F0F0, at, &places,
+                                       &values, &room);
             uint64_t even = eight & 0x00FF00FF00FF00FF, odd = eight >> 8 & 0x00FF00FF00FF00FF;
             even = (even | even >> 12) & 0x000000FF000000FF;
             odd = (odd | odd >> 12) & 0x000000FF000000FF;
             codes[row * words + i] = (uint32_t)(((even | even >> 24) & 0xFFFF) | ((odd | odd >> 24) & 0xFFFF) << 16);
         }
+}
+
+/* row_window: of each row of symbols [n, k] the first base from which on eight symbols are most frequent, and how often they are. */
+void row_window_bases(const uint8_t *symbols /* n * k */, uint8_t *bases /* n */, int64_t *coded /* n */, int64_t n, int64_t k)
+{
+    for (int64_t row = 0; row < n; row++) {
+        int64_t counts[256] = {0}, sum = 0;
+        count_symbols(symbols + row * k, counts, k);
+        for (int last = 0; last < 256; last++) {
+            sum += counts[last] - (last < 8 ? 0 : counts[last - 8]);
+            if (last == 7 || (last > 7 && sum > coded[row])) {
+                coded[row] = sum;
+                bases[row] = (uint8_t)(last - 7);
+            }
+        }
+    }
+}
+
+/* row_window: the lower two bits of codes of symbols [n, k], their third bits, and what has no code as of `window_encode`. */
+void row_window_encode(const uint8_t *symbols /* n * k */, const uint8_t *bases /* n */, uint32_t *codes /* n * 2 * ((k + 31) / 32) */,
+                    uint32_t *upper /* n * ((k + 31) / 32) */, int64_t *places /* room */, uint8_t *values /* room */,
+                    int64_t room, int64_t n, int64_t k)
+{
+    int64_t groups = (k + 31) / 32;
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t i = 0; i < 4 * groups; i++) {
+            int64_t at = row * k + 8 * i, left = k - 8 * i;
+            uint64_t eight = left <= 0 ? 0 : distances(symbols + at, left < 8 ? (int)left : 8, bases[row], 0xF8F8F8F8F8F8F8F8, at,
+                                                       &places, &values, &room);
+            uint64_t even = eight & 0x0003000300030003, odd = eight >> 8 & 0x0003000300030003;
+            even |= even >> 14, odd |= odd >> 14;
+            uint32_t two = (uint32_t)(((even | even >> 28) & 0xFF) | ((odd | odd >> 28) & 0xFF) << 16);
+            even = eight >> 2 & 0x0001000100010001, odd = eight >> 10 & 0x0001000100010001;
+            even |= even >> 15, odd |= odd >> 15;
+            uint32_t one = (uint32_t)(((even | even >> 30) & 0xF) | ((odd | odd >> 30) & 0xF) << 16);
+            uint32_t *code = codes + row * 2 * groups + i / 2, *third = upper + row * groups + i / 4;
+            *code = i % 2 ? *code | two << 8 : two;
+            *third = i % 4 ? *third | one << 4 * (i % 4) : one;
+        }
+}
+
+/* row_window: symbols [n, k] of codes, without patches. */
+void row_window_decode(const uint32_t *codes /* n * 2 * ((k + 31) / 32) */, const uint32_t *upper /* n * ((k + 31) / 32) */,
+                    const uint8_t *bases /* n */, uint8_t *out /* n * k */, int64_t n, int64_t k)
+{
+    int64_t groups = (k + 31) / 32;
+    for (int64_t row = 0; row < n; row++) {
+        uint64_t base = 0x0101010101010101 * (uint64_t)bases[row];
+        for (int64_t i = 0; 8 * i < k; i++) {
+            uint64_t two = codes[row * 2 * groups + i / 2] >> 8 * (i % 2), one = upper[row * groups + i / 4] >> 4 * (i % 4);
+            uint64_t even = (two & 0xF) | (two & 0xF0) << 28, odd = (two >> 16 & 0xF) | (two >> 16 & 0xF0) << 28;
+            even = (even | even << 14) & 0x0003000300030003;
+            odd = (odd | odd << 14) & 0x0003000300030003;
+            uint64_t lower = (one & 3) | (one & 0xC) << 30, higher = (one >> 16 & 3) | (one >> 16 & 0xC) << 30;
+            even |= ((lower | lower << 15) & 0x0001000100010001) << 2;
+            odd |= ((higher | higher << 15) & 0x0001000100010001) << 2;
+            uint64_t eight = (even | odd << 8) + base;           /* a base is at most 248: no byte overflows */
+            memcpy(out + row * k + 8 * i, &eight, 8 * i + 8 <= k ? 8 : k - 8 * i);
+        }
+    }
 }
 
 /* What INDEX bits begin with: up to four symbols in the lower half, their number from bit 32 on, their bits from bit 40 on. */

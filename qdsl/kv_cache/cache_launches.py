@@ -18,7 +18,7 @@ from qdsl.kv_cache.cache import CachedRows, KVCache
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.kernels import encode, paged_attention, store_rows
 from qdsl.runtime.libraries.call import Call
-from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.arrays import cdiv, power
 from qdsl.runtime.weight.layout import FLOATS
 
 NUMBERS_IN_ORDER, NUMBERS = 1 << 14, 1 << 13                     # numbers in a tile of attention: codes in order, and decoded
@@ -133,7 +133,7 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
     tokens = max(LEAST_TOKENS, (NUMBERS_IN_ORDER if in_order else NUMBERS) // d)
     most = max(1, cdiv(block_tables.shape[1] * cache.block_size, tokens))
     group = heads // cache.heads
-    rows = min(max(HEADS, configure.power(group)), MOST_HEADS)
+    rows = min(max(HEADS, power(group)), MOST_HEADS)
     programs = cache.heads * cdiv(group, rows)
     if splits is None:
         splits = min(most, MOST_SPLITS, cdiv(2 * configure.target(q.device).multiprocessors, b * programs))
@@ -153,7 +153,7 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
                 sequences if cache.tail is not None else None, partial, weights, cache.keys.packed.shape[0],
                 block_tables.shape[1], cache.heads, group, *sizes), constants, (b, programs, splits),
                {"num_warps": WARPS if rows * d <= MOST_SUMS else 2 * WARPS, "num_stages": 2})
-    yield Call(paged_attention.combine, (partial, weights, out, splits), {"D": v, "BS": configure.power(splits)}, (b * heads,),
+    yield Call(paged_attention.combine, (partial, weights, out, splits), {"D": v, "BS": power(splits)}, (b * heads,),
                {"num_warps": WARPS})
 
 

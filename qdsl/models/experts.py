@@ -27,7 +27,12 @@ def routed_sum(x: Tensor, run: Callable[[Tensor, Offsets, Tensor | None], Tensor
     local number of each expert among `experts`, -1 for experts of other ranks.  is_input_weighted: weight rows of x instead of
     outputs.  Sums are in the order of the ids.
     """
-    routing = None if is_input_weighted else route(x, topk_ids, topk_weights, experts, expert_map)
+    routing = route(x, topk_ids, topk_weights, experts, expert_map)
+    if routing is not None and is_input_weighted:
+        pairs = (x[:, None] * topk_weights[..., None]).to(x.dtype).flatten(0, 1)
+        rows = torch.empty_like(pairs)
+        rows[routing.places] = pairs
+        return weighted_sum(run(rows, routing, None), routing.places, torch.ones_like(topk_weights), routing.offsets).to(x.dtype)
     if routing is not None:
         return weighted_sum(run(x, routing, routing.tokens), routing.places, topk_weights, routing.offsets).to(x.dtype)
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()

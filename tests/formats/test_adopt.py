@@ -68,7 +68,8 @@ KIN = [(name, other) for name, case in FORMATS.items() for other, to in FORMATS.
        if name != other and fields(case) == fields(to)]
 EXACT = {("int_group", "int4pack"), ("int_group", "awq_gemv_fast"), ("mxfp4", "ocp_mxfp4"), ("ocp_mxfp4", "mxfp4"),
          ("nvfp4_ct", "nvfp4_modelopt"), ("nvfp4_modelopt", "nvfp4_ct"), ("tq1_0", "tq2_0"), ("tq2_0", "tq1_0"),
-         ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16"), ("bf16", "df11"), ("df11", "hlane"), ("hlane", "fix4")}
+         ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16"), ("bf16", "df11"), ("df11", "hlane"), ("hlane", "fix4"),
+         ("fix4", "fix3")}
 
 
 def weights(case: Case) -> list[PackedWeight]:

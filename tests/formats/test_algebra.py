@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qdsl.checkpoint.report.shards import GROUP_ROWS
 from qdsl.core.codecs import CODECS, implementation
-from qdsl.generated import df11, fix4, fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
+from qdsl.generated import df11, fix3, fix4, fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import algebra
 from tests.support.covering import ALL
@@ -314,7 +314,7 @@ def test_many_parts_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- rows of entropy codes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [hlane, fix4], ids=["hlane", "fix4"])
+@pytest.mark.parametrize("module", [hlane, fix4, fix3], ids=["hlane", "fix4", "fix3"])
 @pytest.mark.parametrize(("half", "k"), [(32, 75), (16, 2056), (16, 8200)])      # 1, 4 and 8 lanes, these in two chunks
 def test_rows_at_groups_keep_their_codes(module: ModuleType, half: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what encoding the rows gives, here by the same code, and neither encoded nor decoded for it."""
@@ -342,7 +342,7 @@ def same_tensors(one: PackedWeight, other: PackedWeight) -> bool:
         torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
 
 
-@pytest.mark.parametrize("module", [hlane, fix4, df11], ids=["hlane", "fix4", "df11"])
+@pytest.mark.parametrize("module", [hlane, fix4, fix3, df11], ids=["hlane", "fix4", "fix3", "df11"])
 def test_other_rows_of_entropy_codes_are_encoded_anew(module: ModuleType) -> None:
     """Inside a group, and where a code does not say where rows begin."""
     weight = torch.randn(70, 75, generator=torch.Generator().manual_seed(0)).bfloat16()

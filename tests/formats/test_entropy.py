@@ -31,7 +31,7 @@ from qdsl.codecs.lookup import code_of_tables, df11_tables
 from qdsl.core.codecs import CODECS, StreamError, implementation
 from qdsl.host import library
 from qdsl.jobs.compress import df11
-from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
+from qdsl.jobs.compress.exponent_forms import FIX3, FIX4, HLANE
 from qdsl.runtime import FormatError
 from qdsl.runtime.weight import bfloat16
 from tests.support.paths import ROOT
@@ -39,7 +39,7 @@ from tests.support.paths import ROOT
 DATA = ROOT / "tests" / "data"
 CASES = {case["name"]: case for case in json.loads((DATA / "df11" / "manifest.json").read_text())}
 TABLES = json.loads((DATA / "df11" / "code_tables.json").read_text())
-FORMS = {"hlane": HLANE, "fix4": FIX4}
+FORMS = {"hlane": HLANE, "fix4": FIX4, "fix3": FIX3}
 NUMPY, COMPILED = LOOPS = ("never", "always")                    # with and without a compiler
 
 
@@ -236,7 +236,7 @@ def test_rows_are_those_of_the_weight(form: str, choice: str) -> None:
     shape, rows = (70, 4104), np.array([0, 3, 17, 69])
     patterns = normal(*shape)
     tensors = FORMS[form].encode(patterns)
-    coding = implementation({"hlane": "huffman_lanes", "fix4": "window"}[form])
+    coding = implementation({"hlane": "huffman_lanes", "fix4": "window", "fix3": "row_window"}[form])
     stream = {own: tensors[name] for name, own in zip(FORMS[form].names, FORMS[form].own, strict=True)}
     with loops(choice):
         assert np.array_equal(coding.decode_rows(stream, shape, rows), (patterns >> 7).astype(np.uint8)[rows])
@@ -250,14 +250,16 @@ def test_bits_per_weight() -> None:
             tensor = folder.tensor(name)
             if tensor.dim() == 2:
                 weights[name.split(".")[-2 if "self" in name else -3]] = tensor.view(torch.int16).numpy().view(np.uint16)
-    wanted = {"gauss": (10.80, 10.79, 12.02), "query": (10.914, 10.905, 12.016), "intermediate": (10.877, 11.034, 12.016),
-              "output": (10.869, 10.902, 12.015)}
+    wanted = {"gauss": (10.80, 10.79, 12.02, 11.30), "query": (10.914, 10.905, 12.016, 11.435),
+              "intermediate": (10.877, 11.034, 12.016, 11.443),
+              "output": (10.869, 10.902, 12.015, 11.432)}
     assert set(weights) == set(wanted)
     for name, patterns in weights.items():
         sizes = [8 * sum(tensor.nbytes for tensor in tensors.values()) / patterns.size
-                 for tensors in (df11.encode([patterns.reshape(-1)]), HLANE.encode(patterns), FIX4.encode(patterns))]
+                 for tensors in (df11.encode([patterns.reshape(-1)]), *(form.encode(patterns) for form in FORMS.values()))]
         assert sizes == pytest.approx(wanted[name], rel=0.003), name
-    for coding, size in (("huffman_windows", wanted["gauss"][0]), ("huffman_lanes", wanted["gauss"][1])):
+    for coding, size in (("huffman_windows", wanted["gauss"][0]), ("huffman_lanes", wanted["gauss"][1]),
+                         ("row_window", wanted["gauss"][3])):
         assert 8 + CODECS[coding].normal == pytest.approx(size, rel=0.003)
 
 

@@ -56,6 +56,7 @@ def is_plain(case: Case) -> bool:
 def bits_per_code(case: Case) -> float:
     bits = next((int(value) for name, value in case.params if name == "bits"), 0)
     widths = {"q1_0": 1, "tq1_0": 1.6, "iq1_s": 1.6, "iq1_m": 1.8, "f16": 16, "bf16": 16, "f32": 32, "df11": 16, "fix4": 16,
+              "fix3": 16,
               "hlane": 16}
     return bits or widths.get(case.path.stem, 4)
 

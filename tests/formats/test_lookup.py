@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from qdsl.codecs.huffman_lanes import reference as huffman_lanes
+from qdsl.codecs.row_window import reference as row_window
 from qdsl.codecs.window import reference as window
-from qdsl.generated import fix4, fp8_block, hlane, int8_block, int_group, q4_0
+from qdsl.generated import fix3, fix4, fp8_block, hlane, int8_block, int_group, q4_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import streams
 from tests.support.formats import same_bits
@@ -22,8 +23,9 @@ from tests.support.packed_layers import is_unchanged, module_of, quantized, samp
 
 
 @pytest.mark.parametrize(("name", "k"), [
-    *((name, 128) for name in ("q4_0", "fp8_block", "int8_block", "nf4", "hlane", "fix4", "df11", "bitnet", "awq_gemv_fast")),
-    ("hlane", 2304), ("fix4", 2304)])
+    *((name, 128) for name in ("q4_0", "fp8_block", "int8_block", "nf4", "hlane", "fix4", "fix3", "df11", "bitnet",
+                                "awq_gemv_fast")),
+    ("hlane", 2304), ("fix4", 2304), ("fix3", 2304)])
 def test_rows_are_those_of_the_whole_weight(name: str, k: int) -> None:
     """In any order, some of them twice, as one number or none."""
     module = module_of(name)
@@ -55,7 +57,7 @@ class Decoded:
     rows = 0
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        for module in (fp8_block, int8_block, hlane, fix4):
+        for module in (fp8_block, int8_block, hlane, fix4, fix3):
             real = module.FORMAT.dequantize
             patch.setattr(module.FORMAT, "dequantize", functools.partial(self._count, real))
 
@@ -70,7 +72,7 @@ def test_few_rows_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     symbols: list[int] = []
     real = huffman_lanes._decode_groups
     monkeypatch.setattr(huffman_lanes, "_decode_groups", lambda *args: symbols.append(len(args[2])) or real(*args))
-    for module in (hlane, fix4):
+    for module in (hlane, fix4, fix3):
         monkeypatch.setattr(streams, "decode", lambda *_: pytest.fail("all symbols were decoded"))
         decoded.rows = 0
         module.Embedding(module.quantize(sample(1024, 4096)))(index)
@@ -92,14 +94,14 @@ def test_a_compiled_embedding(name: str) -> None:
 
 
 def test_damaged_streams_are_refused_for_rows_too() -> None:
-    for module, name in ((hlane, "starts"), (fix4, "patch_start")):
+    for module, name in ((hlane, "starts"), (fix4, "patch_start"), (fix3, "patch_start")):
         packed = module.quantize(sample(64, 256))
         tensors = {**packed.tensors, name: packed.tensors[name] + 7}
         with pytest.raises(FormatError, match="stream of 'exponents' is damaged"):
             packed.format.dequantize_rows(packed.derive(tensors), torch.tensor([1]))
 
 
-@pytest.mark.parametrize("coding", [huffman_lanes, window])
+@pytest.mark.parametrize("coding", [huffman_lanes, window, row_window])
 @pytest.mark.parametrize("shape", [(100, 2304), (33, 64), (7, 4104)])
 def test_rows_of_a_code(coding: ModuleType, shape: tuple[int, int]) -> None:
     symbols = np.random.default_rng(0).binomial(40, 0.5, shape).astype(np.uint8)

@@ -21,7 +21,7 @@ from qdsl.checkpoint.files.folder import INDEX, ORIGINAL, Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.checkpoint.report.verify import differences
 from qdsl.checkpoint.report.verify_decoded import decoded_differences
-from qdsl.generated import bf16, fix4, hlane
+from qdsl.generated import bf16, fix3, fix4, hlane
 from qdsl.jobs.compress import patterns, restore, run
 from qdsl.jobs.compress.tensors import EncodedMatrices
 from qdsl.jobs.compress.units import FORMATS, Compression
@@ -112,7 +112,7 @@ def test_there_and_back_again(format: str, sharded: Path, tmp_path: Path) -> Non
     assert files["tokenizer/vocab.txt"] == b"a\nb\n"
 
 
-@pytest.mark.parametrize(("format", "module"), [("hlane", hlane), ("fix4", fix4)])
+@pytest.mark.parametrize(("format", "module"), [("hlane", hlane), ("fix4", fix4), ("fix3", fix3)])
 def test_weights_as_modules_have_them(format: str, module: Any, sharded: Path, tmp_path: Path) -> None:
     """A layer of a file is the format's own weight, found by its tensors, and says what it was."""
     run.compress(sharded, Compression(format), tmp_path / "out")
@@ -175,7 +175,7 @@ def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("source", "aim"), [
     ("df11", Compression("hlane")), ("df11", Compression("fix4")), ("df11", Compression("df11", threads=256)),
-    ("hlane", Compression("df11")),
+    ("fix4", Compression("fix3")), ("hlane", Compression("df11")),
     ("fix4", Compression("df11", patterns={r"model\.layers\.\d+": ["mlp.up", "mlp.q"]}))])
 def test_a_compressed_folder_in_another_format(source: str, aim: Compression, sharded: Path, tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ COMMANDS: list[str] = list(GROUP.commands)
 TABLE = re.findall(r"^\| (\d+) \| .+ \|$", (ROOT / "docs" / "checkpoints.md").read_text(), re.M)
 # A value for each word that is right, and one that no command takes.
 RIGHT = {"MODEL": "model", "SPEC": "q4_0", "FOLDER": "out", "FILE|FOLDER": "out", "FILE": "out.file", "TEXT": "text.txt",
-         "SIZE": "20GB", "hlane|fix4|df11": "hlane"}
+         "SIZE": "20GB", "hlane|fix4|fix3|df11": "hlane"}
 WRONG = {"KEY=VALUE": "key", "PATTERN": "[", "I/N": "3/2", "N": "x", "SIZE": "20", "FORMAT": "no_such", "STORAGE": "no_such",
          "FORMAT[.STORAGE]": "no_such", "DTYPE": "f99", "MIX": "Q9", "PATTERN=TYPE": "attn", "WxH": "7", "PRODUCER": "no_such",
-         "linear|dequantize": "other", "bf16|f16": "f99", "hlane|fix4|df11": "other", "N K": "x"}
+         "linear|dequantize": "other", "bf16|f16": "f99", "hlane|fix4|fix3|df11": "other", "N K": "x"}
 WITH = {"--programs": ["--execute"], "--storage": []}            # what an option needs
 TARGETS = {"convert": ["--to", "awq"], "quantize": ["--format", "q4_0", "--out", "out"], "build": ["q4_0"], "infer": [
     "text.txt"], "evaluate": [], "generate": ["prompt"], "new": ["mine"]}

@@ -27,10 +27,11 @@ from tests.support.quantize_command import drawn
 # By the word of an option: what means something in other letters or as a producer's word, and what is nearly a name.
 UNDERSTOOD = {"SPEC": ("GPTQ", "Q4-K", "awq"), "FORMAT": ("GPTQ", "Q4-K"), "FORMAT[.STORAGE]": ("GPTQ", "Int-Group.AWQ"),
               "STORAGE": ("GPTQ", "Awq"), "MIX": ("q4_k_m", "Q4_K_M"), "TYPE": ("q8_0",), "PATTERN=TYPE": ("x=q8_0",),
-              "DTYPE": ("BF16", "Float32"), "f32|bf16|f16": ("BF16", "bfloat16"), "hlane|fix4|df11": ("HLANE",),
+              "DTYPE": ("BF16", "Float32"), "f32|bf16|f16": ("BF16", "bfloat16"), "hlane|fix4|fix3|df11": ("HLANE",),
               "bf16|f16": ("BF16", "float16"), "linear|dequantize": ("Linear",), "PRODUCER": ("GPTQ",)}
 NEARLY = {"SPEC": "q4kk", "FORMAT": "gptq_v9", "FORMAT[.STORAGE]": "gptq_v9", "STORAGE": "awqq", "MIX": "Q4_K_X", "TYPE": "q8_9",
-          "PATTERN=TYPE": "x=q8_9", "DTYPE": "float33", "f32|bf16|f16": "bf17", "hlane|fix4|df11": "hlan", "bf16|f16": "bf17",
+          "PATTERN=TYPE": "x=q8_9", "DTYPE": "float33", "f32|bf16|f16": "bf17",
+          "hlane|fix4|fix3|df11": "hlan", "bf16|f16": "bf17",
           "linear|dequantize": "liner", "PRODUCER": "gptqq"}
 SUGGESTS = re.compile(r"did you mean|expected one of|it has [\w, ]+ and \w+|[Mm]ixes and types are")
 # A word that is understood, and fails as what it needs is not there; commands that would compile or build are not tried.

@@ -229,13 +229,13 @@ def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
 
 
 def streams_decoded(name: str, arch: str, rows: int) -> dict[str, Any]:
-    """Entropy codes: every bit of the weight, or the product with a few rows.  fix4 stores the weights of its patches again."""
+    """Entropy codes: every bit of the weight, or the product with a few rows.  fix4 and fix3 store weights of patches again."""
     packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(40, 512, torch.float32))
     weight = packed.format.dequantize(packed, torch.bfloat16)
     x, out = sample(rows, 512, torch.bfloat16), torch.full((rows, 40) if rows else (40, 512), torch.nan, dtype=torch.bfloat16)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         calls = list(launch.linear_calls(x, packed, None, out) if rows else launch.dequantize_calls(packed, out))
-    findings = run(calls, arch, None if name == "fix4" and not rows else out, Options(order=3))
+    findings = run(calls, arch, None if name in ("fix4", "fix3") and not rows else out, Options(order=3))
     wide = weight.double()
     exact = x.double() @ wide.t() if rows else wide
     allowed = exact.abs() * 2.0 ** -8 + x.double().abs() @ wide.abs().t() * 512 * 2.0 ** -24 if rows else torch.full_like(wide,
@@ -327,7 +327,8 @@ SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
         False)},
     **{f"{name} {arch} {rows}": partial(streams_decoded, name, arch, rows) for name, arch, rows in (
         ("hlane", "sm_80", 0), ("hlane", "sm_90", 1), ("hlane", "sm_80", 5), ("fix4", "sm_90", 0), ("fix4", "sm_90", 1),
-        ("fix4", "sm_80", 5), ("df11", "sm_90", 0), ("df11", "sm_80", 5))},
+        ("fix4", "sm_80", 5), ("fix3", "sm_90", 0), ("fix3", "sm_90", 1), ("fix3", "sm_80", 5),
+        ("df11", "sm_90", 0), ("df11", "sm_80", 5))},
 }
 
 

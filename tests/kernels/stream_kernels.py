@@ -63,7 +63,7 @@ def windows(call: Call, arch: str) -> float:
 
 def every(arch: str) -> Iterator[dict[str, Any]]:
     if arch == "gfx942":
-        for form in ("df11", "hlane", "fix4"):
+        for form in ("df11", "hlane", "fix4", "fix3"):
             for what, call in launches(form):
                 types, constants, hints = specialize_arguments(call)
                 binary = triton.compile(ASTSource(call.kernel, types, constants, hints), target=GPUTarget("hip", arch, 64),
@@ -71,7 +71,7 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
                 yield {"form": form, "what": what, "bytes": len(binary.asm["hsaco"])}
         return
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
-        for form in ("df11", "hlane", "fix4"):
+        for form in ("df11", "hlane", "fix4", "fix3"):
             for what, call in launches(form):
                 is_counted = "LEVELS" not in call.constants
                 compiled = compile_launch(call, arch_of(arch))

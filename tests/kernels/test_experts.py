@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qdsl.generated import df11, fix4, fp8_block, hlane, int8_channel, nf4, q4_0
+from qdsl.generated import df11, fix3, fix4, fp8_block, hlane, int8_channel, nf4, q4_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.torch import experts, ops
@@ -145,7 +145,8 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize(("module", "dtype"), [(q4_0, torch.float16), (fp8_block, torch.bfloat16), (nf4, torch.float32),
-                                               (hlane, torch.bfloat16), (fix4, torch.float16), (df11, torch.float32)],
+                                               (hlane, torch.bfloat16), (fix4, torch.float16), (fix3, torch.bfloat16),
+                                               (df11, torch.float32)],
                          ids=lambda value: value.SPEC.name if hasattr(value, "SPEC") else str(value)[6:])
 def test_decoded_experts(module: Any, dtype: torch.dtype, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that have rows are decoded and multiplied, and all are where there are more rows than experts; nothing waits."""

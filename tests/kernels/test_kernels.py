@@ -12,7 +12,7 @@ from bench.gpu import regimes
 from qdsl.analyze.check.spec_bits import AGAIN, digit_fields, field_bits, size_environment, stored
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import Kernels, PackedWeight
-from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu import launch, tiles
 from tests.support.covering import ALL, WALK, covering, kernels
 from tests.support.formats import (
     Case,
@@ -62,8 +62,8 @@ def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> tor
 def test_tiles_of_more_axes_than_the_kernel_orders_are_stored_one_by_one() -> None:
     few, many = (Kernels(None, "N", "K", "k", digits=(2,) * count, lanes=(2, 2), order=tuple(range(4 + count)))
                  for count in (4, 5))
-    assert configure.columns_in_order(few, 4, 64) == {"DIGITS": (4, 4, 2, 2, 2, 2, 2, 2), "ORDER": tuple(range(8))}
-    assert configure.columns_in_order(many, 4, 64) == configure.columns_in_order(few, 4, 8) == {"DIGITS": None, "ORDER": None}
+    assert tiles.columns_in_order(few, 4, 64) == {"DIGITS": (4, 4, 2, 2, 2, 2, 2, 2), "ORDER": tuple(range(8))}
+    assert tiles.columns_in_order(many, 4, 64) == tiles.columns_in_order(few, 4, 8) == {"DIGITS": None, "ORDER": None}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -145,7 +145,7 @@ def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch)
     Of scales that many weights share, halves of every exponent, the first and the last of each among them.
     """
     if INTERPRETED:
-        monkeypatch.setattr(configure, "UNITS", 1 << 17)         # large tiles: the interpreter pays by the program
+        monkeypatch.setattr(tiles, "UNITS", 1 << 17)             # large tiles: the interpreter pays by the program
     for name, field in random_fields(case, smallest(case)).items():
         values = every_value(case, name, field.dtype)
         for packed in holding(case, name, values):
@@ -215,7 +215,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
              *(f"fp6_llm.{storage}-scale_typef16" for storage in ("fp6_llm", "planar")),
              "copied_bits.tiles", "copied_bits.planar", "spqr.spqr",
-             "flipped_words.words", "df11.df11", "fix4.fix4", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")
+             "flipped_words.words", "df11.df11", "fix4.fix4", "fix3.fix3", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")
 
 
 TILE_ROWS = {"cpu_avx512": 64, "cpu_avx2": 32, "cpu_scalar": 32}      # of a whole tile: padding shares bytes with few rows

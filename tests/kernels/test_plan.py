@@ -21,7 +21,7 @@ from bench import dispatch
 from bench.launch import StubDriver
 from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k, quanto, squeezellm
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, costs, launch, plan
+from qdsl.runtime.gpu import configure, costs, launch, plan, tiles
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
 from qdsl.runtime.gpu.families.units import ONE_BY_ONE
 from qdsl.runtime.gpu.prepared import Prepared, prepare
@@ -243,11 +243,11 @@ def test_a_plan_holds_no_memory(kernels: None) -> None:
 def test_words_that_neighbour_along_n_are_walked_by_programs_enough(form: ModuleType, storage: str, n: int) -> None:
     """A program of `matvec` takes a sector of rows of tiles and is long along K; it does not walk thousands of short tiles."""
     packed = form.FORMAT.empty((n, 4096), storage or None)
-    rows, units = configure.grid_axes(packed)
+    rows, units = tiles.grid_axes(packed)
     candidate = plan.any_product(packed, 1)
     assert packed.layout.kernels.last == "n" and candidate.grid[0] >= min(64, rows // 8)
     assert units // candidate.config["BK"] <= 32
-    assert candidate.config["BN"] * candidate.config["BK"] <= configure.UNITS
+    assert candidate.config["BN"] * candidate.config["BK"] <= tiles.UNITS
 
 
 def test_columns_in_another_order(kernels: None) -> None:

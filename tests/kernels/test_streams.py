@@ -32,7 +32,7 @@ DATA = ROOT / "tests" / "data" / "df11"
 GROUPS = {case["name"]: case for case in json.loads((DATA / "manifest.json").read_text()) if case["status"] == "ok"}
 LONG = ("fibonacci_4level", "random_50sym_T8", "fibonacci_3level")
 PATTERNS = (np.arange(65536) * 40503 % 65536).astype(np.uint16)
-FORMS = ("df11", "hlane", "fix4")
+FORMS = ("df11", "hlane", "fix4", "fix3")
 TIMES = 100 if ALL else 6                                        # that a tensor is damaged
 
 
@@ -106,7 +106,7 @@ def test_any_weight(form: str, data: st.DataObject) -> None:
     assert same_bits(dequantized(weight), patterns)
 
 
-@pytest.mark.parametrize("form", ["hlane", "fix4"])
+@pytest.mark.parametrize("form", ["hlane", "fix4", "fix3"])
 @pytest.mark.parametrize("shape", [(512, 128), (32, 2048), (16, 4096), (8, 8192)])
 def test_every_pattern(form: str, shape: tuple[int, int]) -> None:
     """One lane for a row, four, eight, and two chunks; NaNs keep their bits."""
@@ -127,7 +127,7 @@ def test_chunks_without_a_run() -> None:
     assert same_bits(dequantized(weight), patterns)
 
 
-@pytest.mark.parametrize("form", ["hlane", "fix4"])
+@pytest.mark.parametrize("form", ["hlane", "fix4", "fix3"])
 def test_ragged_weights_and_uneven_chunks(form: str) -> None:
     for shape in ((21, 384), (3, 8320), (19, 2176)):
         patterns = normal(*shape)
@@ -172,7 +172,7 @@ def test_few_rows(form: str, shape: tuple[int, int], m: int) -> None:
     assert torch.equal(alone[0], product(weight, x, bias)[0])    # a row does not depend on those beside it
 
 
-@pytest.mark.parametrize("form", ["hlane", "fix4"])
+@pytest.mark.parametrize("form", ["hlane", "fix4", "fix3"])
 def test_columns_of_the_weight_come_out_as_they_are(form: str) -> None:
     """x with a single 1: also where a patch stands, and nothing but it counts."""
     patterns = normal(16, 2048)
@@ -245,11 +245,12 @@ storage:
 """
 
 
-@pytest.mark.parametrize("code", ["window", "huffman_lanes"])
+@pytest.mark.parametrize("code", ["window", "row_window", "huffman_lanes"])
 def test_another_spec_with_the_code(code: str, tmp_path: Path) -> None:
     """Symbols may stand elsewhere, and be other bits of another type."""
     (tmp_path / f"upper_{code}.yaml").write_text(SPEC.format(code=code))
     w = (torch.randn(16, 2048, generator=torch.Generator().manual_seed(0)).abs() * 0.02).half()
+    w = w if code != "row_window" else 1 + w                        # upper bytes of so many kinds as have codes
     w[3, 5], w[9, 2047] = 6e-8, torch.inf
     weight = ready(qdsl.load(tmp_path / f"upper_{code}.yaml").pack({"v": w}).to(DEVICE))
     assert stream_kernels.has_dequantize(weight, w) and torch.equal(dequantized(weight, torch.float16), w)
@@ -347,7 +348,7 @@ def test_an_exponent_that_is_a_row_too_is_refused() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="products on GPUs are not those of torch")
-@pytest.mark.parametrize("form", ["hlane", "fix4", "df11"])
+@pytest.mark.parametrize("form", ["hlane", "fix4", "fix3", "df11"])
 def test_products_on_a_cpu_are_those_of_torch(form: str) -> None:
     """Bit for bit, with a bias and an x of any axes and strides: torch adds the bias to rounded products of uneven strides."""
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.gpu import regimes
 from qdsl.generated import any_precision, fp8_block, int8_channel, int_group, q4_0
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import configure, launch, plan, strides
+from qdsl.runtime.gpu import configure, launch, plan, strides, tiles
 from qdsl.runtime.gpu.families import ANY_GPU
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import experts
@@ -105,7 +105,7 @@ def test_products_unit_by_unit(name: str) -> None:
     part = part_of(case, 1)
     assert part is not None and strides.has_gaps(part)
     x = torch.randn(3, part.shape[1]).to(DEVICE).half()
-    config = {"BN": 16, "BK": 16, "BM": 16, "SPLIT": 1, "EVEN": configure.is_even(part, 16, 16)}
+    config = {"BN": 16, "BK": 16, "BM": 16, "SPLIT": 1, "EVEN": tiles.is_even(part, 16, 16)}
     for candidate in (plan.any_product(part, 3), ANY_GPU.candidate(part, 3, config)):
         assert_equal_products(x, part, lambda x, packed, out, candidate=candidate: [
             *launch.linear_calls(x, packed, None, out, candidate=candidate)])

@@ -61,7 +61,7 @@ def language_model(path: Path, **options: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("format", ["hlane", "fix4"])
+@pytest.mark.parametrize("format", ["hlane", "fix4", "fix3"])
 def test_a_published_pipeline_changes_its_format(format: str, pipeline: Path, df11: Path, tmp_path: Path) -> None:
     """By one command; diffusers loads the result by itself, and the picture is the same."""
     pytest.importorskip("qdsl.models.diffusers")

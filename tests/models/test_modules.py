@@ -66,7 +66,7 @@ def test_formats_imported_under_meta_work() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "fix4", "df11"])
+@pytest.mark.parametrize("name", [*LAYERS, "fix4", "fix3", "df11"])
 def test_a_layer_on_meta_takes_tensors(name: str) -> None:
     """By assigning, for streams too, whose sizes are those of the weights; and by copying into a layer on the CPU."""
     module, full = module_of(name), layer_of(name)
@@ -83,7 +83,7 @@ def test_a_layer_on_meta_takes_tensors(name: str) -> None:
 # -- state_dicts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "fix4", "df11"])
+@pytest.mark.parametrize("name", [*LAYERS, "fix4", "fix3", "df11"])
 def test_part_of_a_state_dict(name: str) -> None:
     """A bias alone is loaded; some tensors of a stream without the others are refused, and nothing is loaded."""
     layer = layer_of(name)

@@ -172,7 +172,7 @@ def test_gpt2_dequantized_without_its_class(modules: tuple[str, ...], lacks: str
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)), wanted)
 
 
-@pytest.mark.parametrize("format", ["hlane", "fix4"])
+@pytest.mark.parametrize("format", ["hlane", "fix4", "fix3"])
 def test_gpt2_compressed_without_loss(format: str, tmp_path: Path) -> None:
     """Matrices keep the axes that files give them, square or not."""
     model = tiny_models.tiny_model("gpt2").bfloat16()

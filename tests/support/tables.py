@@ -34,7 +34,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "bench" / "results"
 RESULTS = FOLDER / "cpu-amd-epyc.json"
 QUALITY = FOLDER / "smollm2-quality.json"
 PREDICTED = FOLDER / "predicted-h200.json"
-SHOWN = (".planar", "fix4.fix4", "hlane.hlane")                 # storages whose kernels work with matrix units
+SHOWN = (".planar", "fix4.fix4", "fix3.fix3", "hlane.hlane")                 # storages whose kernels work with matrix units
 
 
 def rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:

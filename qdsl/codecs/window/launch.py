@@ -1,4 +1,4 @@
-"""Launches of `window` (qdsl/codecs/window/reference.py)."""
+"""Launches of `window` and `row_window` (their reference.py): the same kernels, with or without a tensor of third bits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from qdsl.codecs.window import kernels
 from qdsl.codecs.window import reference as entropy
-from qdsl.runtime.gpu import configure
+from qdsl.runtime.gpu import configure, tiles
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 
 STEP, PATCHES = 8, 128                                           # words of a row, one per thread, and patches at a time
+SPAN = 1 << 16                                                   # columns of a list of patches of a row
 TAIL = 32                                                        # patches at a time in `skinny`, for each 16 x 8 sums
 WARPS = 4
 CHUNK = 128                                                      # columns per warp and iteration of `skinny`
@@ -75,7 +76,8 @@ def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: 
     """
     n, k = shape
     yield Call(kernels.symbols, (*_arguments(tensors), out, n, k, blocks),
-               {"ROWS": entropy.ROWS, "STEP": STEP, "PATCHES": PATCHES},
+               {"ROWS": entropy.ROWS, "STEP": STEP, "PATCHES": PATCHES if "index" in tensors else PATCHES // 16,
+                "SPANS": cdiv(k, SPAN)},
                (cdiv(n, entropy.ROWS) if blocks is None else len(blocks),), {"num_warps": WARPS},
                weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP)
 
@@ -88,10 +90,12 @@ def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor
     tensor of those bits.
     """
     n, k = out.shape
-    times = 4 if k % (8 * 4 * STEP) == 0 else 2
+    most = 4 if "index" in tensors else 8                        # words of three bits are shorter
+    times = next(times for times in (most, 4, 2) if k % (8 * times * STEP) == 0)
     yield Call(kernels.dequantize, (*_arguments(tensors), uncoded.view(torch.int32), uncoded.view(torch.int64),
                                     out.view(torch.int32), out.view(torch.int16), n, k, k // 8),
-               {"to_weights": to_weights, "AT": at, "ROWS": entropy.ROWS, "STEP": STEP, "TIMES": times, "PATCHES": PATCHES},
+               {"to_weights": to_weights, "AT": at, "ROWS": entropy.ROWS, "STEP": STEP, "TIMES": times,
+                "PATCHES": PATCHES if "index" in tensors else PATCHES // 4, "SPANS": cdiv(k, SPAN)},
                (cdiv(n, entropy.ROWS),), {"num_warps": WARPS}, weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP * times)
 
 
@@ -106,16 +110,18 @@ def skinny_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, in
     (m, k), n = x.shape, out.shape[1]
     places = configure.target(x.device).multiprocessors
     warps = 1
-    while warps < 8 and cdiv(n, entropy.ROWS) * warps < configure.WARPS * places and 2 * CHUNK * warps <= k:
+    while warps < 8 and cdiv(n, entropy.ROWS) * warps < tiles.WARPS * places and 2 * CHUNK * warps <= k:
         warps *= 2
-    blocks = 1 if m <= 8 else 2
+    blocks, tokens = 1 if m <= 8 else 2, 1 if m == 1 else 8
     yield Call(kernels.skinny, (*_arguments(tensors), uncoded.view(torch.int32), x.view(torch.int32), x, bias, out, m, n, k,
                                 k // 8),
-               {"to_weights": to_weights, "AT": at, "ROWS": entropy.ROWS, "W": warps, "BLOCKS": blocks, "PATCHES": TAIL,
-                "EVEN": k % (CHUNK * warps) == 0, "F": F},
+               {"to_weights": to_weights, "AT": at, "ROWS": entropy.ROWS, "W": warps, "BLOCKS": blocks, "TOKENS": tokens,
+                "PATCHES": TAIL if "index" in tensors else max(4, 8 * warps // tokens), "EVEN": k % (CHUNK * warps) == 0, "F": F},
                (cdiv(n, entropy.ROWS), cdiv(m, 8 * blocks)), {"num_warps": warps, "num_stages": 1},
                weights=entropy.ROWS * k, step=entropy.ROWS * CHUNK * warps)
 
 
-def _arguments(tensors: Tensors) -> tuple[Tensor, ...]:
-    return tuple(tensors[name].contiguous() for name in entropy.NAMES)
+def _arguments(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    upper = tensors["upper"].contiguous() if "upper" in tensors else None
+    others = ("base", "start", "index" if upper is None else "column", "value")
+    return tensors["codes"].contiguous(), upper, *(tensors[name].contiguous() for name in others)

@@ -1,6 +1,6 @@
-"""Codes symbols as four bits, the distance from a base, and a list of patches for the few symbols outside of that window.
+"""Codes symbols as a few bits, the distance from a base, and a list of patches for the few symbols outside of that window.
 
-The tensors of symbols u8 [N, K]:
+`window` has codes of four bits and one base.  The tensors of symbols u8 [N, K]:
 
     codes   i32 [N, ceil(K / 8)]  eight codes; bits 4m of the lower half are column 2m, of the upper half column 2m + 1
     base    u8 [1]                a code is the symbol base + code
@@ -9,7 +9,7 @@ The tensors of symbols u8 [N, K]:
     value   u8 [patches]          what it is
 
 If K is not a multiple of 8, the codes of columns after K are 0.  Adjacent columns are in the halves of a word, so that a kernel
-can process both at once.
+can process both at once.  qdsl/codecs/row_window/reference.py has codes of three bits.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from qdsl.core.codecs import StreamError
 from qdsl.jobs.compress import df11
-from qdsl.jobs.compress.exponent_forms import FIX4, HLANE
+from qdsl.jobs.compress.exponent_forms import FIX3, FIX4, HLANE
 
-FORMS = {"hlane": HLANE, "fix4": FIX4}
+FORMS = {"hlane": HLANE, "fix4": FIX4, "fix3": FIX3}
 STREAM_NAMES = {"df11": df11.NAMES, **{name: form.tensor_names for name, form in FORMS.items()}}
 DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64"}
 NUMPY = {"U8": "u1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "BF16": "<u2"}

@@ -1,4 +1,4 @@
-"""bfloat16 weights in hlane and fix4: exponents in an entropy-coded stream, signs and mantissas uncoded.
+"""bfloat16 weights in hlane, fix4 and fix3: exponents in an entropy-coded stream, signs and mantissas uncoded.
 
     sign_mantissa  u8 [N, 8 * ceil(K / 8)]  the sign above seven bits; of each four columns the bytes of 0, 2, 1, 3
     weight_shape   i64 [2]  N and K
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from qdsl.codecs import exponents
 from qdsl.codecs.huffman_lanes import reference as huffman_lanes
+from qdsl.codecs.row_window import reference as row_window
 from qdsl.codecs.window import reference as window
 from qdsl.core.codecs import StreamError
 
@@ -62,3 +63,5 @@ class ExponentFormat:
 HLANE = ExponentFormat(("words", "starts", "table"), huffman_lanes.NAMES, huffman_lanes.encode, huffman_lanes.decode)
 FIX4 = ExponentFormat(("codes", "base", "patch_start", "patch_index", "patch_exponent"), window.NAMES, window.encode,
                       window.decode)
+FIX3 = ExponentFormat(("codes", "upper", "base", "patch_start", "patch_column", "patch_exponent"), row_window.NAMES,
+                      row_window.encode, row_window.decode)

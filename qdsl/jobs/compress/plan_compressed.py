@@ -1,7 +1,7 @@
 """Plans the files of a compressed checkpoint from its pieces: the tensors of each, configs and indices.
 
-hlane and fix4 keep the division into files.  DF11 has dfloat11's files: a single one, or one for each group and one for all other
-tensors.
+hlane, fix4 and fix3 keep the division into files.  DF11 has dfloat11's files: a single one, or one for each group and one for all
+other tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qdsl.jobs.engine.shards import Copy, Shard, by_offset, index
 
 SINGLE = "model.safetensors"
 DF11_VERSION = "0.5.0"                                           # of the package whose files these are
-VERSION = 1                                                      # of hlane's, fix4's and df11's settings and tensors in files
+VERSION = 1                                                      # of settings and tensors in compressed files
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from qdsl.jobs.compress.model import WEIGHT, Model
 from qdsl.jobs.compress.tensors import Data, EncodedMatrices, EncodedMatrix
 from qdsl.jobs.engine import RewriteError
 
-FORMATS = ("hlane", "fix4", "df11")
+FORMATS = ("hlane", "fix4", "fix3", "df11")
 THREAD_COUNTS = tuple(1 << power for power in range(3, 11))
 
 

@@ -18,9 +18,9 @@ from qdsl.jobs.engine import RewriteError
 
 AS_STORED = "as stored"
 MODELS = ("transformer", "unet", "text_encoder", "vae", "controlnet")  # how names of components with weights begin
-LOSSLESS = {"hlane": 10.8, "fix4": 12.0}                         # bits per weight, of normal weights and those of trained models
+LOSSLESS = {"hlane": 10.8, "fix4": 12.0, "fix3": 11.3}            # bits per weight, of normal weights and those of trained models
 # The formats that a plan chooses from: those that keep more of the numbers first, of lossless ones the faster.
-CHOICES = (AS_STORED, "fix4", "hlane", "q8_0", "fp8_channel", "q4_k", "nvfp4_ct")
+CHOICES = (AS_STORED, "fix4", "fix3", "hlane", "q8_0", "fp8_channel", "q4_k", "nvfp4_ct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
     """The memory needs of a checkpoint, the best combinations of formats that fit, and the commands that write one.
 
     ref: the name of the checkpoint in commands, by default its path.
-    resident: models that stay in memory while others run.  Sizes of hlane and fix4 are predicted: they depend on the weights.
+    resident: models that stay in memory while others run.  Sizes of lossless formats are predicted: they depend on the weights.
     Raises CheckpointError, RewriteError for a name that no model has, and OSError.
     """
     with components.open_models(path) as folders:

@@ -19,8 +19,8 @@ from qdsl.runtime.cpu import threads
 from qdsl.runtime.cpu.positions import Unprintable
 from qdsl.runtime.cpu.printed import TYPES, DecodeReads
 from qdsl.runtime.cpu.source import DECODE, Source, source_of
-from qdsl.runtime.gpu.configure import grid_axes
 from qdsl.runtime.gpu.launch import read_tensors, size_arguments
+from qdsl.runtime.gpu.tiles import grid_axes
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 FEW = 8                                                          # rows of x for which one loop is faster than tiles

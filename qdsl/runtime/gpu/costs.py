@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ MATMUL_TILE = 128 * 128                                          # elements of o
 DECODED = 1 << 28                                                # bytes of a weight that a product decodes at a time
 TABLE = Path(__file__).with_name("costs.txt")
 FIRST, SAME, ABSENT = "#", "!", "~"                              # the letter of 0; counts of the kernel before; no counts
+MANY = '"'                                                       # before a letter: no counts of so many kernels
 STEPS = 7                                                        # letters per factor of e in cycles: they are within 8 %
 
 
@@ -75,24 +77,6 @@ class Cost:
 
 Key = tuple[str, int, int, int]
 Column = tuple[str, Key, Cost]
-
-# Used where the table has no entry: the median of its entries of that kind, rounded.
-USUAL = {
-    "matvec": Cost(80, 512, 4, 2048, 240.0, 200.0, 600.0, 1.0, 400.0, 1.0),
-    "dequantize": Cost(64, 0, 4, 8192, 0.0, 640.0, 0.0, 0.0, 600.0, 1.0),
-    "gemm": Cost(152, 12288, 4, 8192, 700.0, 400.0, 1500.0, 1.5, 600.0, 0.5),
-    "gemv": Cost(96, 512, 4, 32768, 400.0, 300.0, 500.0, 1.0, 500.0, 1.0),
-    "skinny": Cost(128, 512, 4, 32768, 600.0, 400.0, 700.0, 1.0, 500.0, 1.0),
-    "tile_gemm": Cost(128, 65536, 4, 16384, 400.0, 600.0, 900.0, 0.5, 800.0, 1.0),
-}
-
-# The same for AMD GPUs, counted by hand from kernels for CDNA: a vector unit takes 4 cycles per instruction.
-USUAL_AMD = {
-    **USUAL,
-    "matvec": Cost(40, 512, 4, 2048, 400.0, 400.0, 600.0, 2.0, 800.0, 2.0),
-    "dequantize": Cost(64, 0, 4, 8192, 0.0, 1600.0, 0.0, 0.0, 1600.0, 2.0),
-    "gemm": Cost(112, 8192, 4, 8192, 1600.0, 800.0, 3000.0, 2.0, 1500.0, 4.0),
-}
 
 
 def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dtype, target: Gpu, counts: Cost | None = None,
@@ -211,12 +195,11 @@ def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target:
 
 
 def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch: str) -> Cost:
-    """Counts of a storage's kernel, a Candidate's kind or 'dequantize', from the table's nearest one; USUAL if it has none."""
+    """Counts of a storage's kernel, a Candidate's kind or 'dequantize', from the table's nearest one; medians if it has none."""
     storage, (_, r, columns, scaled), warps = storage_key(packed), kernel_key(kind, config), _warps(config)
     counted = counted_on(storage, kind, arch)
-    if counted is None:
-        return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
-    entry = {key: cost for key, cost in counts(storage)[counted].items() if key[0] == kind}
+    every = medians(arch) if counted is None else counts(storage)[counted]
+    entry = {key: cost for key, cost in every.items() if key[0] == kind}
     nearest = min(entry, key=lambda key: (key[3] != scaled, abs(key[2] - columns), abs(key[1] - r)))
     return _with_warps(entry[nearest], warps)
 
@@ -251,7 +234,7 @@ def storage_key(packed: PackedWeight) -> str:
 
 @cache
 def counts(storage: str) -> dict[str, dict[Key, Cost]]:
-    """The shipped counts of a storage's kernels, by architecture and kernel_key; empty without the file."""
+    """The shipped counts of a storage's kernels, by architecture and kernel_key."""
     return decoded(*_table(), storage)
 
 
@@ -267,8 +250,16 @@ def variant_key(arch: str, key: Key, warps: int) -> str:
 
 
 @cache
+def medians(arch: str) -> dict[Key, Cost]:
+    """The medians of all storages by kernel_key: of the most similar architecture that was counted, else of another maker's."""
+    order = [*similar_archs(arch), *(name for name in ARCHS if ARCHS[name].is_nvidia == ARCHS[arch].is_nvidia), *ARCHS]
+    best_first = sorted(_table()[0], key=lambda column: order.index(column[0]))
+    return {key: cost for _, key, cost in reversed(best_first)}
+
+
+@cache
 def _table() -> tuple[list[Column], dict[str, str]]:
-    return parsed(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else ([], {})
+    return parsed(TABLE.read_text(encoding="utf-8"))
 
 
 def parsed(text: str) -> tuple[list[Column], dict[str, str]]:
@@ -288,7 +279,8 @@ def decoded(columns: Sequence[Column], letters: Mapping[str, str], storage: str)
     A kernel without a loop has letters for `fixed` and `start` instead of trip and chain.
     """
     kernels: dict[str, dict[Key, Cost]] = {}
-    cells, numbers = iter(letters.get(storage, "").partition("\t")[0]), [0] * 5
+    text = re.sub(f"{MANY}(.)", lambda run: ABSENT * (ord(run[1]) - ord(FIRST)), letters.get(storage, "").partition("\t")[0])
+    cells, numbers = iter(text), [0] * 5
     for (arch, key, usual), first in zip(columns, cells, strict=False):
         if first == ABSENT:
             continue
@@ -302,7 +294,7 @@ def decoded(columns: Sequence[Column], letters: Mapping[str, str], storage: str)
 
 
 def counted_on(storage: str, kind: str, arch: str) -> str | None:
-    """The architecture whose counts are used for `arch`: itself or a similar one; None if only USUAL applies."""
+    """The architecture whose counts are used for `arch`: itself or a similar one; None if only medians apply."""
     own = counts(storage)
     return next((name for name in similar_archs(arch) if any(key[0] == kind for key in own.get(name, ()))), None)
 

@@ -11,6 +11,7 @@ from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.families import BY_EXPERTS, BY_NAME, has_quantized, quantized_calls
 from qdsl.runtime.gpu.families.family import SECOND_AXIS, TYPES, is_aligned, parts
 from qdsl.runtime.gpu.families.units import dequantize_calls, read_tensors, size_arguments
+from qdsl.runtime.gpu.tiles import lane_tiles
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import cdiv
@@ -70,7 +71,7 @@ def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor |
     """The launch of `grouped`, for tensors on any device, meta too; requires fits_experts(x, packed)."""
     if out.numel():
         packed = strides.readable(packed)
-        config = configure.lane_tiles(out.shape[1] * cdiv(out.shape[0], 8), x.shape[1], x.device)
+        config = lane_tiles(out.shape[1] * cdiv(out.shape[0], 8), x.shape[1], x.device)
         yield from BY_EXPERTS.grouped_calls(x, packed, bias, out, config, tiles, rows)
 
 

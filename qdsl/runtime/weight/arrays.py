@@ -27,6 +27,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << (max(1, value) - 1).bit_length()
+
+
 def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The bytes along the last axis as elements of another dtype; copied if they are not contiguous or aligned.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.triton import tl
-from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.arrays import cdiv, power
 from qdsl.runtime.weight.device_dtypes import is_float8
 from qdsl.runtime.weight.matrix_unit import MatrixUnitKernels
 from qdsl.runtime.weight.packed import PackedWeight
@@ -105,6 +105,11 @@ class MatrixUnitFamily(Family):
         return 8
 
 
+def distinct(configs: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """The configurations without repetitions, in order."""
+    return [config for place, config in enumerate(configs) if config not in configs[:place]]
+
+
 def kernels_of(packed: PackedWeight) -> MatrixUnitKernels:
     """The kernels for matrix units of a weight that has some."""
     kernels = packed.layout.kernels.matrix_unit
@@ -141,7 +146,7 @@ def scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:
     factor = packed.tensors.get(name.removeprefix("/"))
     if factor is None:
         return x
-    scaled, columns = torch.empty_like(x), min(1024, configure.power(x.shape[1]))
+    scaled, columns = torch.empty_like(x), min(1024, power(x.shape[1]))
     yield Call(scale_columns, (x, factor, scaled, x.shape[1]), {"DIVIDES": name.startswith("/"), "BK": columns},
                (x.shape[0], cdiv(x.shape[1], columns)), {"num_warps": WARPS, "enable_fp_fusion": False}, workspace=(scaled,))
     return scaled

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.gpu import configure, costs, strides
-from qdsl.runtime.gpu.configure import MOST_PARTS, SPLIT_PROGRAMS, target
-from qdsl.runtime.gpu.families.family import TYPES, Config, MatrixUnitFamily, Product, kernels_of, lane_tensors, scaled
+from qdsl.runtime.gpu.configure import target
+from qdsl.runtime.gpu.families.family import TYPES, Config, MatrixUnitFamily, Product, distinct, kernels_of, lane_tensors, scaled
 from qdsl.runtime.gpu.kernels.gemv import gemv
 from qdsl.runtime.gpu.kernels.gemv_records import gemv_records
 from qdsl.runtime.gpu.kernels.skinny import skinny
 from qdsl.runtime.gpu.kernels.tile_gemm import tile_gemm
 from qdsl.runtime.gpu.scratch import scratch_of
+from qdsl.runtime.gpu.tiles import MOST_PARTS, SPLIT_PROGRAMS, TRIP, lane_tile, lane_tiles
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.libraries.triton import is_installed, triton
 from qdsl.runtime.weight.arrays import cdiv
@@ -49,8 +50,8 @@ class Gemv(MatrixUnitFamily):
     def configs(self, packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
         (n, k), trip = packed.shape, self.trip(packed)
         # By counts, two warps are never the fastest.
-        return configure.distinct([configure.lane_tiles(n, k, device, trip),
-                                   *(configure.lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 1) if trip * wk <= k)])
+        return distinct([lane_tiles(n, k, device, trip),
+                                   *(lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 1) if trip * wk <= k)])
 
     def grid(self, packed: PackedWeight, m: int, config: Config) -> tuple[int, ...]:
         return (cdiv(packed.shape[0], lane_rows(config)),)
@@ -83,10 +84,10 @@ class Skinny(MatrixUnitFamily):
     use = "blocks of 8 or 16 rows of x, in matrix units"
 
     def configs(self, packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
-        (n, k), trip = packed.shape, configure.TRIP
-        tiles = [configure.lane_tiles(n, k, device),
-                 *(configure.lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k)]
-        return configure.distinct([*tiles, *({**config, "BM": 16} for config in tiles if m > 8)])
+        (n, k), trip = packed.shape, TRIP
+        tiles = [lane_tiles(n, k, device),
+                 *(lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k)]
+        return distinct([*tiles, *({**config, "BM": 16} for config in tiles if m > 8)])
 
     def grid(self, packed: PackedWeight, m: int, config: Config) -> tuple[int, ...]:
         return cdiv(packed.shape[0], lane_rows(config)), cdiv(m, config.get("BM", 8))
@@ -115,7 +116,7 @@ class Skinny(MatrixUnitFamily):
                     "F": TYPES[x.dtype], **config,
                     "FENCE": compiles and x.device.type != "xpu" and not kernels.codes.in_order},
                    (cdiv(n, lane_rows(config)), cdiv(m, config["BM"]) if tiles is None else tiles.shape[0]),
-                   lane_options(config, first), **lane_weights(config, n, k, configure.TRIP))
+                   lane_options(config, first), **lane_weights(config, n, k, TRIP))
 
 
 def early(tensors: tuple[Tensor | None, ...], pitch: int | None) -> int | None:
@@ -208,7 +209,7 @@ class TileGemm(MatrixUnitFamily):
             # Hopper's repeat their loads of x for each other.
             fewer = () if is_hopper else (16,)
             tiles = dict.fromkeys((rule["BM"], min(32, rule["BM"]), *fewer))
-            configs = configure.distinct([rule, *({**rule, "R": r, "BM": bm} for bm in tiles for r in (1, 2))])
+            configs = distinct([rule, *({**rule, "R": r, "BM": bm} for bm in tiles for r in (1, 2))])
         configs += scaled_tiles(packed, m, device)
         return [{**config, "SPLIT": split} for split in range(1, MOST_PARTS + 1) for config in configs
                 if split == 1 or _may_split(config, split, m, n, k, device)]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import axis
-from qdsl.runtime.gpu import configure, costs, strides
-from qdsl.runtime.gpu.families.family import SECOND_AXIS, TYPES, WARPS, Config, Family, Product, parts, tensors
+from qdsl.runtime.gpu import configure, costs, strides, tiles
+from qdsl.runtime.gpu.families.family import SECOND_AXIS, TYPES, WARPS, Config, Family, Product, distinct, parts, tensors
 from qdsl.runtime.gpu.kernels.dequantize import dequantize
 from qdsl.runtime.gpu.kernels.gemm import gemm
 from qdsl.runtime.gpu.kernels.matvec import matvec
@@ -19,7 +19,7 @@ from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.libraries.call import Call, Plane
 from qdsl.runtime.libraries.triton import release
 from qdsl.runtime.weight import stream_kernels
-from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.arrays import cdiv, power
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.target import Candidate
 
@@ -39,15 +39,15 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
         return
     packed, calls = stream_kernels.decoded(strides.readable(packed))
     yield from calls
-    kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
+    kernels, (rows, units) = packed.layout.kernels, tiles.grid_axes(packed)
     if not rows or not units:
         return
-    bn, bk = configure.dequantize_tile(kernels, rows, units)
+    bn, bk = tiles.dequantize_tile(kernels, rows, units)
     while cdiv(units, bk) > SECOND_AXIS:                         # for rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Fused multiply-adds would skip a rounding of the decode formula.
     yield Call(dequantize, (planes(packed), out, *packed.shape, size_arguments(packed), rows, units),
-               {**unit_constants(packed, bn, bk), **configure.columns_in_order(kernels, bn, bk),
+               {**unit_constants(packed, bn, bk), **tiles.columns_in_order(kernels, bn, bk),
                 "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=weights(packed, bn, bk))
 
@@ -63,19 +63,19 @@ class Matvec(Family):
 
     def configs(self, packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
         """One tile: long along K; if rows are contiguous, a memory sector along N at least, so that programs fill the GPU."""
-        kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
+        kernels, (rows, units) = packed.layout.kernels, tiles.grid_axes(packed)
         if kernels.last == "k":
-            bn, bk = configure.tile("k", rows, units, max(128, configure.UNITS // kernels.sums))
+            bn, bk = tiles.unit_tile("k", rows, units, max(128, tiles.UNITS // kernels.sums))
         else:
-            bn = min(128, configure.power(rows), max(8, configure.power(rows // PROGRAMS)))
-            bk = min(configure.UNITS // bn, configure.power(units))
-        return [{"BN": bn, "BK": bk, "EVEN": configure.is_even(packed, bn, bk)}]
+            bn = min(128, power(rows), max(8, power(rows // PROGRAMS)))
+            bk = min(tiles.UNITS // bn, power(units))
+        return [{"BN": bn, "BK": bk, "EVEN": tiles.is_even(packed, bn, bk)}]
 
     def grid(self, packed: PackedWeight, m: int, config: Config) -> tuple[int, ...]:
-        return cdiv(configure.grid_axes(packed)[0], config["BN"]), m
+        return cdiv(tiles.grid_axes(packed)[0], config["BN"]), m
 
     def calls(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Config) -> Iterator[Call]:
-        (rows, units), bn, bk = configure.grid_axes(packed), config["BN"], config["BK"]
+        (rows, units), bn, bk = tiles.grid_axes(packed), config["BN"], config["BK"]
         constants = {**unit_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides, "EVEN": config["EVEN"]}
         for part, result in parts(x, out, 1):
             yield Call(matvec, (planes(packed), part, bias, result, *packed.shape, size_arguments(packed),
@@ -97,10 +97,10 @@ class Gemm(Family):
 
     def configs(self, packed: PackedWeight, m: int, device: torch.device) -> list[dict[str, int]]:
         every = (gemm_config(packed, m, split, device, bm) for bm in (0, *TILES) for split in PARTS)
-        return configure.distinct([own for own in every if own is not None])
+        return distinct([own for own in every if own is not None])
 
     def grid(self, packed: PackedWeight, m: int, config: Config) -> tuple[int, ...]:
-        grid = (cdiv(configure.grid_axes(packed)[0], config["BN"]), cdiv(m, config["BM"]))
+        grid = (cdiv(tiles.grid_axes(packed)[0], config["BN"]), cdiv(m, config["BM"]))
         return (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid
 
     def candidates(self, product: Product) -> list[Candidate]:
@@ -112,7 +112,7 @@ class Gemm(Family):
                 if way.config["BM"] == ways[0].config["BM"] or (spills and own)]
 
     def calls(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Config) -> Iterator[Call]:
-        bn, bk, split, (rows, units) = config["BN"], config["BK"], config["SPLIT"], configure.grid_axes(packed)
+        bn, bk, split, (rows, units) = config["BN"], config["BK"], config["SPLIT"], tiles.grid_axes(packed)
         kernels, grid = packed.layout.kernels, self.grid(packed, x.shape[0], config)
         scratch = scratch_of(grid[0] * grid[1], split * config["BM"] * kernels.sums * bn, x.device) if split > 1 else ()
         yield Call(gemm, (planes(packed), x, bias, out, *(scratch or (None, None)), x.shape[0], *packed.shape,
@@ -128,7 +128,7 @@ def gemm_config(packed: PackedWeight, m: int, split: int, device: torch.device, 
 
     None if some program would have no part of K, or if there were too many programs.
     """
-    rows, units = configure.grid_axes(packed)
+    rows, units = tiles.grid_axes(packed)
     has_many_sums = configure.target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units
     # Triton 3.6's compiler crashes on a warp group's MMA with the rows of units side by side.
     compiler_crashes = packed.layout.kernels.sums > 1 and release < (3, 7) and configure.target(device).capability == 9
@@ -136,14 +136,14 @@ def gemm_config(packed: PackedWeight, m: int, split: int, device: torch.device, 
     if compiler_crashes and bm == 64:
         return None
     tall, columns = TILES[bm]
-    bk = min(128, max(16, configure.power(columns * units // max(1, packed.shape[1]))))
+    bk = min(128, max(16, power(columns * units // max(1, packed.shape[1]))))
     tall = min(tall, SMALL_STEP * units // max(1, bk * packed.shape[1])) if bm == SMALL else tall
     bn = max(1, tall // packed.layout.kernels.sums)
     programs, steps = cdiv(rows, bn) * cdiv(m, bm) * split, cdiv(units, bk)
-    exceeds_sms = programs > configure.SPLIT_PROGRAMS * configure.target(device).multiprocessors
+    exceeds_sms = programs > tiles.SPLIT_PROGRAMS * configure.target(device).multiprocessors
     if split > 1 and (exceeds_sms or (split - 1) * cdiv(steps, split) >= steps):
         return None
-    return {"BN": bn, "BK": bk, "BM": bm, "SPLIT": split, "EVEN": configure.is_even(packed, bn, bk)}
+    return {"BN": bn, "BK": bk, "BM": bm, "SPLIT": split, "EVEN": tiles.is_even(packed, bn, bk)}
 
 
 # -- arguments of launches ---------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def unit_constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
 
 def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
     """Whether an offset needs 64 bits: of a weight or a tensor element, those of partial tiles included."""
-    rows, units = configure.grid_axes(packed)
+    rows, units = tiles.grid_axes(packed)
     n, k = packed.shape
     beyond = cdiv(rows, bn) * bn * cdiv(units, bk) * bk / max(1, rows * units)
     return max((n * k, *map(strides.span, packed.tensors.values()))) * beyond >= 1 << 31

@@ -19,7 +19,7 @@ from qdsl.runtime.gpu.kernels.w8a8 import w8a8
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.weight import eight
-from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.arrays import cdiv, power
 from qdsl.runtime.weight.matrix_unit import EightBit
 from qdsl.runtime.weight.packed import PackedWeight
 
@@ -89,7 +89,7 @@ def _quantized(x: Tensor, own: EightBit, stored: torch.dtype, scale: float | Non
     scales = x.new_empty(groups, m, dtype=torch.float32)
     sums = torch.empty_like(scales) if own.sums else None
     bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
-    br, bk = (16, eight.CHUNK) if own.groups else (1, min(4096, configure.power(k)))
+    br, bk = (16, eight.CHUNK) if own.groups else (1, min(4096, power(k)))
     yield Call(eight_bit.quantize, (x, bytes_, scales, sums, m, k, k // groups),
                {"LARGEST": eight.LARGEST[own.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
                {"num_warps": WARPS, "enable_fp_fusion": False},                  # fused additions would skip a rounding
