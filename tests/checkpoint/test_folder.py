@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import qdsl
 from qdsl.checkpoint.files import folder as module
+from qdsl.checkpoint.files import safetensors
 from qdsl.checkpoint.files.folder import INDEX, Folder
-from qdsl.checkpoint.files.safetensors import CheckpointError, write
+from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, write
 from qdsl.checkpoint.report.contents import contents
+from qdsl.cli import app
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -123,7 +126,7 @@ def test_unknown_names_are_refused(sharded: Path) -> None:
     ({"norm": "pytorch_model.bin"}, "is not the name"),
     ({"norm": "model-3.safetensors"}, "'norm': model-3.safetensors is missing"),
     ({"norm": "model-2.safetensors"}, "model-2.safetensors does not have tensor 'norm'"),
-    ({"norm": "model-2.safetensors", f"{UP}.weight": "model-1.safetensors"}, "model-2.safetensors does not have"),
+    ({"bias": "model-2.safetensors", f"{UP}.weight": "model-1.safetensors"}, "model-2.safetensors does not have tensor 'bias'"),
 ])
 def test_a_wrong_index_is_refused(sharded: Path, weight_map: object, reason: str) -> None:
     indexed(sharded, weight_map)
@@ -188,13 +191,44 @@ def test_sizes_are_bounded(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> No
         Folder(sharded)
 
 
-@pytest.mark.parametrize("with_index", [True, False])
-def test_a_tensor_in_two_files_is_refused(sharded: Path, with_index: bool) -> None:
-    write(sharded / "model-2.safetensors", {"norm": torch.ones(4), f"{UP}.weight_scale_inv": torch.ones(1)})
-    if not with_index:
+def test_a_tensor_in_another_file_than_the_index_says_is_found(sharded: Path) -> None:
+    """As by loaders, which read all tensors of all files of the index."""
+    indexed(sharded, {"norm": "model-2.safetensors", f"{UP}.weight": "model-1.safetensors"})
+    with Folder(sharded) as folder:
+        assert folder.tensor("norm").tolist() == [1, 1, 1, 1]
+        assert folder.notes == [f"{INDEX} says that 'norm' lies in model-2.safetensors; it is read from model-1.safetensors"]
+    assert CliRunner().invoke(app, ["inspect", str(sharded)]).stdout.count("it is read from model-1.safetensors") == 1
+
+
+@pytest.mark.parametrize("other", [torch.ones(4), torch.zeros(4), torch.ones(2, 2), torch.ones(4, dtype=torch.int32)], ids=str)
+@pytest.mark.parametrize("named", ["", "model-1.safetensors", "model-2.safetensors"])
+def test_a_tensor_in_two_files(sharded: Path, other: torch.Tensor, named: str) -> None:
+    """With the same bytes in both, or of the last where the index names that: so all loaders read it."""
+    write(sharded / "model-2.safetensors", {"norm": other, f"{UP}.weight_scale_inv": torch.ones(1)})
+    if named:
+        indexed(sharded, {"norm": named, f"{UP}.weight": "model-1.safetensors", f"{UP}.weight_scale_inv": "model-2.safetensors"})
+    else:
         (sharded / INDEX).unlink()
-    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: tensor 'norm' occurs in model-1\.safetensors"):
-        Folder(sharded)
+    is_same = other.dtype == torch.float32 and other.equal(torch.ones(4))
+    if not is_same and named != "model-2.safetensors":
+        with pytest.raises(CheckpointError, match=r"model-2\.safetensors: tensor 'norm' occurs in model-1\.safetensors too, with "
+                                                  "other numbers"):
+            Folder(sharded)
+        return
+    with Folder(sharded) as folder:
+        assert folder.tensor("norm").equal(other) and folder.names().count("norm") == 1
+        assert bool(folder.notes) == (not is_same)
+    if not is_same:
+        assert f"model-1.safetensors has other numbers of 'norm' than model-2.safetensors, which {INDEX} names" in folder.notes[0]
+
+
+def test_long_tensors_in_two_files_are_compared_whole(tmp_path: Path) -> None:
+    long = torch.zeros(3 * safetensors.COMPARED // 4 + 5, dtype=torch.int32)
+    for number, last in enumerate((0, 0, 1)):
+        long[-1] = last
+        write(tmp_path / f"{number}.safetensors", {"long": long})
+    one, same, other = (TensorFile(tmp_path / f"{number}.safetensors") for number in range(3))
+    assert one.has_same("long", same) and not one.has_same("long", other)
 
 
 def test_a_broken_shard_is_refused(sharded: Path) -> None:

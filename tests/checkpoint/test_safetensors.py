@@ -113,12 +113,15 @@ def test_every_dtype_with_every_byte(place: Path, dtype: str) -> None:
         assert all(same(file.tensor(name), tensor) for name, tensor in tensors.items())
 
 
-def test_types_under_a_byte_are_listed_but_not_loaded(place: Path) -> None:
-    header = {"a": item("F4", [2, 3], (0, 3)), "b": item("F6_E2M3", [4], (3, 6)), "c": item("F6_E3M2", [8], (6, 12))}
-    with TensorFile(stored(place, framed(header, bytes(12)))) as file:
-        assert [file.entry(name).dtype for name in file.names()] == ["F4", "F6_E2M3", "F6_E3M2"]
-        with pytest.raises(CheckpointError, match=r"x\.safetensors: tensor 'a': F4 is not loaded"):
-            file.tensor("a")
+def test_types_under_a_byte_are_loaded_as_the_bytes_of_their_rows(place: Path) -> None:
+    header = {"a": item("F4", [2, 4], (0, 4)), "b": item("F6_E2M3", [4], (4, 7)), "c": item("F6_E3M2", [1, 8], (7, 13)),
+              "d": item("F4", [2, 3], (13, 16)), "e": item("F4", [2, 0], (16, 16))}
+    with TensorFile(stored(place, framed(header, bytes(range(16))))) as file:
+        assert [file.entry(name).dtype for name in file.names()] == ["F4", "F6_E2M3", "F6_E3M2", "F4", "F4"]
+        assert {name: file.tensor(name).tolist() for name in "abce"} == {
+            "a": [[0, 1], [2, 3]], "b": [4, 5, 6], "c": [[7, 8, 9, 10, 11, 12]], "e": [[], []]}
+        with pytest.raises(CheckpointError, match=r"x\.safetensors: tensor 'd': rows of F4 \[2, 3\] end in a byte"):
+            file.tensor("d")
 
 
 def test_order_is_that_of_the_bytes(place: Path) -> None:

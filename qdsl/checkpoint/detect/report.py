@@ -69,14 +69,14 @@ class Report:
                              for shard in dict.fromkeys(shards))]
 
     def notes(self, modules: Collection[str]) -> list[str]:
-        """Entries of the decisive settings' lists that name no module.  modules: of all tensors.
+        """What is wrong in the index, and entries of the decisive settings' lists that name no module.  modules: of all tensors.
 
         A head that shares the embedding's weight has no tensor, and lists name it nevertheless.
         """
         names = {name[:end] for name in modules for end in (*(i for i, letter in enumerate(name) if letter == "."), None)}
         entries = [] if self.first is None else self.first.unmatched(names)
-        return [f"{shown(entry)} in the lists of {self.first.source} names no layer" for entry in entries
-                if self.first is not None and HEAD not in entry]
+        return [*self.folder.notes, *(f"{shown(entry)} in the lists of {self.first.source} names no layer" for entry in entries
+                                      if self.first is not None and HEAD not in entry)]
 
     def contradictions(self, layers: Mapping[str, Layer]) -> list[str]:
         """Settings of the whole checkpoint that name another format than its tensors have, or none that is known."""

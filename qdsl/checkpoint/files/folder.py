@@ -37,7 +37,7 @@ class Folder:
 
     The headers of all files are read at once, the tensors when asked for.  partial: files that the index names may be missing;
     `missing` then says which tensor lies in which of them.  files: names of the files to read; by default those of the index, or
-    all where there is none.  copies, buffers: as of `TensorFile`.
+    all where there is none.  copies, buffers: as of `TensorFile`.  notes: what is wrong in the index, and changes nothing.
     Raises CheckpointError for anything that is wrong in the files, OSError when they cannot be read.
     """
 
@@ -46,6 +46,7 @@ class Folder:
         self.path = Path(path)
         self.partial = partial
         self.missing: dict[str, str] = {}
+        self.notes: list[str] = []
         self.is_completed = False                                # whether `complete` was called
         self._objects: dict[str, dict[str, Any]] = {}            # of JSON files that were read
         self.root = self.path if self.path.is_dir() else self.path.parent
@@ -61,9 +62,9 @@ class Folder:
         self.shards = [self.root / name for name in sorted(set(files or placed.values()))] or self._shards_without_index()
         self._files: dict[str, TensorFile] = {}
         with ExitStack() as stack:
-            for shard in self.shards:
-                self._add(stack.enter_context(TensorFile(shard, copies, buffers)))
-            self._check(placed)
+            by_shard = {shard.name: stack.enter_context(TensorFile(shard, copies, buffers)) for shard in self.shards}
+            self._take(placed, by_shard.values())
+            self._check(placed, by_shard)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Folder:
@@ -163,11 +164,17 @@ class Folder:
             raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shard} is missing")
         return {name: shard for name, shard in placed.items() if exists[shard]}
 
-    def _check(self, placed: dict[str, str]) -> None:
-        """Raise CheckpointError unless every tensor lies in the file that the index names."""
+    def _check(self, placed: Mapping[str, str], by_shard: Mapping[str, TensorFile]) -> None:
+        """Raise CheckpointError for a tensor of the index that no file has; note those that lie in another one of its files.
+
+        Loaders read all files of the index, and so find them.
+        """
         for name, shard in placed.items():
-            if name not in self._files or self._files[name].path.name != shard:
+            if name not in self._files:
                 raise CheckpointError(f"{self.root / self.index_name}: weight_map: {shard} does not have tensor {shown(name)}")
+            if name not in by_shard[shard].header.tensors:
+                self.notes.append(f"{self.index_name} says that {shown(name)} lies in {shard}; it is read from "
+                                  f"{self._files[name].path.name}")
 
     def _shards_without_index(self) -> list[Path]:
         """The safetensors files of a folder without an index."""
@@ -197,11 +204,21 @@ class Folder:
         """Names of weight files in the folder that are no part of the model, such as an adapter or its authors' own file."""
         return [path.name for path in self._weight_files() if path not in self.shards] if self.path.is_dir() else []
 
-    def _add(self, file: TensorFile) -> None:
-        for name in file.names():
-            if name in self._files:
-                raise CheckpointError(f"{file.path}: tensor {shown(name)} occurs in {self._files[name].path.name} too")
-            self._files[name] = file
+    def _take(self, placed: Mapping[str, str], by_shard: Iterable[TensorFile]) -> None:
+        """Take the tensors of all files, in order; one that several files have is that of the last, as for all loaders.
+
+        Raises CheckpointError where files have other numbers under one name, and the index does not name the last of them.
+        """
+        for file in by_shard:
+            for name in file.names():
+                before = self._files.get(name)
+                if before is not None and not file.has_same(name, before):
+                    if placed.get(name) != file.path.name:
+                        raise CheckpointError(f"{file.path}: tensor {shown(name)} occurs in {before.path.name} too, with other "
+                                              "numbers")
+                    self.notes.append(f"{before.path.name} has other numbers of {shown(name)} than {file.path.name}, which "
+                                      f"{self.index_name} names: those are not used")
+                self._files[name] = file
 
 
 def read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:

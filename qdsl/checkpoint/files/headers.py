@@ -16,6 +16,7 @@ from qdsl.checkpoint.files.safetensors import (
     TensorFile,
     dtype_of,
     element_bits,
+    in_bytes,
     shown,
     torch_dtypes,
 )
@@ -40,12 +41,12 @@ class HeaderFile(TensorFile):
         return b""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor on meta.  Raises CheckpointError for an unknown name, and for a dtype under a byte."""
+        """The tensor on meta.  Raises CheckpointError for an unknown name, and for rows that end in a byte."""
         import torch
 
-        entry = self.entry(name)
+        entry = in_bytes(self.entry(name))
         if entry.dtype not in torch_dtypes():
-            raise CheckpointError(f"{self.path}: tensor {shown(name)}: {entry.dtype} is not loaded, only listed")
+            raise CheckpointError(f"{self.path}: tensor {shown(name)}: rows of {entry.dtype} {list(entry.shape)} end in a byte")
         return torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
 
 
@@ -65,7 +66,7 @@ class Headers(Folder):
                                   "tensor")
         self.path = self.root = Path(NAME)
         self.partial = self.is_completed = False
-        self.missing = {}
+        self.missing, self.notes = {}, []
         self.index_name, self.index, self.shards = INDEX, {}, []
         file = HeaderFile(self.path, Header(_entries(names, dtypes, shapes), dict(metadata or {}), 0))
         self._files = dict.fromkeys(file.header.tensors, file)

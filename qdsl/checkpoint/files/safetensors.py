@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 HEADER_LIMIT = 100_000_000                                       # the library's own bound
 RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
 NAME_LIMIT = 1024
+COMPARED = 1 << 20                                              # bytes of two tensors that are compared at a time
 START_BYTES = 1 << 16                                           # of a tensor, from which its format is detected
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _METADATA = "__metadata__"
 
-# Bits of an element and the name in torch (none: listed, but not loaded), in the library's order: by alignment.
+# Bits of an element and the name in torch (none: loaded as bytes), in the library's order: by alignment.
 _DTYPES = {
     "BOOL": (8, "bool"), "F4": (4, None), "F6_E2M3": (6, None), "F6_E3M2": (6, None),
     "U8": (8, "uint8"), "I8": (8, "int8"), "F8_E5M2": (8, "float8_e5m2"), "F8_E4M3": (8, "float8_e4m3fn"),
@@ -83,6 +84,14 @@ class Entry:
     def nbytes(self) -> int:
         """Size of the tensor in bytes."""
         return self.stop - self.start
+
+
+def in_bytes(entry: Entry) -> Entry:
+    """A tensor of elements under a byte, such as F4, as the bytes U8 that hold its rows; others, and partial bytes, unchanged."""
+    bits = element_bits(entry.dtype) * (entry.shape[-1] if entry.shape else 1)
+    if element_bits(entry.dtype) >= 8 or not entry.shape or bits % 8:
+        return entry
+    return Entry("U8", (*entry.shape[:-1], bits // 8), entry.start, entry.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +214,7 @@ def _check_cover(entries: list[tuple[str, Entry]], base: int, size: int, path: P
 
 @cache
 def torch_dtypes() -> dict[str, torch.dtype]:
-    """The torch dtype of each safetensors dtype, without those that are not loaded (under one byte)."""
+    """The torch dtype of each safetensors dtype, without those under one byte."""
     import torch
 
     return {dtype: getattr(torch, name) for dtype, (_, name) in _DTYPES.items() if name is not None}
@@ -262,21 +271,33 @@ class TensorFile:
         check_whole(self._map, self.path)
         return self._map[entry.start:min(entry.stop, entry.start + limit)]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, not copied where its bytes are aligned.
+    def has_same(self, name: str, other: TensorFile) -> bool:
+        """Whether a tensor has the dtype, shape and bytes that it has in another open file."""
+        own, its = self.entry(name), other.entry(name)
+        if (own.dtype, own.shape) != (its.dtype, its.shape):
+            return False
+        assert self._map is not None and other._map is not None
+        check_whole(self._map, self.path)
+        check_whole(other._map, other.path)
+        return all(self._map[own.start + start:min(own.start + start + COMPARED, own.stop)] ==
+                   other._map[its.start + start:min(its.start + start + COMPARED, its.stop)]
+                   for start in range(0, own.nbytes, COMPARED))
 
-        Raises CheckpointError for an unknown name, a dtype under a byte, a BOOL other than 0 and 1, or a closed file.
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, not copied where its bytes are aligned; elements under a byte as the bytes that hold them.
+
+        Raises CheckpointError for an unknown name, a BOOL other than 0 and 1, rows that end in a byte, or a closed file.
         """
-        shape = self.entry(name).shape
+        shape = in_bytes(self.entry(name)).shape
         return self.numbers(name, 0, math.prod(shape)).view(shape)
 
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor.  Raises CheckpointError as `tensor` does."""
         import torch
 
-        entry = self.entry(name)
+        entry = in_bytes(self.entry(name))
         if entry.dtype not in torch_dtypes():
-            raise CheckpointError(f"{self.path}: tensor {shown(name)}: {entry.dtype} is not loaded, only listed")
+            raise CheckpointError(f"{self.path}: tensor {shown(name)}: rows of {entry.dtype} {list(entry.shape)} end in a byte")
         dtype = torch_dtypes()[entry.dtype]
         if self._map is None:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
