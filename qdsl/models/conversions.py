@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,20 @@ class Conversions:
         target, converter = self.target(f"{name}.weight")
         return target.removesuffix(".weight") if converter is None else None
 
-    def stacks(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[list[str]]]:
+    def stacks(self, shapes: Mapping[str, Sequence[int]], packed: Collection[str] | None = None) -> dict[str, list[list[str]]]:
         """Parameters whose experts consist of one or more weights: names of layers, expert by expert.
 
-        shapes: of all weights, (N, K), by the names of their layers; (N * K,) of those that state no more.  transformers' own
-        operations are run on the numbers of rows.  Raises LoadError where the result is no such stack.
+        shapes: of all weights, (N, K), by the names of their layers; (N * K,) of those that state no more.  packed: layers of
+        which a parameter must have one, None for all parameters.  transformers' own operations are run on the numbers of rows.
+        Raises LoadError where the result is no such stack.
         """
         sources: dict[str, list[tuple[str, str]]] = {}           # parameter -> layers, and patterns that they match
         for name in sorted(shapes, key=dot_natural_key):
             target, pattern = self.target(f"{name}.weight")
             if pattern is not None and target in self.tensors:
                 sources.setdefault(target, []).append((name, pattern))
-        return {target: self._stack(target, members, shapes) for target, members in sources.items()}
+        return {target: self._stack(target, members, shapes) for target, members in sources.items()
+                if packed is None or any(name in packed for name, _ in members)}
 
     def _stack(self, target: str, members: Sequence[tuple[str, str]], shapes: Mapping[str, Sequence[int]]) -> list[list[str]]:
         by_pattern = {pattern: rule for rule in self.converters for pattern in rule.source_patterns}
@@ -109,13 +111,13 @@ class Conversions:
         return stack
 
 
-def layer_shapes(source: Source, is_plain_too: bool) -> dict[str, tuple[int, ...]]:
+def layer_shapes(source: Source) -> dict[str, tuple[int, ...]]:
     """The shapes of packed weights, and of plain ones, by layer name."""
     shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items()
                                           if layer.experts is None and all(layer.shape)}
     for group in source.groups:
         shapes |= {part.removesuffix(".weight"): (count,) for part, count in group.parts.items()}
-    plain = [name for name in source.plain if name.endswith(".weight")] if is_plain_too else []
+    plain = [name for name in source.plain if name.endswith(".weight")]
     return shapes | {name.removesuffix(".weight"): own for name in plain if len(own := source.shape(name)) == 2}
 
 
@@ -128,7 +130,7 @@ def stored_names(model: nn.Module, path: Path) -> dict[str, str]:
     with open_checkpoint(path) as checkpoint:
         source = checkpoint.source
         stacks = {**usual_stacks(dict(model.named_parameters()), source, names.place, ""),
-                  **names.stacks(layer_shapes(source, is_plain_too=True))}
+                  **names.stacks(layer_shapes(source))}
         layers = {*source.layers, *(full.removesuffix(".weight") for full in source.plain)}
     stored = {piece: f"{stack}.{expert}" for stack, experts in stacks.items() for expert, pieces in enumerate(experts)
              for piece in pieces}

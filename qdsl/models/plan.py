@@ -14,9 +14,10 @@ from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.checkpoint.report.shards import is_plain
 from qdsl.models.names import Names
 from qdsl.models.packed_steps import PackedStep, holds_numbers, orient_experts, orient_squares, swapped, takes_numbers
-from qdsl.models.stacks import Stacks, why_no_stack
+from qdsl.models.stacks import Stacks, piece_layer, why_no_stack
 from qdsl.models.transforms import transform_problems
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.torch.module import PackedModule
@@ -92,8 +93,10 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
         planner.add_stack(name, experts)
     for group in source.groups:
         planner.add_group(group, stacks)
+    placed = {full for step in planner.plan.packed for layer in step.parts for full in layer.tensors.values()}
     for name in source.plain:
-        planner.add_plain(name, name)
+        if name not in placed:
+            planner.add_plain(name, name)
     planner.check_transforms()
     planner.sort_plain(format, SKIPPED if skip is None else skip)
     planner.plan.packed = orient_experts(planner.plan.packed)
@@ -200,8 +203,8 @@ class _Planner:
 
     def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
         """Plan a parameter filled from experts that the checkpoint stores one by one, unless all of them are plain."""
-        packed = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
-        if not packed:
+        packed = [layer for pieces in experts for piece in pieces if (layer := piece_layer(self.source, piece)) is not None]
+        if all(is_plain(layer) for layer in packed):
             self._add_plain_stack(name, tuple(f"{piece}.weight" for pieces in experts for piece in pieces))
             return
         self._fill(name)

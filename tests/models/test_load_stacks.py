@@ -152,9 +152,28 @@ def test_rows_that_may_alternate_are_not_taken(tmp_path: Path) -> None:
         qdsl.load_weights_(model, folder(tmp_path / "in", one_by_one(weights), FP8))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("plain", [["experts.1.up_proj"], ["experts.0.gate_proj", "experts.0.up_proj"]], ids=str)
+def test_experts_that_stayed_plain(plain: list[str], transposed: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """One piece of an expert, or all of them, as where a producer leaves out experts that saw no tokens."""
+    packed = fp8_experts(("gate_proj", "up_proj"), [(64, 192)] * 2)
+    dense = {name: weight(64, 192, number).to(dtype) if name in plain else own.format.dequantize(own, torch.float32)
+             for number, (name, own) in enumerate(packed.items())}
+    tensors = one_by_one({name: own for name, own in packed.items() if name not in plain})
+    tensors |= {f"{name}.weight": dense[name] for name in plain}
+    model = moe(transposed=transposed, gate_up_proj=(128, 192))
+    report = qdsl.load_weights_(model, folder(tmp_path / "in", tensors, FP8))
+    rows = torch.stack([torch.cat([dense[f"experts.{expert}.{piece}"].float() for piece in ("gate_proj", "up_proj")])
+                        for expert in range(E)])
+    check_stack(model.experts.gate_up_proj, rows.transpose(1, 2) if transposed else rows)
+    assert not report.unused and "fp8_channel.safetensors" in report.packed["experts.gate_up_proj"]
+    assert qdsl.save_model(model, tmp_path / "out").exact and files(tmp_path / "out") == files(tmp_path / "in")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ("missing", r"'experts\.gate_up_proj': 'experts\.1\.up_proj' is missing in the checkpoint, and other experts are packed"),
-    ("plain", r"'experts\.1\.up_proj' is plain in the checkpoint, .*; quantize all experts or none"),
+    ("int32", r"'experts\.1\.up_proj' is not recognised: .*'weight' has dtype int32"),
     ("unknown", r"'experts\.1\.up_proj' is not recognised: fp8_.* needs .*scale"),
     ("more", r"'experts\.gate_up_proj': 2 experts in the model, and 3 in the checkpoint"),
     ("longer", r"\[2, 128, 128\] in the model, and \[2, 128, 128\] and \[2, 192, 128\] in the checkpoint"),
@@ -165,9 +184,9 @@ def test_stacks_that_do_not_fit(tmp_path: Path, change: str, message: str) -> No
     shape = {"longer": (128, 128), "wider": (64, 192)}.get(change, (64, 128))
     weights["experts.1.up_proj"] = fp8_channel.quantize(weight(*shape))
     tensors = one_by_one(weights)
-    if change in ("missing", "plain", "unknown"):
+    if change in ("missing", "int32", "unknown"):
         del tensors["experts.1.up_proj.weight_scale"]
-        plain = {"plain": weight(64, 128), "unknown": tensors.pop("experts.1.up_proj.weight"), "missing": None}[change]
+        plain = {"int32": weight(64, 128).int(), "unknown": tensors.pop("experts.1.up_proj.weight"), "missing": None}[change]
         tensors |= {} if plain is None else {"experts.1.up_proj.weight": plain}
     model = moe(gate_up_proj=(128, 128))
     with pytest.raises(LoadError, match=message):

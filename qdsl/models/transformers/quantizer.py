@@ -41,7 +41,7 @@ from qdsl.models.plan import LoadError, listed
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
 from qdsl.models.private_apis import float32_modules, mark_initialized, may_be_unexpected
 from qdsl.models.save import save
-from qdsl.models.stacks import usual_stacks
+from qdsl.models.stacks import packed_names, usual_stacks
 from qdsl.models.ties import Ties, keep_ties, recorded_ties, renew_ties
 from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
@@ -123,8 +123,9 @@ class QdslHfQuantizer(HfQuantizer):
             check_format(checkpoint, config.format)
         skip = [*config.skip, *((*SKIPPED, *map(re.escape, float32_modules(model))) if config.format else ())]
         before, device = _tensors(model), single_device(self._device_map)
+        packed = None if config.format else {*packed_names(source)}
         stacks = None if names is None else {**usual_stacks(dict(model.named_parameters()), source, names.place, config.format),
-                                             **names.stacks(layer_shapes(source, config.format is not None))}
+                                             **names.stacks(layer_shapes(source), packed)}
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
                                  stacks=stacks, format=config.format, verify=config.verify, planar=False,
                                  match_dense=config.match_dense, allow_unknown=config.allow_unknown, **config.options)
