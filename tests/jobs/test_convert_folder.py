@@ -324,6 +324,13 @@ def test_a_note_of_a_stranger_is_refused(sharded: Path, tmp_path: Path) -> None:
 # The command
 
 
+def test_readers_of_gptq_without_symmetry(sharded: Path, tmp_path: Path) -> None:
+    """gptqmodel 7.7 raises ValueError for checkpoint_format gptq; its layers, which transformers loads, take the tensors."""
+    lines = command("convert", sharded, "--to", "gptq_v1", "-o", tmp_path / "v1").stdout.splitlines()
+    assert "read by: qdsl alone" in lines and "not read by transformers: it asks gptqmodel to, where that is installed" in lines
+    assert any(line.startswith("not read by gptqmodel: its own loader takes sym = false as gptq_v2 alone") for line in lines)
+
+
 def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -> None:
     result = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--jobs", "1")
     size = sum((tmp_path / "out" / name).stat().st_size for name in TWO)

@@ -61,7 +61,7 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
         if wrong and not {*removed}.isdisjoint(others):
             others = [program for program in others if program not in removed]
             why[refusal.program] = refusal.why or f"its loaders know no {method} with {wrong}"
-    why |= {program: note for program, note in loading.notes.items() if program in why and others}
+    why |= {program: note for program, note in loading.notes.items() if program in why}
     return _complete(folder, others, why)
 
 
