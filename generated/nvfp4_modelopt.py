@@ -1,19 +1,21 @@
 """nvfp4_modelopt: NVFP4, 4-bit floats with an 8-bit float per 16 times a scale of the whole weight.
 
     w = s * g * q
+        + low_rank(svdquant_lora_b, svdquant_lora_a)
     float32, rounded after each operation
 
-    s      e4m3 [N, K/16]
+    s      e4m3 [N, ceil(K/16)]
     g      f32  []
     q      e2m1 [N, K]
 
     modelopt: 4.5 bits per weight
     torchao: 4.5 bits per weight
     torchao_swizzled: 4.5 bits per weight
+    comfyui: 4.5 bits per weight
     mlx: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_modelopt (sha256 57bc089ff7ee8846) by qdsl 0.1.0.
+Built from the spec nvfp4_modelopt (sha256 49d1de39a339b0a1) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -97,6 +99,24 @@ def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, T
     return {"qdata": qdata_bytes.flatten(1), "scale": as_type(scale_bytes, torch.float8_e4m3fn), "per_tensor_scale": g}
 
 
+def unpack_comfyui(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [N, K/2]; weight_scale float8_e4m3fn [ceil(N/128), ceil(K/64), 512]; weight_scale_2 float32 []."""
+    weight_scale_bytes = as_type(weight_scale, torch.uint8)
+    return {
+            "s": as_type(weight_scale_bytes, torch.float8_e4m3fn).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+                2).flatten(1)[:N, :cdiv(K, 16)],
+            "g": weight_scale_2, "q": spread(weight, 4, high_first=True).flatten(1)}
+
+
+def pack_comfyui(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, weight_scale, weight_scale_2 of the fields; the inverse of unpack_comfyui."""
+    q_split = q.unflatten(-1, (-1, 2))
+    weight_bytes = joined(q_split, 4, high_first=True).squeeze(-1)
+    weight_scale_bytes = pad(s, (0, -s.shape[1] % 4, 0, -s.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
+        (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
+    return {"weight": weight_bytes, "weight_scale": as_type(weight_scale_bytes, torch.float8_e4m3fn), "weight_scale_2": g}
+
+
 def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/8]; scales uint8 [N, K/16]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
@@ -111,7 +131,7 @@ def pack_mlx(s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, K: int) -> dict[str, Tensor | None]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
+    """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, ceil(K/16)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
     q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]
@@ -129,11 +149,11 @@ def pack_planar(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor | No
 
 
 def decode(s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = s * g * q.  s [N, K/16], q [N, K], g []."""
-    out = out if out is None else out.unflatten(1, (-1, 16))
+    """Weights [N, K], float32 rounded after each operation: w = s * g * q.  s [N, ceil(K/16)], q [N, K], g []."""
+    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
+    q = e2m1(q).unflatten(1, (s.shape[1], -1))
     s = e4m3(s).unsqueeze(-1)
     g = 1 if g is None else g
-    q = e2m1(q).unflatten(1, (-1, 16))
     return torch.mul(s * g, q, out=out).flatten(1)
 
 
@@ -203,6 +223,21 @@ def _decode_torchao_swizzled(tensors, n, u, live, N, K, sizes, use: tl.constexpr
 
 
 @triton.jit
+def _decode_comfyui(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, weight_scale, weight_scale_2 = tensors
+    weight_scale += 512 * (n // 128 * tl.cdiv(K, 64))
+    g = tl.load(weight_scale_2)
+    weight += n * (K // 2)
+    s = device.e4m3(tl.load(weight_scale + 512 * (t // 8 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + t // 8 % 4, live, 0))
+    q_word = tl.load(weight + t, live, 0)
+    for h in tl.static_range(2):
+        q = device.e2m1(q_word >> 4 - 4 * h & 15)
+        state = use(state, 2 * t + h, s * g * q, live)
+    return state
+
+
+@triton.jit
 def _decode_mlx(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit t of row n, in float32."""
     weight, scales = tensors
@@ -221,7 +256,7 @@ def _decode_mlx(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
     q, g, s = tensors
-    s += n * (K // 16)
+    s += n * tl.cdiv(K, 16)
     if g is None:
         g1 = 1.0
     else:
@@ -253,6 +288,8 @@ VARIANT = Variant(
                 order=(0, 1, 2))),
         "torchao_swizzled": Storage(unpack_torchao_swizzled, pack_torchao_swizzled, Kernels(_decode_torchao_swizzled, rows="N",
                 units="K/2", last="k", digits=(8,), lanes=(2,), order=(0, 1, 2, 3))),
+        "comfyui": Storage(unpack_comfyui, pack_comfyui, Kernels(_decode_comfyui, rows="N", units="K/2", last="k", lanes=(2,),
+                order=(0, 1, 2))),
         "mlx": Storage(unpack_mlx, pack_mlx, Kernels(_decode_mlx, rows="N", units="K/8", last="k", lanes=(8,), order=(0, 1, 2))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 digits=(4, 4), lanes=(2, 2, 2), order=(0, 1, 2, 4, 5, 3, 6),
@@ -270,10 +307,12 @@ VARIANT = Variant(
 
 PROGRAM = {
     "name": "nvfp4_modelopt", "title": "NVFP4, 4-bit floats with an 8-bit float per 16 times a scale of the whole weight",
-    "source": "ModelOpt NVFP4 (weight_scale_2), torchao NVFP4Tensor (per_tensor_scale)", "formula": "s * g * q", "bits": "4.5",
-    "digest": "57bc089ff7ee8846",
+    "source": "ModelOpt NVFP4 (weight_scale_2), torchao NVFP4Tensor (per_tensor_scale), comfy-kitchen TensorCoreNVFP4Layout",
+    "formula": "s * g * q", "bits": "4.5", "digest": "49d1de39a339b0a1",
+    "detect": {"claimed": ["comfyui"]},
     "variants": {(): {
-        "fields": {"s": ("e4m3", "N", "K/16"), "g": ("f32",), "q": ("e2m1", "N", "K")},
+        "fields": {"s": ("e4m3", "N", "ceil(K/16)"), "g": ("f32",), "q": ("e2m1", "N", "K")},
+        "cuts": ("N", "ceil(K/16)"),
         "storages": {
             "modelopt": {"tensors": {
                 "weight": ("u8", "N", "K/2", {"slices": (("q", 0, [0, [(2, 4), (0, 1, 1)]]),)}),
@@ -293,6 +332,13 @@ PROGRAM = {
                     "slices": (("s", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
                 "per_tensor_scale": ("f32", {"aliases": ("_weight_per_tensor_scale",), "optional": "g", "field": "g"}),
             }},
+            "comfyui": {"tensors": {
+                "weight": ("u8", "N", "K/2", {"slices": (("q", 4, [0, [(2, -4), (0, 1, 1)]]),)}),
+                "weight_scale": ("e4m3", "ceil(N/128)", "ceil(K/64)", "512",
+                    {"seen": ("128*ceil(N/128)", "4*ceil(K/64)"),
+                    "slices": (("s", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                "weight_scale_2": ("f32", {"field": "g"}),
+            }},
             "mlx": {
                 "tensors": {
                     "weight": ("u32", "N", "K/8", {"slices": (("q", 0, [0, [(8, 4), (0, 1, 1)]]),)}),
@@ -305,10 +351,12 @@ PROGRAM = {
                     {"slices": (("q", 0, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 0, 2),
                     ("q", 4, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
                 "g": ("f32", {"optional": "g", "field": "g"}),
-                "s": ("e4m3", "N", "K/16", {"field": "s"}),
+                "s": ("e4m3", "N", "ceil(K/16)", {"field": "s"}),
             }},
         },
         "defaults": {"g": 1},
+        "plus": (("low_rank", {"up": ("svdquant_lora_b", "bf16", "N", "?"), "down": ("svdquant_lora_a", "bf16", "?", "K")},
+            False),),
     }},
 }
 

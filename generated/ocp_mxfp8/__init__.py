@@ -9,10 +9,11 @@
     compressed_tensors: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
     torchao: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
     torchao_swizzled: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
+    comfyui: 8.25 bits per weight at code = e4m3
     mlx: 8.25 bits per weight at code = e4m3
     planar: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
 
-Built from the spec ocp_mxfp8 (sha256 d0752f9324ca002d) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 b9b9e9c3b84c33c2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -23,9 +24,10 @@ from . import code_e4m3, code_e5m2
 PROGRAM = {
     "name": "ocp_mxfp8", "title": "OCP MXFP8, 8-bit floats with a power of two per 32",
     "source": "OCP Microscaling Formats 1.0; compressed-tensors mxfp8, ModelOpt MXFP8, torchao MXTensor", "formula": "e * q",
-    "bits": "8.25", "digest": "d0752f9324ca002d",
+    "bits": "8.25", "digest": "b9b9e9c3b84c33c2",
     "params": {"code": ("e4m3", "e5m2")},
     "by": ("code",),
+    "detect": {"claimed": ["comfyui"]},
     "variants": {
         ("e4m3",): {
             "fields": {"e": ("e8m0", "N", "ceil(K/32)"), "q": ("code", "N", "K")},
@@ -41,6 +43,12 @@ PROGRAM = {
                     "qdata": ("code", "N", "K", {"aliases": ("_weight_qdata",), "field": "q"}),
                     "scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
                         {"aliases": ("_weight_scale",), "seen": ("32*ceil(N/128)", "16*ceil(K/128)"),
+                        "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
+                }},
+                "comfyui": {"tensors": {
+                    "weight": ("code", "N", "K", {"field": "q"}),
+                    "weight_scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
+                        {"seen": ("128*ceil(N/128)", "4*ceil(K/128)"),
                         "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
                 }},
                 "mlx": {"tensors": {

@@ -2,7 +2,7 @@
 
     w = e * q
 
-Built from the spec ocp_mxfp8 (sha256 d0752f9324ca002d) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 b9b9e9c3b84c33c2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -68,6 +68,22 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     r = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0, 3, 2, 1,
         4).view(torch.uint8).flatten(2)
     return {"qdata": q, "scale": as_type(r, torch.float8_e8m0fnu)}
+
+
+def unpack_comfyui(weight: Tensor, weight_scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of weight code [N, K]; weight_scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
+    r = as_type(weight_scale, torch.uint8)
+    return {
+            "e": as_type(r, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0, 2).flatten(1)[:N,
+                :cdiv(K, 32)],
+            "q": weight}
+
+
+def pack_comfyui(e: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, weight_scale of the fields; the inverse of unpack_comfyui."""
+    r = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0, 3, 2, 1,
+        4).view(torch.uint8).flatten(2)
+    return {"weight": q, "weight_scale": as_type(r, torch.float8_e8m0fnu)}
 
 
 def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -178,6 +194,7 @@ VARIANT = Variant(
         "torchao": Storage(unpack_torchao, pack_torchao, Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
         "torchao_swizzled": Storage(unpack_torchao_swizzled, pack_torchao_swizzled, Kernels(_decode_torchao_swizzled, rows="N",
                 units="K", last="k")),
+        "comfyui": Storage(unpack_comfyui, pack_comfyui, Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
         "mlx": Storage(unpack_mlx, pack_mlx, Kernels(_decode_mlx, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
         "planar": Storage(unpack_planar, pack_planar, Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 digits=(4, 8), lanes=(2, 2), order=(0, 1, 2, 4, 3, 5),

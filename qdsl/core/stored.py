@@ -95,6 +95,11 @@ class Stored:
         several = int(self.within[1:]) // int(self.dtype[1:]) if self.within else 1
         return (dtype, shape) if several == 1 or prod(shape) % several else (INTEGERS[self.within], (prod(shape) // several,))
 
+    @property
+    def is_column(self) -> bool:
+        """Whether it is [N, 1], one number per row."""
+        return [axis.text for axis in self.axes] == ["N", "1"]
+
     def called(self, aliases: Sequence[str]) -> Stored:
         """The same tensor with further aliases."""
         tensor = copy(self)
@@ -169,11 +174,23 @@ class Description:
                 for stored in layout.values() if stored.dtype == "index"}
 
     @property
+    def columns(self) -> set[str]:
+        """The names and aliases of tensors [N, 1], of one number per row."""
+        layouts = [layout for storages in self.variants.values() for layout in storages.values()]
+        tensors = [tensor for layout in layouts for tensor in layout.items()]
+        return {key for name, stored in tensors if stored.is_column for key in (name, *stored.aliases)}
+
+    @property
     def in_bytes(self) -> set[str]:
         """The names and aliases of tensors of bytes."""
         layouts = [layout for storages in self.variants.values() for layout in storages.values()]
         tensors = [tensor for layout in layouts for tensor in layout.items()]
         return {key for name, stored in tensors if stored.dtype == "u8" for key in (name, *stored.aliases)}
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        """The storages that only a header or settings tell from others with the same names and shapes."""
+        return tuple(self.detect.get("claimed", ()))
 
     def layout(self, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Stored]:
         """The tensors of a storage for these parameters."""

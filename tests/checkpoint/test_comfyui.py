@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+import qdsl
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layer_weights import weights
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import write
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.checkpoint.report.contents import contents
 from qdsl.cli import app
-from qdsl.generated import fp8_tensor, nvfp4_modelopt
+from qdsl.generated import fp8_tensor
 from qdsl.runtime.gpu import launch
 
 FP8 = torch.float8_e4m3fn
@@ -101,13 +102,62 @@ def test_a_header_says_the_formats_of_layers(prefix: str, tmp_path: Path) -> Non
     assert other.why == "quantized in a way that is not known: format = int8_blockwise, group_size = 128"
 
 
-def test_formats_of_comfyui_that_are_not_read(tmp_path: Path) -> None:
-    """Its NVFP4 has other places for nibbles and scales than ModelOpt's, whose tensors have the same names and shapes."""
-    tensors = nvfp4_modelopt.quantize(torch.randn(128, 64)).tensors
-    assert read(write_layers(tmp_path / "modelopt.safetensors", {LAYER: tensors})).layers[0].format == "nvfp4_modelopt"
-    tensors = {**tensors, "comfy_quant": bytes_of_json({"format": "nvfp4"})}
-    [layer] = read(write_layers(tmp_path / "comfyui.safetensors", {LAYER: tensors})).layers
-    assert (layer.format, layer.why) == ("", "quantized in a way that is not known: format = nvfp4")
+def in_tiles(scales: Tensor) -> Tensor:
+    """Scales as cuBLAS reads them, in tiles of 128 rows and 4 columns, as comfy-kitchen's to_blocked gives them."""
+    rows, columns = -(-scales.shape[0] // 128), -(-scales.shape[1] // 4)
+    padded = torch.zeros(128 * rows, 4 * columns, dtype=torch.uint8)
+    padded[:scales.shape[0], :scales.shape[1]] = scales.view(torch.uint8)
+    tiles = padded.view(rows, 128, columns, 4).permute(0, 2, 1, 3).reshape(-1, 4, 32, 4).transpose(1, 2)
+    return tiles.reshape(128 * rows, 4 * columns).view(scales.dtype)
+
+
+def nvfp4(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A byte has the first of two columns in its high bits."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    data, scales = torch.randint(256, (n, k // 2)).to(torch.uint8), torch.rand(n, k // 16).mul(448).to(FP8)
+    codes = torch.stack([data >> 4, data & 15], 2).view(n, k).int()
+    weight = numbers[codes] * (0.25 * scales.float()).repeat_interleave(16, 1)
+    return {"weight": data, "weight_scale": in_tiles(scales), "weight_scale_2": torch.tensor(0.25)}, weight
+
+
+def mxfp8(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+    codes, scales = torch.randn(n, k).to(FP8), torch.randint(120, 130, (n, k // 32)).to(torch.uint8)
+    weight = codes.float() * (scales.float() - 127).exp2().repeat_interleave(32, 1)
+    return {"weight": codes, "weight_scale": in_tiles(scales).view(torch.float8_e8m0fnu)}, weight
+
+
+def int8(*shape: int) -> Callable[[int, int], tuple[dict[str, Tensor], Tensor]]:
+    def layer(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+        codes, scale = torch.randint(-127, 128, (n, k)).to(torch.int8), torch.rand(shape and (n, 1))
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+    return layer
+
+
+FORMATS = {"nvfp4": ("nvfp4", "nvfp4_modelopt", nvfp4), "mxfp8": ("mxfp8", "ocp_mxfp8", mxfp8),
+           "a scale": ("int8_tensorwise", "int8_tensor", int8()), "rows": ("int8_tensorwise", "int8_channel", int8(1))}
+PER_TILE = {"nvfp4": 64, "mxfp8": 128}                           # columns of a tile of scales
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("shape", [(128, 64), (192, 320), (256, 128)], ids=str)
+def test_formats_of_blocks_and_integers(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """What comfy-kitchen's dequantize gives; tensors of NVFP4 and MXFP8 without JSON are those of other programs."""
+    name, format, make = FORMATS[kind]
+    tensors, weight = make(*shape)
+    marked = {**tensors, "comfy_quant": bytes_of_json({"format": name})}
+    path = write_layers(tmp_path / "model.safetensors", {LAYER: marked})
+    with Folder(path) as folder:
+        [layer] = layers(folder).layers
+        [packed] = weights(folder, layer)
+    assert (layer.format, layer.why, layer.problems, layer.contradictions) == (format, "", (), ())
+    assert packed.format.dequantize(packed, torch.float32).equal(weight)
+    [bare] = read(write_layers(tmp_path / "bare.safetensors", {LAYER: tensors})).layers
+    is_padded = name in PER_TILE and (shape[0] % 128 > 0 or shape[1] % PER_TILE[name] > 0)
+    assert bare.format == ("" if is_padded else format) and bare.storage != "comfyui"
+    rotated = {**tensors, "comfy_quant": bytes_of_json({"format": name, "convrot": True})}
+    path = write_layers(tmp_path / "rotated.safetensors", {LAYER: rotated})
+    with pytest.raises(CheckpointError, match="convrot is True, which changes x"):
+        qdsl.load_weights_(torch.nn.Sequential(torch.nn.Linear(*shape[::-1], bias=False)), path, {LAYER: "0"})
 
 
 @pytest.mark.parametrize("defect", ["bytes", "json", "scale", "scale_weight"])

@@ -53,6 +53,24 @@ def test_no_tensor_of_two_axes_fits_transposed() -> None:
     assert tried > 100
 
 
+def test_a_scale_per_row_may_lie_in_a_row() -> None:
+    """[1, N] for [N, 1]; unless N is K, where it could be one per column."""
+    tried = 0
+    for format, storage, shape, params, tensors in storages():
+        layout = format.layout(storage, params)
+        rows = {name: (dtype, own[::-1]) for name, (dtype, own) in tensors.items() if layout[name].is_column}
+        if not rows or "starts" in tensors:                      # qdsl's own bit streams
+            continue
+        settings = {"quant_method": "qdsl", "format": format.name, "storage": storage, **params}
+        layer = open_layer({**tensors, **rows}, settings).layer("layer")
+        tried += 1
+        if shape[0] == shape[1]:
+            assert not layer.format and "[1, 256]" in layer.why
+        else:
+            assert (layer.format, layer.storage, layer.shape) == (format.name, storage, shape) and not layer.contradictions
+    assert tried > 10
+
+
 def open_layer(tensors: Tensors, settings: dict[str, object]) -> Checkpoint:
     names = list(tensors)
     return qdsl.open_headers([f"layer.{name}" for name in names], [str(tensors[name][0]) for name in names],

@@ -28,7 +28,7 @@ from tests.support.producer_answers import LAYER, SIZE, Answer, recorded, x
 ROUNDED = {"": 1e-5, "bitsandbytes 4": 5e-3, "bitsandbytes 8": 1e-2, "bitnet": 1e-2, "torchao Int8Dynamic": 2e-2, "gptq": 1e-3,
            "awq": 1e-3, "auto-round": 1e-3, "modelopt": 3e-2, "modelopt class = INT4": 1e-5,
            "modelopt packed": 1e-6, "quark": 3e-2,
-           "quark scheme = mxfp4": 7e-2,
+           "quark scheme = mxfp4": 7e-2, "quark scheme = nvfp4": 7e-2,
            "quark scheme = mxfp4_weight_only": 1e-5, "compressed-tensors": 2e-3, "quanto activations": 4e-2}
 # Of what programs write, that which qdsl does not read: part of the label -> part of the sentence.
 REFUSED = {
@@ -39,8 +39,7 @@ REFUSED = {
     "gptq v1 rotation": "rotation is 'hadamard'", "gptq v1 mock_quantization": "mock_quantization is True",
     "quark scheme = amdfp4_g32": "scale_format = e5m3, but",
     "quark scheme = amdfp4_global": "global_quant_config.weight = a list of 2; the tensors fit ocp_mxfp4",
-    "quark scheme = amdfp4": "has shape [128, 8]", "quark scheme = int4": "in a way that is not known",
-    "quark scheme = nvfp4": "global_quant_config.weight = a list of 2; the tensors fit nvfp4_modelopt"}
+    "quark scheme = amdfp4": "has shape [128, 8]", "quark scheme = int4": "in a way that is not known"}
 
 
 @cache

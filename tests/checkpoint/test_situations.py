@@ -56,6 +56,7 @@ INT8 = ("int8_channel", "safetensors", {})
 NVFP4, MXFP4 = ("nvfp4_modelopt", "modelopt", {}), ("ocp_mxfp4", "modelopt", {})
 INT4_AWQ = ("int_group", "modelopt", {"bits": 4, "group": 32, "symmetric": True})
 W4 = {"num_bits": 4, "group_size": 32}
+GPTQ_SETTINGS = {"bits": 4, "group_size": 32}
 AUTO_ROUND = {"autoround_version": "0.16.1", "sym": True, "iters": 200, "block_name_to_quantize": "model.layers"}
 FP8_STATIC = {**AUTO_ROUND, "bits": 8, "group_size": -1, "data_type": "fp", "act_bits": 8, "act_data_type": "fp",
               "act_dynamic": False, "fmt": "e4m3", "activation_scheme": "static"}
@@ -90,12 +91,23 @@ RIGHT: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings]] 
     "names that auto-round searches for": (("int_group", "gptq_v1", {"bits": 8, "group": 32, "symmetric": True}), {}, of(
         "auto-round", bits=4, group_size=32, packing_format="auto_round:auto_gptq", extra_config={"up_proj": {"bits": 8}},
         **AUTO_ROUND)),
+    "W4A8_NVFP4_FP8": (NVFP4, {"pre_quant_scale": factors(), "input_scale": torch.tensor(0.1)}, of(
+        "modelopt", quant_algo="W4A8_NVFP4_FP8", group_size=16, has_zero_point=False, pre_quant_scale=True)),
+    "an index of 64 bits": (GPTQ, {"g_idx": lambda own: own.long()}, of("gptq", **GPTQ_SETTINGS)),
+    "an index of no columns": (GPTQ, {"g_idx": torch.zeros(0, dtype=torch.int32)}, of("gptq", **GPTQ_SETTINGS)),
+    "an index of rows in one group": (("int_group", "gptq_v2", {"bits": 4, "group": -1}), {"g_idx": None}, of(
+        "gptq", bits=4, group_size=-1, desc_act=True, checkpoint_format="gptq_v2")),
+    "FP8 in blocks of Quark": (BLOCKS, FP8_SCALE, quark(qscheme="per_block", block_size=[32, 32])),
     "tables of rotary positions": (FP8_CHANNEL, {"cos_cached": torch.ones(4, 4)}, of("fp8", activation_scheme="dynamic"))}
 # name -> storage, new tensors, config, part of the sentence
 REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings, str]] = {
     "FP8 beside a scale of no known meaning": (FP8_CHANNEL, {"weight_scale": None, "quant_scale": torch.ones(N)}, {},
                                                "needs a scale"),
     "a packed and a plain weight": (GPTQ, {"weight": torch.ones(N, K)}, of("gptq", bits=4, group_size=32), "'weight', too"),
+    "an index of 64 bits that names no groups": (GPTQ, {"g_idx": lambda own: own.long() + (1 << 32)}, of("gptq", **GPTQ_SETTINGS),
+                                                 "g_idx"),
+    "an index that settings say, and is not there": (GPTQ, {"g_idx": None}, of("gptq", desc_act=True, **GPTQ_SETTINGS),
+                                                     "desc_act = True, but there is no 'g_idx'"),
     "scales along the other axis": (FP8_CHANNEL, FP8_SCALE, quark(ch_axis=1), "ch_axis = 1"),
     "a transform in the config of a model in the model": (FP8_CHANNEL, {}, {
         **of("fp8", activation_scheme="dynamic"), "vision_config": {"quantization_config": {"quant_method": "fp8", **ROTATED}}},
@@ -148,3 +160,62 @@ def test_what_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
     folder(tmp_path / "in", *stored)
     with pytest.raises((CheckpointError, LoadError), match=sentence):
         computed(tmp_path / "in")
+
+
+# -- of other shapes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "int8_channel"])
+@pytest.mark.parametrize("is_stack", [False, True], ids=["matrix", "stack"])
+def test_scales_of_rows_in_a_row(format: str, is_stack: bool, tmp_path: Path) -> None:
+    """[1, N], or [E, 1, N] of experts, as of weights that a kernel takes transposed."""
+    name, shape = ("experts.up_proj", (N // 2, K)) if is_stack else (LAYER, (N // 2, K))
+    module = import_module(f"qdsl.generated.{format}")
+    parts = [module.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32))
+             for seed in range(3 if is_stack else 1)]
+    weight = torch.stack([part.tensors["weight"].view(torch.uint8) for part in parts]).view(parts[0].tensors["weight"].dtype)
+    scale = torch.stack([part.tensors["weight_scale"].t() for part in parts])
+    dense = torch.stack([part.format.dequantize(part, torch.float32) for part in parts])
+    one = {f"{name}.weight": weight[0], f"{name}.weight_scale": scale[0]}
+    write(tmp_path / "model.safetensors", {name: weight, f"{name}_scale": scale} if is_stack else one)
+    with qdsl.open(tmp_path / "model.safetensors") as checkpoint:
+        [layer] = checkpoint.layers.values()
+        assert (layer.format, layer.shape, layer.experts) == (format, shape, 3 if is_stack else None)
+        for expert, own in enumerate(checkpoint.source.weights(layer)):
+            assert own.format.dequantize(own, torch.float32).equal(dense[expert])
+        whole = checkpoint.source.stacked(layer)
+        assert whole.format.dequantize(whole, torch.float32).equal(dense.flatten(0, 1))
+
+
+CT = "compressed_tensors"
+
+
+@pytest.mark.parametrize("stored", [NVFP4, MXFP4, ("nvfp4_ct", CT, {}), ("ocp_mxfp6", CT, {})], ids=str)
+def test_codes_of_types_under_a_byte(stored: tuple[str, str, Settings], tmp_path: Path) -> None:
+    """F4 and F6, as safetensors has torch.float4_e2m1fn_x2: with the extents of the weight."""
+    wanted = folder(tmp_path / "in", stored, {}, {})
+    path = tmp_path / "in" / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + size])
+    [codes] = [name for name in (f"{LAYER}.weight", f"{LAYER}.weight_packed") if name in header]
+    header[codes] |= {"dtype": "F6_E2M3" if stored[0] == "ocp_mxfp6" else "F4", "shape": [N, K]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:])
+    assert (computed(tmp_path / "in") - wanted).norm() <= 1e-6 * wanted.norm()
+    with Folder(tmp_path / "in") as read:
+        run.convert(read, layers(read), aimed("q8_0", True), tmp_path / "out")
+    assert (computed(tmp_path / "out") - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def test_low_rank_beside_nvfp4(tmp_path: Path) -> None:
+    """ModelOpt's NVFP4_SVD: factors of x meet the low rank, too (modelopt 0.47 nn/modules/quant_linear.py SVDQuantLinear)."""
+    generator = torch.Generator().manual_seed(5)
+    down, up = (torch.randn(shape, generator=generator, dtype=torch.float32).bfloat16() for shape in ((16, K), (N, 16)))
+    config = of("modelopt", quant_algo="NVFP4_SVD", group_size=16, has_zero_point=False, pre_quant_scale=True, lora_rank=16)
+    base = folder(tmp_path / "in", NVFP4, {"svdquant_lora_a": down, "svdquant_lora_b": up, "pre_quant_scale": factors()}, config)
+    wanted = base + up.float() @ down.float() * factors()
+    assert (computed(tmp_path / "in") - wanted).norm() <= 1e-6 * wanted.norm()
+    with Folder(tmp_path / "in") as read:
+        run.convert(read, layers(read), aimed("q8_0", True), tmp_path / "out")
+    assert (computed(tmp_path / "out") - wanted).norm() <= 2e-2 * wanted.norm()

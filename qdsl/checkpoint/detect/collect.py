@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from qdsl.checkpoint.detect.header_claims import HeaderClaims, scale_markers
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.tensor_names import TensorNames
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.safetensors import START_BYTES, shown, torch_name
+from qdsl.checkpoint.files.safetensors import START_BYTES, in_bytes, shown, torch_name
 from qdsl.checkpoint.files.strict_json import strict_object
 from qdsl.core.stored import Description, TensorInfo
 
@@ -48,6 +49,11 @@ class Collector:
         self.has_scale_marker = any(name.rpartition(".")[2] in markers for name in folder.names())
         self.shape_tensors = {leaf for format in formats for storages in format.variants.values() for layout in storages.values()
                               for leaf, stored in layout.items() if stored.dtype == "shape"}
+        layouts = [layout for format in formats for storages in format.variants.values() for layout in storages.values()]
+        self.indices = {key for layout in layouts for leaf, stored in layout.items() if stored.dtype == "index"
+                        for key in (leaf, *stored.aliases)}
+        self.optional = {key for layout in layouts for leaf, stored in layout.items() if stored.optional
+                         for key in (leaf, *stored.aliases)}
         self.small_tensors: dict[str, object] = dict.fromkeys(self.shape_tensors)
         self.small_tensors |= {leaf: rule for format in formats for leaf, rule in format.detect.get("tensors", {}).items()}
 
@@ -71,11 +77,18 @@ class Collector:
         return leaf, entry.dtype, len(entry.shape)
 
     def entries(self, tensors: Mapping[str, str]) -> dict[str, TensorInfo]:
-        """Dtypes, by torch's names, and shapes."""
-        entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
-        dtypes = {leaf: "I64" if leaf in self.shape_tensors and entry.dtype == "I32" else entry.dtype
-                  for leaf, entry in entries.items()}
+        """Dtypes, by torch's names, and shapes, as storages have them: of extents 64 bits, of indices 32.
+
+        Without empty tensors that a storage may lack: gptqmodel's g_idx of no columns stands for those in order.
+        """
+        entries = {leaf: in_bytes(self.folder.entry(full)) for leaf, full in tensors.items() if not self.is_empty(leaf, full)}
+        dtypes = {leaf: "I64" if leaf in self.shape_tensors and entry.dtype == "I32" else
+                  "I32" if leaf in self.indices and entry.dtype == "I64" else entry.dtype for leaf, entry in entries.items()}
         return {leaf: TensorInfo(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
+
+    def is_empty(self, leaf: str, full: str) -> bool:
+        """Whether a tensor that a storage may lack has no elements."""
+        return leaf in self.optional and 0 in self.folder.entry(full).shape
 
     def read_entries(self, module: Module, contents: Mapping[str, Any]) -> dict[str, TensorInfo]:
         """The same for a module with its axes in order, with the numbers of tensors that state N and K."""
@@ -108,7 +121,18 @@ class Collector:
         """The first bytes of a tensor; none if only its header exists."""
         return self.folder.file(full).start(full, START_BYTES)
 
+    def rises(self, full: str) -> bool:
+        """Whether the first integers of an index are sorted."""
+        return _rises(self.start(full), NUMBER_CODES.get(self.folder.entry(full).dtype, "i"))
+
     def is_filled(self, full: str, word: int) -> bool:
         """Whether the first bytes of a tensor repeat one 32-bit word."""
         data = self.start(full)
         return len(data) > 0 and data == word.to_bytes(4, "little") * (len(data) // 4)
+
+
+@lru_cache(maxsize=64)                                           # most layers have the same
+def _rises(data: bytes, code: str) -> bool:
+    """Whether integers are sorted.  code: of struct."""
+    numbers = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
+    return list(numbers) == sorted(numbers)

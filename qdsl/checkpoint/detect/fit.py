@@ -99,13 +99,27 @@ class Miss:
 
 
 def candidates(formats: Sequence[Description], evidence: Evidence) -> list[Candidate]:
-    """All candidates among the formats.  If small tensors match a format's rule, only such formats are tried."""
+    """All candidates among the formats.  If small tensors match a format's rule, only such formats are tried.
+
+    A scale per row may be a row itself, [1, N]; if N is K, too, it could as well be one per column, and fits nothing.
+    """
+    every = _candidates(formats, evidence)
+    upright = {} if every else {leaf: entry for leaf, entry in evidence.entries.items() if entry.shape[-2:-1] == (1,)
+                                and any(leaf in format.columns for format in formats)}
+    if upright:
+        columns = {leaf: replace(entry, shape=(*entry.shape[:-2], entry.shape[-1], 1)) for leaf, entry in upright.items()}
+        every = [candidate for candidate in _candidates(formats, replace(evidence, entries={**evidence.entries, **columns}))
+                 if candidate.fit.shape[0] != candidate.fit.shape[1]]
+    keys = evidence.contents.keys()
+    return [candidate for candidate in every if keys & candidate.format.detect.get("tensors", {}).keys()] or every
+
+
+def _candidates(formats: Sequence[Description], evidence: Evidence) -> list[Candidate]:
     every: list[Candidate] = []
     for format in formats:
         with suppress(LayoutMismatch):
             every += candidates_of(format, evidence)
-    keys = evidence.contents.keys()
-    return [candidate for candidate in every if keys & candidate.format.detect.get("tensors", {}).keys()] or every
+    return every
 
 
 def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from qdsl.checkpoint.detect.collect import Collector, Module
@@ -66,6 +64,12 @@ class Judge:
         settings = scheme.settings if scheme.settings is not None else self.quantization.settings if self.quantization else {}
         agreement = self._agreement(candidates, settings)
         strong, weak = agreement.strong, agreement.weak
+        if module.claims is None:
+            if not (open_to_all := [candidate for candidate in candidates if not self._needs_a_word(candidate, settings)]):
+                return Layer(module.name, others=module.tensors, by=scheme.by,
+                             why=f"the tensors fit {candidates[0].label}, and nothing says that they are that")
+            candidates, weak = open_to_all, [candidate for candidate in weak if candidate in open_to_all]
+            strong = [candidate for candidate in strong if candidate in open_to_all]
         telling = [candidate for candidate in candidates if self._has_its_words(candidate, module.tensors)]
         is_denied = bool(settings) and not strong and not weak and any(
             self._is_spoken_of(candidate, settings) for candidate in candidates)
@@ -119,8 +123,9 @@ class Judge:
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {OVERFLOWED_ZEROS}" for full in self._overflowed(best, uses)]
         rounding = [leaf for own in producers().every for leaf in own.neighbors.rounding.get(best.format.name, ())]
-        small = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), *self.collector.layer_tensors, *rounding)
-                      if leaf in tensors and tensors[leaf] not in uses.values())
+        empty = [leaf for leaf, full in tensors.items() if self.collector.is_empty(leaf, full)]
+        recognised = [*best.format.detect.get("tensors", {}), *self.collector.layer_tensors, *rounding, *empty]
+        small = tuple(tensors[leaf] for leaf in recognised if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *small)}
         if WEIGHT in others:
             contradictions = [*contradictions, f"it is {best.label}, and has a tensor {WEIGHT!r}, too"]
@@ -151,6 +156,11 @@ class Judge:
         rules = own_rule(format, settings) if own else format.detect.get("config")
         return [replace(reading, weak=reading.weak or (own and not reading.storage))
                 for reading in readings(rules, list(format.params), settings) if reading.storage in ("", candidate.fit.storage)]
+
+    def _needs_a_word(self, candidate: Candidate, settings: Mapping[str, Any]) -> bool:
+        """Whether a candidate is only for headers and settings to choose, and these settings do not name its storage."""
+        storage = candidate.fit.storage
+        return storage in candidate.format.claimed and all(own.storage != storage for own in self._readings(candidate, settings))
 
     def _is_spoken_of(self, candidate: Candidate, settings: Mapping[str, Any]) -> bool:
         """Whether settings of this kind have a rule for the format."""
@@ -188,8 +198,7 @@ class Judge:
                 return [], []
             if not contradictions and not harmless:
                 for key, why in wrong.items():
-                    is_index = any(source in best.format.indices or (source in uses and _is_index(best, source))
-                                   for source in reading.follows.get(key, ()))
+                    is_index = any(_is_index(best, own, reading.follows.get(key, ())) for own in uses)
                     text = f"{self.source} says {key} = {at(settings, key)}, but {why}"
                     (harmless if is_index else contradictions).append(text)
         return contradictions, harmless
@@ -217,19 +226,19 @@ class Judge:
         if source in layout:
             return source in uses, f"'{source}' is there" if source in uses else f"there is no '{source}'"
         for own in (name for name in uses if layout[name].optional == source and layout[name].dtype == "index"):
-            data = self.collector.start(uses[own])
-            if len(self.collector.folder.entry(uses[own]).shape) == 1 and not _rises(data):
+            if len(self.collector.folder.entry(uses[own]).shape) == 1 and not self.collector.rises(uses[own]):
                 return True, f"'{own}' is not in order"
         for own, word in _usual_words(best).items() if source not in best.format.indices else ():
             if self.collector.start(uses[own]) and not self.collector.is_filled(uses[own], word):
                 return True, f"'{own}' is not {word:#010x} throughout"
-        return False, ""
+        missing = _lacks_index(best, uses, source)
+        return False, f"there is no '{missing}'" if missing else ""
 
     def _changes_nothing(self, dtype: str, full: str) -> bool:
         """Whether a stored index has its columns in order or was never filled, or zero points are all 0."""
         data = self.collector.start(full)
         if dtype == "index":
-            return _rises(data) or self.collector.is_filled(full, UNFILLED)
+            return self.collector.rises(full) or self.collector.is_filled(full, UNFILLED)
         return self.collector.folder.entry(full).dtype == "I8" and len(data) > 0 and not any(data)
 
     def _has_its_words(self, candidate: Candidate, tensors: Mapping[str, str]) -> bool:
@@ -309,16 +318,18 @@ def _is_padded(best: Candidate, storage: str, candidates: Sequence[Candidate]) -
         name: stored.dtype for name, stored in own.items()} for storages in best.format.variants.values() if storage in storages)
 
 
-def _is_index(best: Candidate, tensor: str) -> bool:
-    """Whether a tensor of the storage assigns columns to groups."""
-    return best.format.layout(best.fit.storage, best.fit.params)[tensor].dtype == "index"
+def _is_index(best: Candidate, tensor: str, sources: Container[str]) -> bool:
+    """Whether a tensor of the storage assigns columns to groups, and it or its field is one of the sources."""
+    stored = best.format.layout(best.fit.storage, best.fit.params)[tensor]
+    return stored.dtype == "index" and (tensor in sources or stored.optional in sources)
 
 
-@lru_cache(maxsize=64)                                           # most layers have the same
-def _rises(words: bytes) -> bool:
-    """Whether 32-bit numbers are sorted."""
-    numbers = struct.unpack(f"<{len(words) // 4}i", words)
-    return list(numbers) == sorted(numbers)
+def _lacks_index(best: Candidate, uses: Container[str], field: str) -> str:
+    """The tensor that would assign columns to several groups, and is not there; '' if there is none."""
+    layout = best.format.layout(best.fit.storage, best.fit.params)
+    is_several = 0 < int(best.fit.params.get("group", 0)) < best.fit.shape[1]
+    return next((name for name, stored in layout.items() if is_several and stored.dtype == "index"
+                 and stored.optional == field and name not in uses), "")
 
 
 def _oddness(candidate: Candidate) -> tuple[bool, int]:

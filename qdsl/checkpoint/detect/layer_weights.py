@@ -124,10 +124,10 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
 def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
     """A layer's tensors for each of its experts, with the storage's names.  Raises CheckpointError if it is not recognised."""
     check_recognised(folder.path, layer)
-    whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
+    whole, numbers, layout = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer), layout_of(layer)
     if layer.transposed:
         whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
-    return [{name: _of_one(tensor, layer.experts, expert) for name, tensor in whole.items()} | numbers
+    return [{name: _upright(layout[name], _of_one(tensor, layer.experts, expert)) for name, tensor in whole.items()} | numbers
             for expert in range(1 if layer.experts is None else layer.experts)]
 
 
@@ -136,6 +136,11 @@ def _numbers(layer: Layer) -> dict[str, Tensor]:
     import torch
 
     return {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in layer.numbers.items()}
+
+
+def _upright(stored: Stored, tensor: Tensor) -> Tensor:
+    """A tensor with one number per row as [N, 1], where files have [1, N]."""
+    return tensor.reshape(-1, 1) if stored.is_column and tensor.dim() == 2 and tensor.shape[0] == 1 else tensor
 
 
 def _of_one(tensor: Tensor, experts: int | None, expert: int) -> Tensor:
@@ -179,11 +184,13 @@ def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:
 
 
 def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
-    """A file's tensor as the storage has it: unpacked from larger integers, N and K as int64."""
+    """A file's tensor as the storage has it: unpacked from larger integers, N and K as int64, indices as int32."""
     import torch
 
     stored, info = layout_of(layer)[name], TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape))
     kind = stored.dtype
+    if kind == "index" and tensor.dtype == torch.int64:          # others than int32 holds are no columns anyway
+        return tensor.clamp(-1 << 31, (1 << 31) - 1).int()
     if (own := stored.elements_of(info)) is not info:
         return tensor.view(getattr(torch, own.dtype))
     if kind == "u8" and tensor.is_floating_point() and tensor.element_size() > 1:

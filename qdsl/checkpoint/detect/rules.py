@@ -112,11 +112,13 @@ def is_block(key: str) -> bool:
 
 
 def at(settings: Mapping[str, Any], key: str) -> Any:
-    """The setting of a name, with dots for nested ones; None if absent."""
+    """The setting of a name, with dots for nested ones, and numbers for those of a list; None if absent."""
     if key in settings:
         return settings[key]
     head, _, inner_key = key.partition(".")
     inner = settings.get(head)
+    if isinstance(inner, list):
+        inner = {str(place): own for place, own in enumerate(inner)}
     return at(inner, inner_key) if inner_key and isinstance(inner, Mapping) else None
 
 

@@ -232,7 +232,8 @@ def with_order(folder: Folder, layer: Layer) -> Layer:
         if format is None or (layout[name].dtype != "index" and layout[name].optional != name) or layer.experts is not None:
             continue
         data = folder.file(full).start(full, folder.entry(full).nbytes)
-        values = struct.unpack(f"<{len(data) // 2}H" if layout[name].dtype == "i16" else f"<{len(data) // 4}i", data)
+        code = "H" if layout[name].dtype == "i16" else "q" if folder.entry(full).dtype == "I64" else "i"
+        values = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
         sizes = format.numbers(layer.params, layer.shape)
         group = 1 if layout[name].optional == name else next(sizes[key] for key, axis in format.sizes.items() if axis == "K")
         in_order = [place // group for place in range(len(values))]

@@ -21,8 +21,8 @@ def check_detection(problems: Problems, node: Node | None, params: Iterable[Para
               for rule in (value.items if isinstance(value, Sequence) else (value,))
               if key.value in ("words", "spills")]
     for word, types in node.items if isinstance(node, Mapping) else ():
-        if word.value == "repacked":
-            _check_repacked(problems, types, names)
+        if check := {"repacked": _check_repacked, "claimed": _check_claimed}.get(word.value):
+            check(problems, types, names)
     for key, rule in listed:
         if not isinstance(rule, Mapping):
             problems.add(rule.span, f"a rule of '{key}' must be a mapping, `key: value`")
@@ -38,6 +38,13 @@ def check_detection(problems: Problems, node: Node | None, params: Iterable[Para
             elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
                 near = did_you_mean(name.value, tensors)
                 problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
+
+
+def _check_claimed(problems: Problems, storages: Node, names: list[str]) -> None:
+    """A list of storages."""
+    for storage in storages.items if isinstance(storages, Sequence) else (storages,):
+        if not isinstance(storage, Text) or storage.value not in names:
+            problems.add(storage.span, f"'claimed' lists storages: {', '.join(names)}")
 
 
 def _check_repacked(problems: Problems, rules: Node, names: list[str]) -> None:

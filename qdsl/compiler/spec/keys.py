@@ -24,6 +24,7 @@ DETECT_KEYS = {
     "words": "words that tell storages apart which fit alike",
     "spills": "fields that a producer lost, by the words that it wrote then",
     "bias": "how producers store a bias beside the weight, where that is not row by row",
+    "claimed": "storages that are recognised where a header or settings name them, since another one has the same shapes",
     "parts": "weights that one code holds together: the tensor that says where they begin, and the keys of their settings",
 }
 TENSOR_KEYS = {

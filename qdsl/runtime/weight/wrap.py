@@ -85,6 +85,8 @@ def _overflowed_zeros(format: WeightFormat, match: Match) -> list[str]:
 
 def _choose(format: WeightFormat, fitting: Sequence[Match]) -> Match:
     """The only match; among several of one storage and shape the one whose undetermined parameters have defaults."""
+    claimed = format.description.claimed
+    fitting = [match for match in fitting if match.storage not in claimed] or fitting
     storages = list(dict.fromkeys(match.storage for match in fitting))
     if len(storages) > 1:
         shown_params = {match.storage: "".join(f" {key}={match.params[key]}" for key in format.by) for match in fitting}
