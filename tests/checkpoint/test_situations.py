@@ -204,7 +204,7 @@ def test_codes_of_types_under_a_byte(stored: tuple[str, str, Settings], tmp_path
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:])
     assert (computed(tmp_path / "in") - wanted).norm() <= 1e-6 * wanted.norm()
     with Folder(tmp_path / "in") as read:
-        run.convert(read, layers(read), aimed("q8_0", True), tmp_path / "out")
+        run.convert(read, layers(read), parse_conversion("q8_0", True), tmp_path / "out")
     assert (computed(tmp_path / "out") - wanted).norm() <= 2e-2 * wanted.norm()
 
 
@@ -217,5 +217,5 @@ def test_low_rank_beside_nvfp4(tmp_path: Path) -> None:
     wanted = base + up.float() @ down.float() * factors()
     assert (computed(tmp_path / "in") - wanted).norm() <= 1e-6 * wanted.norm()
     with Folder(tmp_path / "in") as read:
-        run.convert(read, layers(read), aimed("q8_0", True), tmp_path / "out")
+        run.convert(read, layers(read), parse_conversion("q8_0", True), tmp_path / "out")
     assert (computed(tmp_path / "out") - wanted).norm() <= 2e-2 * wanted.norm()
