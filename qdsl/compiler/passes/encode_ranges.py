@@ -139,7 +139,7 @@ def _check_ternary(encode: EncodeCall, problems: Problems) -> None:
                      f"store '{encode.roles['code']}' as u2")
 
 
-def _check_progressive(encode: EncodeCall, problems: Problems) -> None:
+def _check_progressive_types(encode: EncodeCall, problems: Problems) -> None:
     """Scales and zeros of all ranges of integers up to the divisor."""
     code, scale, zero = (encode.role_type(role) for role in ("code", "scale", "zero"))
     [(divisor, _)] = encode.divisors()
@@ -164,5 +164,5 @@ def _check_unit_levels(encode: EncodeCall, problems: Problems) -> None:
 
 CHECKS: Mapping[str, Callable[[EncodeCall, Problems], None]] = {
     "absmax": _check_reach, "nested_absmax": _check_reach, "unit_absmax": _check_reach, "signmax": _check_signed_reach,
-    "minmax": _check_zero_point, "ternary": _check_ternary, "progressive": _check_progressive,
+    "minmax": _check_zero_point, "ternary": _check_ternary, "progressive": _check_progressive_types,
     "unit_level": _check_unit_levels, "unit_level_nested": _check_unit_levels}

@@ -178,13 +178,13 @@ def _table_extents(program: Program, item: SpecField) -> tuple[Index, ...]:
     return tuple(shape)
 
 
-def group_size(groups: Index) -> Index | None:
+def group_size(count: Index) -> Index | None:
     """The columns of a group, if there are ceil(K / size) groups, or K."""
-    if groups == name("K"):
+    if count == name("K"):
         return Index(1)
-    if len(groups.terms) != 1 or groups.const or groups.terms[0][1] != 1 or groups.terms[0][0].op not in ("ceil", "exact"):
+    if len(count.terms) != 1 or count.const or count.terms[0][1] != 1 or count.terms[0][0].op not in ("ceil", "exact"):
         return None
-    columns, size = groups.terms[0][0].args
+    columns, size = count.terms[0][0].args
     return size if columns == name("K") and (size.is_const or size == name(str(size))) else None
 
 

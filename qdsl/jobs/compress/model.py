@@ -148,7 +148,7 @@ def _decoded(folder: Folder, like: Folder | None, shapes: Shapes | None) -> Mode
     index_name = folder.index_name if like is None else like.index_name
     if not files:
         stem = STEMS[CLASS in folder.config] if detected.groups and folder.path.is_dir() else ""
-        files = _new_files(folder, others, parts, stem)
+        files = _plain_headers(folder, others, parts, stem)
         index_name = f"{stem}.safetensors.index.json" if stem else index_name
     why = {name: layer.why for layer in detected.layers for name in (layer.name, f"{layer.name}{WEIGHT}")}
     data = _byte_sources(folder, files, others, parts, why)
@@ -216,7 +216,7 @@ def _model_shapes(folder: Folder, shapes: Shapes | None) -> Mapping[str, Shape]:
                        "repository with tensors of the same names and shapes, such as the model before it was compressed")
 
 
-def _new_files(folder: Folder, others: list[str], parts: Mapping[str, EncodedMatrix], stem: str) -> Files:
+def _plain_headers(folder: Folder, others: list[str], parts: Mapping[str, EncodedMatrix], stem: str) -> Files:
     """Headers of plain files, where the original ones are unknown: the present files.  stem: of new file names, '' for none."""
     tensors: dict[Path, dict[str, tuple[str, Shape]]] = {file.path: {} for file in folder.files()}
     for name in others:

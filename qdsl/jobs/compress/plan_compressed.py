@@ -50,10 +50,11 @@ class _File:
 
 def shards(models: Mapping[str, Model], aim: Compression, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
     """The shards of all models.  Raises RewriteError where two tensors would have the same name."""
-    return [shard for name, model in models.items() for shard in _of_model(name, model, aim, complete, sources)]
+    return [shard for name, model in models.items() for shard in _shards_of_model(name, model, aim, complete, sources)]
 
 
-def _of_model(name: str, model: Model, aim: Compression, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
+def _shards_of_model(name: str, model: Model, aim: Compression, complete: Complete, sources: Mapping[Any, list[Any]],
+                     ) -> list[Shard]:
     encoded = {unit.name: (unit, piece, contents) for unit, piece, contents in pieces.encoded_units(complete)
                if unit.model == name}
     gone = {own for unit, _, _ in encoded.values() for own in unit.parts}

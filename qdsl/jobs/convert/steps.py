@@ -57,7 +57,7 @@ def converted_tensors(step: LayerChange) -> tuple[dict[str, Chunks], Sums | None
     return parts, None if before is None else _counted_error(step, before, packed.decode_streams(), nbytes)
 
 
-def _share(step: LayerChange) -> float:
+def _time_share(step: LayerChange) -> float:
     """The share of a step's time that its weights take until they are converted; the rest is that of measuring the error."""
     if step.aim.is_exact(step.layer):
         return 1.0
@@ -65,7 +65,7 @@ def _share(step: LayerChange) -> float:
 
 
 def _counted_error(step: LayerChange, before: torch.Tensor, packed: PackedWeight, nbytes: float) -> Sums:
-    with progress.step_share(nbytes * (1 - _share(step)), before.shape[0]):
+    with progress.step_share(nbytes * (1 - _time_share(step)), before.shape[0]):
         return error_of(before, packed)
 
 
@@ -75,7 +75,7 @@ def _converted(step: LayerChange, nbytes: float) -> Iterator[tuple[torch.Tensor 
     nbytes: those of a weight, as progress counts them.
     """
     folder, layer = worker.folder_of(step.source), step.layer
-    shared, share = largest_magnitude(folder, step.sharing) if step.sharing else None, _share(step)
+    shared, share = largest_magnitude(folder, step.sharing) if step.sharing else None, _time_share(step)
     for expert, weight in enumerate(weights(folder, layer)):
         try:
             before = None if step.aim.is_exact(layer) else weight_values(weight)

@@ -167,7 +167,7 @@ def _launch(call: Call, compiled: Any, memory: Sequence[Tensor | None], tables: 
     bound = dict(zip(names, call.arguments, strict=False)) | dict(call.constants)
     if set(bound) != set(names):
         return None                                              # a default argument, which Triton would fill in
-    arguments = [_text(bound[name], memory, tables, values) for name in names]
+    arguments = [_argument_text(bound[name], memory, tables, values) for name in names]
     if None in arguments:
         return None
     x, y, z, *_ = (*call.grid, 1, 1)
@@ -178,14 +178,14 @@ def _launch(call: Call, compiled: Any, memory: Sequence[Tensor | None], tables: 
     return f"run{own}({x}, {y}, {z}, stream, function{own}, metadata{own}, None, None, None, {shown})"
 
 
-def _text(value: Any, memory: Sequence[Tensor | None], tables: Sequence[Tensor], names: dict[str, Any]) -> str | None:
+def _argument_text(value: Any, memory: Sequence[Tensor | None], tables: Sequence[Tensor], names: dict[str, Any]) -> str | None:
     """The Python expression of an argument, in which a1, a2, ... are the addresses of `memory`.
 
     names: the objects that expressions refer to by name; others are added.  None for a tensor that is neither in that memory nor
     a table.
     """
     if isinstance(value, tuple) and _has_tensors(value):
-        inner = [_text(part, memory, tables, names) for part in value]
+        inner = [_argument_text(part, memory, tables, names) for part in value]
         return None if None in inner else f"({''.join(f'{part}, ' for part in inner)})"
     if value is None or type(value) in (int, bool):
         return repr(value)

@@ -94,7 +94,7 @@ def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
     """x [..., K] times a packed weight's transpose, plus bias [N]: [..., N]."""
     if is_quantized(mode):
-        return _narrow_product(x, packed.decode_streams(), bias, mode)
+        return _quantized_x_product(x, packed.decode_streams(), bias, mode)
     if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
         return out
     if packed.runs_kernels:
@@ -116,7 +116,7 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
     return out
 
 
-def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
+def _quantized_x_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
     """The product with x quantized to 8 bits: by a kernel, or without one by dequantizing x and multiplying in float32."""
     scale = _static_scale(mode)
     if not packed.runs_kernels or not launch.has_quantized(x, packed):

@@ -109,7 +109,7 @@ def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digi
         return None
     digits = [_Digit(2, 1 << i, 1 << i) for i in range(width.bit_length() - 1)]
     for before, after in zip(source.coordinates, result.coordinates, strict=True):
-        left, right = _at_words(before, bits), _at_words(after, bits)
+        left, right = _split_at_words(before, bits), _split_at_words(after, bits)
         both = _refined(left, right) if left is not None and right is not None else None
         if both is None:
             return None
@@ -127,7 +127,7 @@ def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digi
             *(_Digit(2, None, step) for step in places if step not in steps_in_word[1])]
 
 
-def _at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[int, int]] | None:
+def _split_at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[int, int]] | None:
     """The digits, split so that each is inside or outside of words."""
     placed: list[tuple[int, int]] = []
     for extent, step in digits:
