@@ -13,7 +13,7 @@
     mlx: 8.25 bits per weight at code = e4m3
     planar: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
 
-Built from the spec ocp_mxfp8 (sha256 b9b9e9c3b84c33c2) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 ba023f641f5ac9d2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -24,7 +24,7 @@ from . import code_e4m3, code_e5m2
 PROGRAM = {
     "name": "ocp_mxfp8", "title": "OCP MXFP8, 8-bit floats with a power of two per 32",
     "source": "OCP Microscaling Formats 1.0; compressed-tensors mxfp8, ModelOpt MXFP8, torchao MXTensor", "formula": "e * q",
-    "bits": "8.25", "digest": "b9b9e9c3b84c33c2",
+    "bits": "8.25", "digest": "ba023f641f5ac9d2",
     "params": {"code": ("e4m3", "e5m2")},
     "by": ("code",),
     "detect": {"claimed": ["comfyui"]},
@@ -46,7 +46,7 @@ PROGRAM = {
                         "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),
                 }},
                 "comfyui": {"tensors": {
-                    "weight": ("code", "N", "K", {"field": "q"}),
+                    "weight": ("e4m3", "N", "K", {"field": "q"}),
                     "weight_scale": ("e8m0", "ceil(N/128)", "ceil(K/128)", "512",
                         {"seen": ("128*ceil(N/128)", "4*ceil(K/128)"),
                         "slices": (("e", 0, [[(32, 16, 2), (4, 4, 2), (0, 1, 0)], [(4, 1, 2), (0, 1, 1)]]),)}),

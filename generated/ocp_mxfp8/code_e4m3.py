@@ -2,7 +2,7 @@
 
     w = e * q
 
-Built from the spec ocp_mxfp8 (sha256 b9b9e9c3b84c33c2) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 ba023f641f5ac9d2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -71,7 +71,7 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_comfyui(weight: Tensor, weight_scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of weight code [N, K]; weight_scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
+    """Fields of weight float8_e4m3fn [N, K]; weight_scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
     r = as_type(weight_scale, torch.uint8)
     return {
             "e": as_type(r, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0, 2).flatten(1)[:N,

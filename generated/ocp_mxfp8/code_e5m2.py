@@ -2,7 +2,7 @@
 
     w = e * q
 
-Built from the spec ocp_mxfp8 (sha256 b9b9e9c3b84c33c2) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 ba023f641f5ac9d2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

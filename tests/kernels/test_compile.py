@@ -20,7 +20,7 @@ MOVED = {"marlin_tiles.marlin matvec", "planes.rows matvec", "int4pack.torchao-g
 # Aligned to more than one word, so that a thread loads several at once.
 VECTORS = ("bf16.", "f16.", "fp8_", "int8_", "int_group.gptq")
 # A unit has 32 weights, and a thread one unit: each of its three words lies next to those of its neighbours.
-ONE_UNIT = {"int_group.gptq_v2-bits3-group128-scale_typef16 dequantize"}
+ONE_UNIT = {f"int_group.{storage}-bits3-group128-scale_typef16 dequantize" for storage in ("gptq_v1", "gptq_v2", "gptq_p")}
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -92,7 +92,7 @@ def test_what_is_printed(files: Path, tmp_path: Path) -> None:
     ("{pipeline} x --out cut.gguf/a.png", 2, "cut.gguf is no folder"),
     ("{pipeline} x --out folder.png", 2, "folder.png cannot be written: it is no regular file"),
     ("{pipeline} x --out link.png", 2, "cut.gguf is no folder"),
-    ("{pipeline} x --out a.png --against nowhere", 1, "nowhere: no pipeline of diffusers"),
+    ("{pipeline} x --out a.png --against nowhere", 1, "nowhere: no such folder or file"),
     ("{pipeline} x --out a.png --seed 99999999999999999999", 2, "--seed"),
     ("{pipeline} x --out a.png --transformer cut.gguf", 1, "cut.gguf: tensor .*: its bytes end at"),
     ("{pipeline} x --out {pipeline}/own.png", 2, "own.png: the output lies in .*Z-Image, which is an input"),

@@ -179,6 +179,8 @@ void run(const void *const *tensors, const float *x, const float *ordered, float
 }
 
 #if HAS_PAIRS
+INLINE int is_small_number(float value) { return value != 0 && value > -LEAST && value < LEAST; }
+
 /* As `arrange`, then x in pairs of bfloat16, which it is exact in, and whether all pairs may be multiplied. */
 void arrange_pairs(const float *x, float *arranged, int64_t K) {
     const int64_t columns = (K + BLOCK - 1) / BLOCK * BLOCK;
@@ -187,7 +189,7 @@ void arrange_pairs(const float *x, float *arranged, int64_t K) {
     arrange(x, arranged, K);
     for (int64_t p = 0; p < columns / 2; p++) {
         const float low = arranged[2 * p], high = arranged[2 * p + 1];
-        is_small |= (low != 0 && __builtin_fabsf(low) < LEAST) || (high != 0 && __builtin_fabsf(high) < LEAST);
+        is_small |= is_small_number(low) | is_small_number(high);
         pairs[p] = bits_to_float(float_to_bits(low) >> 16 | float_to_bits(high));
     }
     pairs[columns / 2] = !is_small;
