@@ -318,7 +318,7 @@ def _built(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -> Any:
     for name, value in _named(metadata, own, usual):
         is_one = isinstance(getattr(usual, name), int) and name in (entries_of(HEADS, own) or ())
         numbers.setdefault(name, value if isinstance(getattr(usual, name), list) else
-                           value[0] if is_one and isinstance(value, list) else one_number(value))
+                           next(filter(None, value), 0) if is_one and isinstance(value, list) else one_number(value))
     if isinstance(heads := metadata.get(HEADS), int) and heads and _is_settable(usual, "head_dim"):
         numbers.setdefault("head_dim", metadata["embedding_length"] // heads)
     # which llama.cpp takes for none: of two kinds of norms, those of which there is an epsilon are computed
