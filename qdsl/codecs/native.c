@@ -150,8 +150,8 @@ void row_window_bases(const uint8_t *symbols /* n * k */, uint8_t *bases /* n */
 
 /* row_window: the lower two bits of codes of symbols [n, k], their third bits, and what has no code as of `window_encode`. */
 void row_window_encode(const uint8_t *symbols /* n * k */, const uint8_t *bases /* n */, uint32_t *codes /* n * 2 * ((k + 31) / 32) */,
-                    uint32_t *upper /* n * ((k + 31) / 32) */, int64_t *places /* room */, uint8_t *values /* room */,
-                    int64_t room, int64_t n, int64_t k)
+                       uint32_t *upper /* n * ((k + 31) / 32) */, int64_t *places /* room */, uint8_t *values /* room */,
+                       int64_t room, int64_t n, int64_t k)
 {
     int64_t groups = (k + 31) / 32;
     for (int64_t row = 0; row < n; row++)
@@ -173,7 +173,7 @@ void row_window_encode(const uint8_t *symbols /* n * k */, const uint8_t *bases 
 
 /* row_window: symbols [n, k] of codes, without patches. */
 void row_window_decode(const uint32_t *codes /* n * 2 * ((k + 31) / 32) */, const uint32_t *upper /* n * ((k + 31) / 32) */,
-                    const uint8_t *bases /* n */, uint8_t *out /* n * k */, int64_t n, int64_t k)
+                       const uint8_t *bases /* n */, uint8_t *out /* n * k */, int64_t n, int64_t k)
 {
     int64_t groups = (k + 31) / 32;
     for (int64_t row = 0; row < n; row++) {

@@ -181,7 +181,7 @@ def _decode_codes(codes: NDArray[np.int32], upper: NDArray[np.int32], base: NDAr
     compiled = native.functions()
     if compiled is not None:
         compiled.row_window_decode(*(np.ascontiguousarray(words).view(np.uint32) for words in (codes, upper)),
-                                base.astype(np.uint8), out, rows, k)
+                                   base.astype(np.uint8), out, rows, k)
         return
     step = max(1, _TILE // max(1, k))
     for first in range(0, rows, step):

@@ -219,9 +219,8 @@ def _path(best: Sequence[tuple[float, int, int]], unknown: int) -> list[int]:
 
 def _normalizer(vocabulary: Vocabulary) -> Callable[[str], bytes]:
     """A function: a text by SentencePiece's map, with marks for spaces."""
-    users, flags = ([token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind & kinds.USER_DEFINED],
-                    vocabulary.flags)
-    charsmap = Charsmap(vocabulary.charsmap, users, ())
+    users = [token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind & kinds.USER_DEFINED]
+    charsmap, flags = Charsmap(vocabulary.charsmap, users, ()), vocabulary.flags
 
     def normalized(text: str) -> bytes:
         result, is_word, has_prefix = bytearray(), False, False

@@ -51,7 +51,7 @@ class Gemv(MatrixUnitFamily):
         (n, k), trip = packed.shape, self.trip(packed)
         # By counts, two warps are never the fastest.
         return distinct([lane_tiles(n, k, device, trip),
-                                   *(lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 1) if trip * wk <= k)])
+                         *(lane_tile(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 1) if trip * wk <= k)])
 
     def grid(self, packed: PackedWeight, m: int, config: Config) -> tuple[int, ...]:
         return (cdiv(packed.shape[0], lane_rows(config)),)
