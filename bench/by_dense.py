@@ -1,13 +1,14 @@
 """`python -m bench.by_dense`: modelled time of products by that of the vendor's dense bfloat16 matmul; below 1 is faster.
 
 Nothing is timed, and no GPU is needed.  Weights are where a loader puts them (runtime/gpu/placement.py): in storage planar where
-that is faster, by the model, for the GPU.
+that is faster, by the model, for the GPU.  --missed lists the products that miss the goals, grouped by cause.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from bench import dispatch
 from qdsl.analyze.gpus import GPUS, Gpu, arch_of, gpu_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, costs, placement, plan
+from qdsl.runtime.gpu.families.lanes import TileGemm
 from qdsl.runtime.weight.planar import planar_template
 
 SHAPE = (8192, 8192)
@@ -38,7 +40,10 @@ README, README_GPUS, README_ROWS = (SHOWN[0], SHOWN[3], SHOWN[5], SHOWN[8]), ("a
 
 @dataclass(frozen=True)
 class Product:
-    """The modelled time of one product by that of the dense matmul.  placed: the storage that a loader gives the weight."""
+    """The modelled time of one product by that of the dense matmul.
+
+    placed: the storage that a loader gives the weight.  cause: what takes the time.
+    """
 
     storage: str
     placed: str
@@ -46,6 +51,12 @@ class Product:
     rows: int
     kernel: str
     of_dense: float
+    cause: str
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it takes longer than the goal."""
+        return self.of_dense > GOALS[self.rows]
 
 
 def products(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterator[Product]:
@@ -58,7 +69,27 @@ def products(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iter
             chosen = plan.choice(placed, m, X, META)
             best = next(option for option in chosen.options if option.candidate == chosen.candidate)
             dense = costs.matmul_seconds(m, *packed.shape, X.itemsize, gpu)
-            yield Product(costs.storage_key(packed), placed.storage, gpu.name, m, chosen.candidate.kind, best.seconds / dense)
+            yield Product(costs.storage_key(packed), placed.storage, gpu.name, m, chosen.candidate.kind, best.seconds / dense,
+                          cause(placed, chosen.candidate, m, gpu))
+
+
+def cause(packed: PackedWeight, chosen: costs.Candidate, m: int, gpu: Gpu) -> str:
+    """What takes the time of a product: a kernel that there is not, or the largest part of the chosen one's time."""
+    kernels, family, kind = packed.layout.kernels.matrix_unit, TileGemm(), chosen.kind
+    if not gpu.is_nvidia:
+        return f"AMD has no kernels of its own: {kind}"
+    if kernels is None or family.name not in kernels.families:
+        return f"the storage has no {family.name}: {kind}"
+    if 1 < m <= 256 and not family.candidates(plan.Product(packed, m, X, META)):
+        counted = costs.counted_on(costs.storage_key(packed), family.name, gpu.arch)
+        return f"{family.name} {'spills' if counted else 'is not counted'}: {kind}"
+    if kind != "decode":
+        terms = costs.launch_terms(packed, chosen, m, X, gpu)
+        return f"{max(('memory', 'busy', 'chain'), key=lambda part: getattr(terms, part))} of {kind}"
+    n, k = packed.shape
+    least = (packed.nbytes + X.itemsize * n * k) / (gpu.bandwidth * 1e9 * costs.REACHABLE) + costs.LAUNCH
+    dense = costs.matmul_seconds(m, n, k, X.itemsize, gpu)
+    return "bytes of decode" if least + dense > GOALS[m] * dense else "instructions of decode"
 
 
 def weights(only: str = "") -> Iterator[PackedWeight]:
@@ -83,21 +114,40 @@ def summary(results: Sequence[Product]) -> Iterator[str]:
         for rows, goal in GOALS.items():
             some = sorted((one for one in results if (one.gpu, one.rows) == (gpu, rows)), key=lambda one: one.of_dense)
             if some:
-                missed = sum(one.of_dense > goal for one in some)
-                worst = some[-1]
-                yield (f"{gpu}, {rows} rows: {missed} of {len(some)} above {goal}; median {some[len(some) // 2].of_dense:.2f}, "
+                above, worst = sum(one.is_missed for one in some), some[-1]
+                yield (f"{gpu}, {rows} rows: {above} of {len(some)} above {goal}; median {some[len(some) // 2].of_dense:.2f}, "
                        f"worst {worst.of_dense:.2f} ({worst.storage} as {worst.placed}, {worst.kernel})")
+
+
+def missed(results: Iterable[Product]) -> Iterator[str]:
+    """For each cause: how many products miss the goal, by GPU and rows of x, then their storages with the worst ratio."""
+    groups: dict[str, list[Product]] = defaultdict(list)
+    for one in results:
+        if one.is_missed:
+            groups[one.cause].append(one)
+    for name, group in sorted(groups.items(), key=lambda pair: -len(pair[1])):
+        yield f"{len(group)} products: {name}"
+        for gpu in dict.fromkeys(one.gpu for one in group):
+            of_gpu = [one for one in group if one.gpu == gpu]
+            rows = ", ".join(f"{count} at {m}" for m, count in sorted(Counter(one.rows for one in of_gpu).items()))
+            worst: dict[str, float] = {}
+            for one in of_gpu:
+                worst[one.storage] = max(one.of_dense, worst.get(one.storage, 0.0))
+            yield f"  {gpu}: {rows} rows"
+            ordered = sorted(worst, key=worst.__getitem__, reverse=True)
+            yield "    " + ", ".join(f"{storage} {worst[storage]:.2f}" for storage in ordered)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.by_dense", description=__doc__)
     parser.add_argument("--only", default="", metavar="PREFIX", help="formats whose name begins so")
     parser.add_argument("--gpu", action="append", choices=list(GPUS))
+    parser.add_argument("--missed", action="store_true", help="list products that miss the goals, by cause")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     results = [product for packed in weights(options.only) for name in options.gpu or COMPARED
              for product in products(packed, gpu_of(name))]
-    print("\n".join(summary(results)))
+    print("\n".join((missed if options.missed else summary)(results)))
     if options.json:
         options.json.write_text(json.dumps([asdict(product) for product in results], indent=0))
 
