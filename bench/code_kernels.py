@@ -62,6 +62,6 @@ def decode(words, starts, table, uncoded, out, total, N, K8, groups, runs, next_
         at, bits, left = refill_bits(at, inside, bits, left)
         p2, p3, left, state = next_four(address, bits, left, state, LONGEST)
         p = to_weights((p0, p1, p2, p3), more.to(tl.uint32), (more >> 32).to(tl.uint32))
-        tl.store(place, pairs.words(p[0], p[1], p[2], p[3]), row < N)
+        tl.store(place, pairs.interleave_words(p[0], p[1], p[2], p[3]), row < N)
         uncoded += R
         place += 4 * R

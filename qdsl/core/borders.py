@@ -48,7 +48,7 @@ def targets(format: Description, storage: str, params: Params, shape: tuple[int,
             ) -> Iterator[tuple[str, dict[str, int | str]]]:
     """The storages and parameters to try for a slice: the weight's own, then smaller blocks, then storage `planar`."""
     names = [name for name in format.sizes if name not in format.by]
-    sizes = format.numbers(params, shape)
+    sizes = format.sizes_for(params, shape)
     values = [[params[name], *_smaller(format, params, sizes, name)] for name in names]
     whole = {-1: 1 + max(shape)}                                 # longer than any other block
     choices = sorted(_products(values), key=lambda choice: -prod(whole.get(int(value), int(value)) for value in choice))
@@ -82,7 +82,7 @@ def piece_step(format: Description, params: Params, shape: tuple[int, int], dim:
     whole = max(1, shape[dim == "K"])
     if fields is None or dim in format.fixed:                    # scattered blocks, or a fixed extent
         return whole
-    old, sizes = format.numbers(params, shape), format.numbers(new, shape)
+    old, sizes = format.sizes_for(params, shape), format.sizes_for(new, shape)
     stored = format.variants[format.key(new)].get(storage, {})
     blocks = [axis for axes in fields.values() for axis in axes if not spans_all(axis, new)]
     exact = [term for tensor in stored.values() for axis in tensor.axes for term in axis.terms

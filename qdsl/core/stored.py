@@ -200,7 +200,7 @@ class Description:
         """The choice of the parameters named in `by`."""
         return tuple(params[name] for name in self.by)
 
-    def numbers(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
+    def sizes_for(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers; -1 becomes the length of the axis that the parameter divides."""
         whole = {"N": shape[0], "K": shape[1]}
         values = {name: int(params.get(name, self.params[name][0])) for name in self.sizes}
@@ -303,7 +303,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     nearest = LayoutMismatch(0, "")
     for sizes in _undetermined(format, chosen):
         try:
-            shapes = _shaped(layout, label, present, solved, format.numbers({**chosen, **sizes}, solved), declared is not None)
+            shapes = _shaped(layout, label, present, solved, format.sizes_for({**chosen, **sizes}, solved), declared is not None)
         except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue

@@ -162,7 +162,7 @@ class _GridSearch:
 
     def search_scales(self) -> tuple[Integers, Integers, Integers, Floats]:
         """(rows, tables, scales, super-scales) of least error among the trial scales; all flat."""
-        wanted = self.free_scales()
+        wanted = self.unrounded_scales()
         exact = np.ldexp(wanted.max(axis=1, keepdims=True) / self.steps[-1], self.power)
         d, scales, best = exact, np.zeros(wanted.shape, np.int64), np.full_like(exact, -np.inf)
         for factor in FACTORS:
@@ -180,7 +180,7 @@ class _GridSearch:
         supers: Floats = np.ldexp(torch.from_numpy(exact).to(FLOATS[self.kind.stored]).float().numpy(), -self.power)
         return supers
 
-    def free_scales(self) -> Floats:
+    def unrounded_scales(self) -> Floats:
         """The best of RATIOS for every sub-block [B, sub-blocks]."""
         squares, counts = _sum_runs(self.counts * self.x * self.x, self.kind.columns), _sum_runs(self.counts, self.kind.columns)
         start = np.sqrt(np.where(counts > 0, squares / counts / self.kind.mean, 0))

@@ -97,7 +97,7 @@ class _Search:
 
     def _solve_labels(self, cut: CodeSections, labels: Labels) -> Solution | None:
         stored = self._stored(cut)
-        layout = match_layout([(stored, labels)], self._candidate_tiles(cut, stored))
+        layout = match_layout([(stored, labels)], self._tiles_of_cut(cut, stored))
         if layout is None or (key := (cut, layout.tile, layout.bits, layout.source.tobytes())) in self.refused:
             return None
         self.refused.add(key)
@@ -118,7 +118,7 @@ class _Search:
         others = {name: element for name, element in self.elements.items() if name not in holders}
         return solve(self._code_fields(cut, layout, meaning.kind), meaning, codes, self.values, others, records)
 
-    def _candidate_tiles(self, cut: CodeSections, stored: StoredBytes) -> list[Tile] | None:
+    def _tiles_of_cut(self, cut: CodeSections, stored: StoredBytes) -> list[Tile] | None:
         """The tiles that codes may have, without whole rows if rows may have headers or trailers; None for all tiles."""
         if cut.ends:
             return [tile for tile in candidate_tiles(self.shape, stored) if tile.is_row]

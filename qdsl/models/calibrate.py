@@ -133,7 +133,7 @@ def work(model: nn.Module, samples: Sequence[Tensor], target: Target | None = No
     runs = runs * sum(map(token_bytes, samples)) + 2 * checks * sum(map(token_bytes, samples[len(samples) - withheld:]))
     if target is None:
         return {progress.SAMPLES: runs}
-    trials = _trials(block_name(path, 0), blocks[0], target).values()
+    trials = _trial_weights(block_name(path, 0), blocks[0], target).values()
     return {progress.SAMPLES: runs + token_bytes(samples[0]), progress.SOLVE: solved + sum(map(solved_bytes, trials))}
 
 
@@ -147,7 +147,7 @@ def solved_bytes(weight: Tensor) -> int:
     return 4 * weight.numel()
 
 
-def _trials(name: str, block: nn.Module, target: Target) -> dict[str, Tensor]:
+def _trial_weights(name: str, block: nn.Module, target: Target) -> dict[str, Tensor]:
     """The smallest and the largest weight of a block's linear layers that are quantized."""
     weights = weights_of(block, name)
     layers = sorted((layer for layer in linear_layers(block, name) if target(layer)), key=lambda layer: weights[layer].numel())
@@ -156,7 +156,7 @@ def _trials(name: str, block: nn.Module, target: Target) -> dict[str, Tensor]:
 
 def _solve_trials(name: str, block: nn.Module, state: Tensor, arguments: Arguments, target: Target) -> None:
     """Solve two weights for one sample, so that the time that solving takes is known while the samples run."""
-    trials = _trials(name, block, target)
+    trials = _trial_weights(name, block, target)
     with collecting(name, block) as hessians:
         _run(block, [state], arguments)
     for layer, weight in _round(trials, hessians, target).items():

@@ -78,7 +78,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary:
     special = _special(metadata, model, pre, len(tokens))
     _add_roles(special, numbers, kinds)
     ends = _ends(special, numbers, kinds)
-    left, right = _strips(metadata, name, numbers, kinds)
+    left, right = _space_taking_tokens(metadata, name, numbers, kinds)
     suppressed = [number for number in metadata.get(PREFIX + "suppress_tokens", ()) if 0 <= number < len(tokens)]
     return Vocabulary(path, model, pre, _patterns(pre.get("split", name)) if model["kind"] == "bpe" else (), tokens, kinds,
                       _scores(metadata, len(tokens), path), metadata.get(PREFIX + "merges"),
@@ -166,7 +166,7 @@ def _ends(special: Mapping[str, int], numbers: Mapping[str, int], kinds: list[in
     return sorted(ends)
 
 
-def _strips(metadata: Mapping[str, Any], pre: str, numbers: Mapping[str, int],
+def _space_taking_tokens(metadata: Mapping[str, Any], pre: str, numbers: Mapping[str, int],
             kinds: list[int]) -> tuple[frozenset[int], frozenset[int]]:
     """The tokens that take spaces to their left, and to their right, with them."""
     for rule in tables()["strips"]:

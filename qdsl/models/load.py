@@ -33,7 +33,7 @@ from qdsl.models.names import Names
 from qdsl.models.origin import record_origin, source_origin
 from qdsl.models.packed_steps import PackedStep
 from qdsl.models.plan import EncodedGroupStep, LoadError, LoadPlan, Rename, plan_load, renamed
-from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
+from qdsl.models.stacks import Stacks, is_transposed, stacked_layer_shapes, usual_stacks
 from qdsl.models.ties import keep_ties, recorded_ties, tie
 from qdsl.models.transforms import folded_weight, place_transforms
 from qdsl.runtime.cpu.int4 import OPERATIONS
@@ -137,7 +137,7 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
 
 def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, stacks: Stacks) -> None:
     """Pass the model's shapes to a checkpoint, for layers that do not state their own."""
-    pieces = piece_shapes(names.parameters, stacks)
+    pieces = stacked_layer_shapes(names.parameters, stacks)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in checkpoint.layers.items():
         if name in pieces and (layer.why or math.prod(layer.shape) != math.prod(pieces[name])):

@@ -53,7 +53,7 @@ class MappedSource:
         self.findings = file.findings
         tie(model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.names = tensor_names(file)
+        self.names = layers_by_tensor(file)
         self.rules = {name: rule for name, rule in rules.items()
                       if name in self._shapes and any(own in self.names for own in rule.sources)}
         self._scales: dict[str, str] = {}                        # names in the file, by those that layers give them
@@ -255,7 +255,7 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object, fill
     file = GgufSource(path)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."       # of a model without a head, whose names lack it
     rules = {name: rule for name in model.state_dict() if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
-    stored = tensor_names(file)
+    stored = layers_by_tensor(file)
     zeros = [name for name, rule in rules.items()
              if fills_biases and (name.endswith(".bias") or CHOICE in rule.sources[0]) and stored.keys().isdisjoint(rule.sources)
              and pattern_of(rule.sources[0])[0] not in table()["needed"].get(map.model_type, ())]
@@ -291,7 +291,7 @@ def _unplaced(stored: Mapping[str, object], map: GgufMap, rules: Mapping[str, Te
                         f"{listed(left)}"] if left else [])
 
 
-def tensor_names(file: Source) -> dict[str, Layer | None]:
+def layers_by_tensor(file: Source) -> dict[str, Layer | None]:
     """The names of a file's tensors as if nothing were packed, with the packed layer of each, None for plain ones."""
     names: dict[str, Layer | None] = dict.fromkeys(file.plain)
     for layer in file.layers.values():

@@ -22,7 +22,7 @@ from qdsl.models.names import Names
 from qdsl.models.packed_steps import holds_numbers
 from qdsl.models.plan import renamed
 from qdsl.models.save import QUANTIZATION
-from qdsl.models.stacks import piece_shapes, usual_stacks
+from qdsl.models.stacks import stacked_layer_shapes, usual_stacks
 from qdsl.runtime.torch.products import product_of
 
 
@@ -36,7 +36,7 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
     parameters = Names(model).parameters
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     stacks = usual_stacks(parameters, FolderSource(folder, is_described=True), partial(renamed, rename=None))
-    shapes |= {f"{name}.weight": shape for name, shape in piece_shapes(parameters, stacks).items()}
+    shapes |= {f"{name}.weight": shape for name, shape in stacked_layer_shapes(parameters, stacks).items()}
     if prefix := getattr(model, "base_model_prefix", ""):
         start = f"{prefix}."
         shapes |= {name.removeprefix(start) if name.startswith(start) else start + name: shape for name, shape in shapes.items()}

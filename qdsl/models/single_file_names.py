@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.header_claims import scale_markers
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.gguf_maps import TensorRule
-from qdsl.models.mapped_source import MappedSource, logical_shape, tensor_names
+from qdsl.models.mapped_source import MappedSource, layers_by_tensor, logical_shape
 from qdsl.models.plan import LoadError
 from qdsl.models.private_apis import single_file_class
 from qdsl.models.save import QUANTIZATION
@@ -79,7 +79,7 @@ def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], con
 def shapes(file: Source) -> dict[str, tuple[int, ...]]:
     """The shapes of a file's tensors, without markers and layers of unknown shapes."""
     sizes, markers = {}, tuple(scale_markers())
-    for name, layer in tensor_names(file).items():
+    for name, layer in layers_by_tensor(file).items():
         if name.endswith(markers):
             continue
         try:

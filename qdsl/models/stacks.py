@@ -69,7 +69,7 @@ def _layers_of_experts(layers: Mapping[str, str], packed: Container[str | None],
     return [[layers.get(place, place) for place in expert] for expert in places]
 
 
-def piece_shapes(parameters: Mapping[str, Tensor], stacks: Stacks) -> dict[str, tuple[int, int]]:
+def stacked_layer_shapes(parameters: Mapping[str, Tensor], stacks: Stacks) -> dict[str, tuple[int, int]]:
     """(N, K) of layers that do not state their own: equal shares of the rows of a parameter [E, N, K].
 
     None for the layers of a module whose parameters are not [E, N, K]: gate and up have as many columns as down has rows.

@@ -74,7 +74,7 @@ class Format:
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers; -1 becomes the length of the axis that the parameter divides."""
-        return self.description.numbers(params, shape)
+        return self.description.sizes_for(params, shape)
 
     def storage(self, name: str | None, params: Mapping[str, int | str]) -> tuple[str, Storage]:
         """A storage by its name, or the default.  Raises FormatError."""
@@ -119,7 +119,7 @@ class Format:
     def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of every tensor of a weight's storage; extents that depend on the numbers are this weight's."""
         self._own(packed)
-        return assemble.stored_tensors(packed)
+        return assemble.dtypes_and_shapes(packed)
 
     # -- fields -------------------------------------------------------------------------------------------------------
 

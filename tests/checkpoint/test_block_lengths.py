@@ -138,7 +138,7 @@ def test_every_accepted_length_is_detected_and_decoded_exactly(one: Accepted, tm
             [layer] = detected.layers
             assert (layer.why, layer.problems, detected.problems) == ("", (), []), length
             assert (layer.format, layer.storage) == (one.format.name, one.storage)
-            numbers = one.format.numbers(layer.params, layer.shape)
+            numbers = one.format.sizes_for(layer.params, layer.shape)
             assert [numbers[name] for name in one.sizes] == [length if length > 0 else layer.shape[1]] * len(one.sizes)
             [packed] = weights(source, layer)
             assert torch.equal(packed.format.dequantize(packed, torch.float32), weight), length

@@ -11,7 +11,7 @@ from typing import Any
 from bench import by_dense as dense_ratios
 from bench import dispatch as ways
 from bench.bandwidth import REACHED, SHAPES, reaches
-from qdsl.compiler.passes import PASSES, choose_variants, compile_spec
+from qdsl.compiler.passes import PASSES, compile_spec, list_programs
 from qdsl.compiler.passes.derive_planar import why_no_planar
 from qdsl.compiler.passes.record_lines import MAX_PIECES
 from qdsl.compiler.spec import grammar, marked, schema, tokens
@@ -101,7 +101,7 @@ def limits() -> list[str]:
          f"{tokens.MAX_LENGTH}, {grammar.MAX_ATOMS}, {grammar.MAX_DEPTH}"],
         ["lines of a record", str(grammar.MAX_LINES)],
         ["items of a record, its loops written out", str(MAX_PIECES)],
-        ["storages times values of the parameters that shape bits", str(sys.modules[choose_variants.__module__].MAX_PROGRAMS)],
+        ["storages times values of the parameters that shape bits", str(sys.modules[list_programs.__module__].MAX_PROGRAMS)],
     ])
 
 
@@ -111,7 +111,7 @@ def reserved() -> list[str]:
 
 def passes() -> list[str]:
     """The first sentence of each pass's file."""
-    files = [choose_variants, *PASSES]
+    files = [list_programs, *PASSES]
     texts = {step.__name__: (sys.modules[step.__module__].__doc__ or "").split("\n\n")[0].replace("\n", " ") for step in files}
     return rows(["pass", "what it does"], ([f"`{name}`", sentence] for name, sentence in texts.items()))
 

@@ -54,7 +54,7 @@ class Candidate:
         """Whether a parameter is equivalent to this value: the block of a whole axis may be its size, or -1."""
         if name not in self.format.sizes or type(value) is not int:
             return self.is_value(name, value)
-        wanted, own = (self.format.numbers(params, self.fit.shape)[name] for params in ({name: value}, self.fit.params))
+        wanted, own = (self.format.sizes_for(params, self.fit.shape)[name] for params in ({name: value}, self.fit.params))
         return wanted == own
 
 
@@ -167,7 +167,7 @@ def _agrees(candidate: Candidate, reading: Reading) -> bool:
         if type(front) is not type(candidate.experts) or front not in allowed:
             return False
     (n, k), params = candidate.fit.shape, candidate.fit.params
-    own: Mapping[str, object] = {**params, **candidate.format.numbers(params, (n, k)), "N": n, "K": k}
+    own: Mapping[str, object] = {**params, **candidate.format.sizes_for(params, (n, k)), "N": n, "K": k}
     return all(type(value) is type(own[name]) and value == own[name] for name, value in reading.values.items())
 
 
@@ -322,7 +322,7 @@ def _through_experts(format: Description, entries: Mapping[str, TensorInfo], sha
     matches = fits(format, one, shape, None, params)
     for fit in matches:
         axes = [axis for stored in format.layout(fit.storage, fit.params).values() for axis in stored.axes]
-        step = granule(axes, "N", format.numbers(fit.params, shape), shape[1])
+        step = granule(axes, "N", format.sizes_for(fit.params, shape), shape[1])
         if shape[0] % step:
             raise LayoutMismatch(CLAIMED + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows {shared_blocks(step)}")
     return [Candidate(format, fit, experts) for fit in matches]

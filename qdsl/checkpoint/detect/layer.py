@@ -75,7 +75,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class UnquantizedModule:
     """A module with an unquantized matrix.  by: the config's rule for that; problem: why it should be quantized."""
 
     name: str
@@ -95,7 +95,7 @@ class Layers:
 
     layers: list[Layer]
     plain: list[str]
-    left: list[Left]
+    left: list[UnquantizedModule]
     quantizations: list[Quantization]
     problems: list[str]
     groups: list[Group]

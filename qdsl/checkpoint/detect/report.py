@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.judge import brief, needs_no_settings
-from qdsl.checkpoint.detect.layer import Layer, Left
+from qdsl.checkpoint.detect.layer import Layer, UnquantizedModule
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
 from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.files.folder import Folder
@@ -38,10 +38,10 @@ class Report:
         """The decisive settings, or None."""
         return self.quantizations[0] if self.quantizations else None
 
-    def left(self, modules: Mapping[str, Mapping[str, str]], layers: Mapping[str, Layer]) -> list[Left]:
+    def left(self, modules: Mapping[str, Mapping[str, str]], layers: Mapping[str, Layer]) -> list[UnquantizedModule]:
         """Modules with plain matrices; suspicious if no rule excludes them although similar modules are quantized."""
         quantized = {_pattern(name) for name, layer in layers.items() if layer.format}
-        plain: list[Left] = []
+        plain: list[UnquantizedModule] = []
         for name, tensors in modules.items():
             full = tensors.get("weight", "")
             if not full or full in self.folder.missing or len(self.folder.entry(full).shape) < 2:
@@ -52,7 +52,7 @@ class Report:
                 problem = f"plain, though {self.first.source} has settings for it"
             elif scheme.settings is not None and self.first is not None and _pattern(name) in quantized:
                 problem = f"plain, though {self.first.source} has no rule for that, and others of its kind are quantized"
-            plain.append(Left(name, scheme.by if scheme.settings is None else "", problem))
+            plain.append(UnquantizedModule(name, scheme.by if scheme.settings is None else "", problem))
         return plain
 
     def problems(self, layers: Mapping[str, Layer], modules: Collection[str]) -> list[str]:

@@ -127,7 +127,7 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
     if (start, stop) == (0, whole):
         return whole, "whole"
     if layer.act_order and dim == "K":
-        sizes = format.numbers(layer.params, layer.shape)
+        sizes = format.sizes_for(layer.params, layer.shape)
         terms = [term for tensor in stored for axis in tensor.axes for term in axis.terms]
         steps = [term.by(sizes) for term in terms if term.dim == "K" and term.exact]
         return math.lcm(*steps), "packed again, with all groups"
@@ -152,7 +152,7 @@ def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
     format, k = description_of(layer.format), layer.shape[1]
     sizes = [(name, [int(value) for value in format.params[name] if int(value) > 0]) for name, axis in format.sizes.items()
              if axis == "K"]
-    needed = math.prod(-(-k // format.numbers(layer.params, layer.shape)[name]) * min(values) for name, values in sizes)
+    needed = math.prod(-(-k // format.sizes_for(layer.params, layer.shape)[name]) * min(values) for name, values in sizes)
     extra = max(0, needed - (own.last - own.first))
     last = min(k, own.last + -(-extra // step) * step)
     first = max(0, own.first - -(-max(0, needed - (last - own.first)) // step) * step)
@@ -234,7 +234,7 @@ def with_order(folder: Folder, layer: Layer) -> Layer:
         data = folder.file(full).start(full, folder.entry(full).nbytes)
         code = "H" if layout[name].dtype == "i16" else "q" if folder.entry(full).dtype == "I64" else "i"
         values = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
-        sizes = format.numbers(layer.params, layer.shape)
+        sizes = format.sizes_for(layer.params, layer.shape)
         group = 1 if layout[name].optional == name else next(sizes[key] for key, axis in format.sizes.items() if axis == "K")
         in_order = [place // group for place in range(len(values))]
         if set(values) not in ({0}, {-1}) and list(values) != in_order:

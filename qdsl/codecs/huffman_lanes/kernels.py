@@ -125,7 +125,7 @@ def dequantize(words, starts, table, uncoded, out, total, N, K8, groups, runs, s
             more = tl.load(uncoded + j * R)
             e, at, bits, left = next_eight(address, at, last, bits, left, AT)
             p = to_weights(e, more.to(tl.uint32), (more >> 32).to(tl.uint32))
-            tl.store(place + j * 4 * R, pairs.words(p[0], p[1], p[2], p[3]), row < N)
+            tl.store(place + j * 4 * R, pairs.interleave_words(p[0], p[1], p[2], p[3]), row < N)
         uncoded += R * TIMES
         place += 4 * R * TIMES
 

@@ -173,7 +173,7 @@ def dequantize(codes, upper, base, start, index, value, uncoded, uncoded64, out,
                                  tl.load(upper + i * STEP // 4).to(tl.uint32, bitcast=True) >> (eight % 4 * 4).to(tl.uint32),
                                  low, AT)
             p = to_weights(p, more.to(tl.uint32), (more >> 32).to(tl.uint32))
-            tl.store(place + i * STEP * 4, pairs.words(p[0], p[1], p[2], p[3]), n < N)
+            tl.store(place + i * STEP * 4, pairs.interleave_words(p[0], p[1], p[2], p[3]), n < N)
         codes += STEP * TIMES if upper is None else STEP * TIMES // 2
         if upper is not None:
             upper += STEP * TIMES // 4

@@ -87,10 +87,10 @@ class SliceCut:
 
 def cut(part: Slice) -> SliceCut | None:
     """The slice divided over bytes; None if byte digits and containers of up to eight bytes cannot represent it."""
-    return _cut_places(part) if part.places else _cut_bits(part, False) or _cut_bits(part, True)
+    return _cut_base3_slice(part) if part.places else _cut_bit_slice(part, False) or _cut_bit_slice(part, True)
 
 
-def _cut_bits(part: Slice, is_whole: bool) -> SliceCut | None:
+def _cut_bit_slice(part: Slice, is_whole: bool) -> SliceCut | None:
     """The same for bits.  is_whole: digits inside one container are lanes, because containers of their parts would overlap."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
@@ -119,7 +119,7 @@ def _cut_bits(part: Slice, is_whole: bool) -> SliceCut | None:
     return SliceCut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes, low // 8)
 
 
-def _cut_places(part: Slice) -> SliceCut | None:
+def _cut_base3_slice(part: Slice) -> SliceCut | None:
     """Divides a slice of base-3 digits: digits that change the place in a byte are lanes, whether or not they change the byte."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []

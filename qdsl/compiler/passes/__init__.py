@@ -10,10 +10,10 @@ from qdsl.compiler.passes.check_claims import check_claims
 from qdsl.compiler.passes.check_coverage import check_coverage
 from qdsl.compiler.passes.check_encode import check_encode
 from qdsl.compiler.passes.choose_units import choose_units
-from qdsl.compiler.passes.choose_variants import choose_variants
 from qdsl.compiler.passes.derive_planar import derive_planar
 from qdsl.compiler.passes.factor_decode import factor_decode
 from qdsl.compiler.passes.infer_layouts import infer_layouts
+from qdsl.compiler.passes.list_programs import list_programs
 from qdsl.compiler.passes.read_branches import read_branches
 from qdsl.compiler.passes.read_records import read_records
 from qdsl.compiler.passes.type_decode import type_decode
@@ -44,7 +44,7 @@ def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None
     has finished a program; tests check the program there.
     """
     problems = Problems()
-    authored = choose_variants(spec, problems)
+    authored = list_programs(spec, problems)
     problems.stop()
     programs = _run_passes(authored, problems, after)
     choices: dict[tuple[tuple[str, int | str], ...], list[Program]] = {}

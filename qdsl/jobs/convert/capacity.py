@@ -84,8 +84,8 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
             raise RewriteError(f"{path}: no model {unknown[0]!r}: there are {', '.join(filter(None, folders)) or 'not several'}")
         selected = components.selected_models(folders) or tuple(folders)
         models = tuple(_model(name, folder, name in selected) for name, folder in folders.items())
-    together = _best(models, vram, [model.name for model in models])
-    in_turn = _best(models, vram, resident) if len(models) > 1 else None
+    together = _best_combination(models, vram, [model.name for model in models])
+    in_turn = _best_combination(models, vram, resident) if len(models) > 1 else None
     best = together or in_turn
     return Capacity(models, vram, tuple(resident), together, in_turn, _commands(ref or str(path), best.formats if best else {}))
 
@@ -153,7 +153,7 @@ def _nbytes(format: str, n: int, k: int) -> int | None:
     return sum(int(tensor.nbytes) for tensor in weight.tensors.values())
 
 
-def _best(models: Sequence[Model], vram: int, resident: Collection[str]) -> Combination | None:
+def _best_combination(models: Sequence[Model], vram: int, resident: Collection[str]) -> Combination | None:
     """The combination that fits and loses least: by its worst format, then the sum of all, then memory."""
     fitting = (one for one in _combinations(models, resident) if one.peak <= vram)
     ranks = {format: rank for rank, format in enumerate(CHOICES)}

@@ -37,7 +37,7 @@ def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int
     if stored is None or not stored.seen:
         return None
     spec = description_of(format)
-    return seen_shape(stored.seen, *layer_shape, spec.numbers(params, layer_shape), prod(shape))
+    return seen_shape(stored.seen, *layer_shape, spec.sizes_for(params, layer_shape), prod(shape))
 
 
 def tensor_name(layer: Layer, format: str, storage: str, name: str) -> str:
@@ -74,7 +74,7 @@ def weight_json(layer: Layer, format: str, storage: str, params: Mapping[str, in
     if header_rule is None:
         return None
     spec = description_of(format)
-    values = {**params, **spec.numbers(params, layer.shape), "N": layer.shape[0], "K": layer.shape[1]}
+    values = {**params, **spec.sizes_for(params, layer.shape), "N": layer.shape[0], "K": layer.shape[1]}
     settings = _written(header_rule["with"], {TENSORS: sorted(tensors)})
     for key, wanted in header_rule.items():
         if key not in ABOUT_RULE:

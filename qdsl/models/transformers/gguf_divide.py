@@ -159,7 +159,7 @@ def _with_dna(divide: Divide, numbers: Mapping[str, int]) -> Divide:
         runs = [letters[place:place + SIX].ljust(SIX, b"A") for place in range(0, len(letters), SIX)]
         return [numbers.get(run.decode(errors="replace") + MARK, numbers[OTHER]) for run in runs]
 
-    def divide_all(text: str) -> list[int]:
+    def divide_with_dna(text: str) -> list[int]:
         result: list[int] = []
         while text:
             outside, start, text = text.partition(DNA[0])
@@ -168,7 +168,7 @@ def _with_dna(divide: Divide, numbers: Mapping[str, int]) -> Divide:
                 inside, stop, text = text.partition(DNA[1])
                 result += [numbers[start], *of_letters(inside), *([numbers[stop]] if stop else [])]
         return result
-    return divide_all
+    return divide_with_dna
 
 
 # -- the best sum of scores ------------------------------------------------------------------------------------------------

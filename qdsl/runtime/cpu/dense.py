@@ -50,7 +50,7 @@ def prepare(packed: PackedWeight, m: int, bias: torch.dtype | None, is_permuted:
     if first is None or bias not in (None, first.dtype):
         return None
 
-    def bind(sizes: tuple[int, ...]) -> Run:
+    def make_run(sizes: tuple[int, ...]) -> Run:
         def run(x: Tensor, tensors: Sequence[Tensor], added: Tensor | None) -> Tensor | None:
             try:
                 entry = kept.find(tensors[:-1] if is_permuted else tensors, described)
@@ -62,4 +62,4 @@ def prepare(packed: PackedWeight, m: int, bias: torch.dtype | None, is_permuted:
 
         return run
 
-    return PreparedProduct(bind, (m, packed.shape[0]))
+    return PreparedProduct(make_run, (m, packed.shape[0]))

@@ -162,7 +162,7 @@ def _candidates(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator
             yield Candidate(PLAIN, {"ROWS": together})
         if loops.find_loop(packed, DECODE) is not None:
             yield Candidate("decode")
-    if _is_for_int8(packed, rows, dtype):
+    if _takes_torch_int8(packed, rows, dtype):
         yield Candidate("int8")
     yield Candidate("tiles")
 
@@ -208,7 +208,7 @@ def decode_into(packed: PackedWeight, out: Tensor) -> bool:
     return True
 
 
-def _is_for_int8(packed: PackedWeight, rows: int, dtype: torch.dtype) -> bool:
+def _takes_torch_int8(packed: PackedWeight, rows: int, dtype: torch.dtype) -> bool:
     """Whether torch's kernel for int8 codes with a scale per row takes the weight and x.
 
     Its vectors are for bfloat16 alone.  They read 16 columns at once, those behind the end of a row too; from an address of x
@@ -220,7 +220,7 @@ def _is_for_int8(packed: PackedWeight, rows: int, dtype: torch.dtype) -> bool:
 
 
 def _int8_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The product by torch's kernel for int8 codes with a scale per row; see _is_for_int8."""
+    """The product by torch's kernel for int8 codes with a scale per row; see _takes_torch_int8."""
     rows = _int8_rows(packed)
     assert rows is not None, "only weights with int8 codes have this candidate"
     x, out = _aligned(x, 32), x.new_empty(x.shape[0], packed.shape[0])

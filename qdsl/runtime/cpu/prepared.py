@@ -29,15 +29,15 @@ class _Changed(Exception):
 class PreparedProduct:
     """A `Prepared` of runtime/weight/products.py."""
 
-    __slots__ = ("bind", "run")
+    __slots__ = ("make_run", "run")
 
-    def __init__(self, bind: Callable[[tuple[int, ...]], Run], sizes: tuple[int, ...]) -> None:
-        self.bind = bind
-        self.run = bind(sizes)
+    def __init__(self, make_run: Callable[[tuple[int, ...]], Run], sizes: tuple[int, ...]) -> None:
+        self.make_run = make_run
+        self.run = make_run(sizes)
 
     def reshaped(self, sizes: tuple[int, ...]) -> PreparedProduct:
         """The same product for an x with other leading axes."""
-        return PreparedProduct(self.bind, sizes)
+        return PreparedProduct(self.make_run, sizes)
 
 
 def prepare(packed: PackedWeight, together: int, m: int, dtype: torch.dtype, bias: torch.dtype | None,
@@ -53,23 +53,23 @@ def prepare(packed: PackedWeight, together: int, m: int, dtype: torch.dtype, bia
         return None
     if dtype not in TYPES or bias not in TYPES:
         wide = prepare(packed, together, m, torch.float32, bias and torch.float32, is_permuted)
-        return None if wide is None else PreparedProduct(_round_through_float32(wide.bind, dtype), (m, packed.shape[0]))
+        return None if wide is None else PreparedProduct(_round_through_float32(wide.make_run, dtype), (m, packed.shape[0]))
     described = loops.describe_product(packed, bound, together)
     described.type, described.bias_type = TYPES[dtype], TYPES[bias]
     described.tables[:len(tables)] = [0 if table is None else table.data_ptr() for table in tables]
     present = [place for place, name in enumerate(packed.layout.coded) if name in packed.tensors and name not in packed.in_order]
     stored = [packed.tensors[packed.layout.coded[place]] for place in present]
     checks = [(place, tensor.dtype, tensor.numel()) for place, tensor in zip(present, stored, strict=True)]
-    return PreparedProduct(_make_bind(described, checks, packed.shape[0], m, dtype, is_permuted), (m, packed.shape[0]))
+    return PreparedProduct(_run_maker(described, checks, packed.shape[0], m, dtype, is_permuted), (m, packed.shape[0]))
 
 
-def _make_bind(described: threads.Product, checks: Sequence[tuple[int, torch.dtype, int]], n: int, m: int, dtype: torch.dtype,
+def _run_maker(described: threads.Product, checks: Sequence[tuple[int, torch.dtype, int]], n: int, m: int, dtype: torch.dtype,
                is_permuted: bool) -> Callable[[tuple[int, ...]], Run]:
-    """`bind` of a prepared product.  checks: slot of the address, dtype and number of elements of every tensor."""
+    """`make_run` of a prepared product.  checks: slot of the address, dtype and number of elements of every tensor."""
     call, allocate, slots = threads.functions().product, allocator("cpu"), threads.MOST_TENSORS
     address = ctypes.byref(described)                            # keeps it alive
 
-    def bind(sizes: tuple[int, ...]) -> Run:
+    def make_run(sizes: tuple[int, ...]) -> Run:
         strides = tuple(math.prod(sizes[axis + 1:]) for axis in range(len(sizes)))
 
         def run(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor | None:
@@ -91,7 +91,7 @@ def _make_bind(described: threads.Product, checks: Sequence[tuple[int, torch.dty
 
         return run
 
-    return bind
+    return make_run
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, count: int) -> int:
@@ -102,11 +102,11 @@ def _address(tensor: Tensor, dtype: torch.dtype, count: int) -> int:
     raise _Changed
 
 
-def _round_through_float32(bind: Callable[[tuple[int, ...]], Run], dtype: torch.dtype) -> Callable[[tuple[int, ...]], Run]:
-    """`bind` for x of another dtype, by a product in float32."""
+def _round_through_float32(make_run: Callable[[tuple[int, ...]], Run], dtype: torch.dtype) -> Callable[[tuple[int, ...]], Run]:
+    """`make_run` for x of another dtype, by a product in float32."""
 
     def bound(sizes: tuple[int, ...]) -> Run:
-        product = bind(sizes)
+        product = make_run(sizes)
 
         def run(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor | None:
             out = product(x.float(), tensors, None if bias is None else bias.float())

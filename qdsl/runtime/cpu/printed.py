@@ -170,14 +170,14 @@ class _Printer:
         """Print statements."""
         for statement in statements:
             if isinstance(statement, ast.Assign):
-                self.assign(statement.targets[0], self.value(statement.value))
+                self.assign(statement.targets[0], self.evaluate(statement.value))
             elif isinstance(statement, ast.AugAssign):
-                self.assign(statement.target, self.binary("+", self.value(statement.target), self.value(statement.value))
-                            if isinstance(statement.op, ast.Add) else self.value(
+                self.assign(statement.target, self.binary("+", self.evaluate(statement.target), self.evaluate(statement.value))
+                            if isinstance(statement.op, ast.Add) else self.evaluate(
                                 ast.BinOp(statement.target, statement.op, statement.value)))
             elif isinstance(statement, ast.For):
                 assert isinstance(statement.target, ast.Name) and isinstance(statement.iter, ast.Call)
-                for i in range(self.value(statement.iter.args[0]).constant):
+                for i in range(self.evaluate(statement.iter.args[0]).constant):
                     self.names[statement.target.id] = Position((), i)
                     self.run(statement.body)
             elif isinstance(statement, ast.If):                  # whether a tensor is missing
@@ -187,7 +187,7 @@ class _Printer:
                 self.run(statement.body if is_missing == isinstance(test.ops[0], ast.Is) else statement.orelse)
             elif isinstance(statement, ast.Return):
                 assert statement.value is not None
-                self.value(statement.value)
+                self.evaluate(statement.value)
 
     def assign(self, target: ast.expr, value: Any) -> None:
         """Give a value a name; numbers that are computed get a line."""
@@ -209,23 +209,23 @@ class _Printer:
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
-    def value(self, node: ast.expr) -> Any:
+    def evaluate(self, node: ast.expr) -> Any:
         """What an expression means: a Position, a Value, a Pointer, a tuple of them, a truth that is known, or None."""
         if isinstance(node, ast.Constant):
             return Position((), node.value) if isinstance(node.value, int) else Value(f"{node.value!r}f", "float32")
         if isinstance(node, ast.Name):
             return self.names[node.id]
         if isinstance(node, ast.Tuple):
-            return tuple(map(self.value, node.elts))
+            return tuple(map(self.evaluate, node.elts))
         if isinstance(node, ast.UnaryOp):
-            operand = self.value(node.operand)
+            operand = self.evaluate(node.operand)
             return operand.times(-1) if isinstance(operand, Position) else replace(operand, text=f"-{_shown(operand)}")
         if isinstance(node, ast.BinOp):
-            return self.binary(OPERATORS[type(node.op)], self.value(node.left), self.value(node.right))
+            return self.binary(OPERATORS[type(node.op)], self.evaluate(node.left), self.evaluate(node.right))
         if isinstance(node, ast.Compare):
-            return self.compared(OPERATORS[type(node.ops[0])], self.value(node.left), self.value(node.comparators[0]))
+            return self.compared(OPERATORS[type(node.ops[0])], self.evaluate(node.left), self.evaluate(node.comparators[0]))
         if isinstance(node, ast.Attribute):                      # tl.float16, or the type of a pointer's elements
-            return self.value(node.value.value).dtype if isinstance(node.value, ast.Attribute) else node.attr
+            return self.evaluate(node.value.value).dtype if isinstance(node.value, ast.Attribute) else node.attr
         if isinstance(node, ast.Call):
             return self.call(node)
         raise Unprintable(ast.dump(node)[:60])
@@ -283,11 +283,12 @@ class _Printer:
         """A call of a function of Triton, of qdsl's device functions, of a method, or of `use`."""
         called, arguments = node.func, node.args
         if isinstance(called, ast.Name):
-            return self.use(*map(self.value, arguments[1:]))
+            return self.use(*map(self.evaluate, arguments[1:]))
         assert isinstance(called, ast.Attribute)
-        values = [self.value(argument) for argument in arguments]
+        values = [self.evaluate(argument) for argument in arguments]
         if called.attr in ("to", "pointer_type"):
-            return self.converted(self.value(called.value), values[0], bool(node.keywords)) if called.attr == "to" else values[0]
+            to = values[0]
+            return self.converted(self.evaluate(called.value), to, bool(node.keywords)) if called.attr == "to" else to
         if called.attr in ("load", "where", "stream"):
             return getattr(self, called.attr)(*values)
         if called.attr == "cdiv":

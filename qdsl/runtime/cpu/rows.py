@@ -162,13 +162,13 @@ class RowProduct(PreparedProduct):
 
     __slots__ = ("rounds_x",)
 
-    def __init__(self, bind: Callable[[tuple[int, ...]], Run], sizes: tuple[int, ...], rounds_x: bool) -> None:
-        super().__init__(bind, sizes)
+    def __init__(self, make_run: Callable[[tuple[int, ...]], Run], sizes: tuple[int, ...], rounds_x: bool) -> None:
+        super().__init__(make_run, sizes)
         self.rounds_x = rounds_x
 
     def reshaped(self, sizes: tuple[int, ...]) -> RowProduct:
         """The same product for an x with other leading axes."""
-        return RowProduct(self.bind, sizes, self.rounds_x)
+        return RowProduct(self.make_run, sizes, self.rounds_x)
 
 
 def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, is_permuted: bool,
@@ -185,7 +185,7 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
     is_direct = allocate is not None and first.factor is None and way.dtype is dtype and not way.has_own_bias and bias in TYPES
     call, described, places = threads.functions().product, ctypes.byref(way.described), [0] * (threads.MOST_TENSORS - 1)
 
-    def bind(sizes: tuple[int, ...]) -> Run:
+    def make_run(sizes: tuple[int, ...]) -> Run:
         strides = strides_of(sizes)
 
         def run(x: Tensor, tensors: Sequence[Tensor], added: Tensor | None) -> Tensor | None:
@@ -208,7 +208,7 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
 
         return run
 
-    return RowProduct(bind, (m, n), rounds_x and m <= FEW)
+    return RowProduct(make_run, (m, n), rounds_x and m <= FEW)
 
 
 def _address_of(function: Any) -> int:

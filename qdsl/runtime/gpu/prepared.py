@@ -26,21 +26,22 @@ Run = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor | None]
 class Prepared:
     """The prepared launches of a product, for other tensors of the same shapes and dtypes.
 
-    run: computes the product of x, the weight's tensors and the bias; None for tensors that these launches do not fit.  bind:
+    run: computes the product of x, the weight's tensors and the bias; None for tensors that these launches do not fit.  make_run:
     returns `run` for other sizes and strides of the output.  is_decoded: the launches write the dequantized weight, which the
     vendor's matmul then multiplies.
     """
 
-    __slots__ = ("bind", "is_decoded", "run")
+    __slots__ = ("is_decoded", "make_run", "run")
 
-    def __init__(self, bind: Callable[[tuple[int, ...], tuple[int, ...]], Run], sizes: tuple[int, ...], is_decoded: bool) -> None:
-        self.bind = bind
+    def __init__(self, make_run: Callable[[tuple[int, ...], tuple[int, ...]], Run], sizes: tuple[int, ...],
+                 is_decoded: bool) -> None:
+        self.make_run = make_run
         self.is_decoded = is_decoded
-        self.run = bind(sizes, tuple(math.prod(sizes[axis + 1:]) for axis in range(len(sizes))))
+        self.run = make_run(sizes, tuple(math.prod(sizes[axis + 1:]) for axis in range(len(sizes))))
 
     def reshaped(self, sizes: tuple[int, ...]) -> Prepared:
         """The same launches for an x with other leading axes, whose product has these sizes."""
-        return self if self.is_decoded else Prepared(self.bind, sizes, False)
+        return self if self.is_decoded else Prepared(self.make_run, sizes, False)
 
 
 def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None], out: Tensor, tables: Sequence[Tensor],
@@ -74,9 +75,9 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
              *(_by_tiles([*map(str, launches)], tiles, _rounded(out, tensors[-1])) if tiles else
                [*map(str, launches), _result(out, tensors[-1], is_decoded)])]
     # Generated straight-line Python takes half the time of loops over tensors and launches.
-    text = "\n        ".join(["def bind(sizes, strides):\n    def run(x, tensors, bias):", *lines]) + "\n    return run"
+    text = "\n        ".join(["def make_run(sizes, strides):\n    def run(x, tensors, bias):", *lines]) + "\n    return run"
     exec(text, values)  # noqa: S102 (text of this module)
-    return Prepared(values["bind"], tuple(out.shape), is_decoded)
+    return Prepared(values["make_run"], tuple(out.shape), is_decoded)
 
 
 def _allocation(out: Tensor, values: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ def check_model(model: object) -> None:
         raise FormatError(f"a model is a torch.nn.Module, not a {type(model).__name__}")
 
 
-def skipping(skip: Skip) -> Callable[[nn.Module, str], bool]:
+def skip_rule(skip: Skip) -> Callable[[nn.Module, str], bool]:
     """Whether to leave a layer, as a function of it and its name.
 
     skip: a regular expression, or several, for whole names or for parts of them between dots; or such a function.  Raises
@@ -85,7 +85,7 @@ def quantize_model(model: nn.Module, format: WeightFormat, skip: Skip = None,
                    calibrated: Mapping[str, Callable[..., PackedWeight]] | None = None, **options: Any) -> Report:
     """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
 
-    skip: the layers to leave, see `skipping`.  calibrated: by the names of layers, what quantizes them in place of the
+    skip: the layers to leave, see `skip_rule`.  calibrated: by the names of layers, what quantizes them in place of the
     format's `quantize`, with the same arguments.  options: of the format's `quantize`.  Only one weight at a time exists in both
     forms.  If an error stops this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps its
     bias, device and mode.  Layers that cannot be replaced are skipped, and the report says why.  Raises FormatError, before
@@ -95,7 +95,7 @@ def quantize_model(model: nn.Module, format: WeightFormat, skip: Skip = None,
     format.chosen(options)
     if isinstance(model, nn.Linear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
-    is_skipped, places = skipping(skip), _places(model)
+    is_skipped, places = skip_rule(skip), _places(model)
     report = Report(f"quantized to {format.name}", notes=unmatched(skip, chain(*places)))
     reads = weight_reads(dict(model.named_modules(remove_duplicate=False)))
     for names in places:
@@ -165,7 +165,7 @@ def match_dense(model: nn.Module, on: bool = True) -> None:
 def planar_model(model: nn.Module, skip: Skip = None, larger: bool = False) -> Report:
     """Convert the weights of a model's quantized layers to storage planar, one after the other.
 
-    skip: the layers to leave, see `skipping`.  Layers without a planar form, or that would grow (Format.planar), are left, and
+    skip: the layers to leave, see `skip_rule`.  Layers without a planar form, or that would grow (Format.planar), are left, and
     the report says why.  larger: they may grow.
     """
     return replace_layers(model, "stored for matrix units", partial(_planar_layer, larger=larger), skip)
@@ -184,7 +184,7 @@ def _planar_layer(old: QuantizedLinear, larger: bool) -> QuantizedLinear | str:
 def use_fastest_storages(model: nn.Module, skip: Skip = None) -> Report:
     """Convert weights of quantized layers to planar if placement.fastest_storage does, in place, one at a time.
 
-    skip: the layers to leave, see `skipping`.  Layers that share tensors with other modules, that accelerate offloads, or
+    skip: the layers to leave, see `skip_rule`.  Layers that share tensors with other modules, that accelerate offloads, or
     that FSDP shards are skipped.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
@@ -213,13 +213,13 @@ def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear]
     """Replace a model's quantized linear layers by layers that store the same weights differently, in place, one at a time.
 
     rule(layer): the new layer, or why the old one stays.  done: the report's text for replaced layers.  skip: the layers to
-    leave, see `skipping`.  A layer keeps its bias, mode and hooks.  Only one weight at a time exists in both storages.  Raises
+    leave, see `skip_rule`.  A layer keeps its bias, mode and hooks.  Only one weight at a time exists in both storages.  Raises
     FormatError for a model that is itself a linear layer.
     """
     check_model(model)
     if isinstance(model, QuantizedLinear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
-    is_skipped, places = skipping(skip), _places(model)
+    is_skipped, places = skip_rule(skip), _places(model)
     report = Report(done, notes=unmatched(skip, chain(*places)))
     for names in places:
         old = model.get_submodule(names[0])

@@ -40,7 +40,7 @@ def check_again(packed: PackedWeight) -> PackedWeight:
 
     Raises FormatError for tensors that do not fit, for groups that do not exist, and for an order that is no permutation.
     """
-    wanted = stored_tensors(packed)
+    wanted = dtypes_and_shapes(packed)
     for name, tensor in packed.tensors.items():
         if (tensor.dtype, tuple(tensor.shape)) != wanted[name]:
             dtype, shape = wanted[name]
@@ -110,7 +110,7 @@ def empty_weight(format: WeightFormat, shape: tuple[int, int], storage: str | No
     check_shape(format, name, layout.decoded, shape, sizes, [field_of[key] for key in optional])
     template = PackedWeight(format, name, {}, shape, chosen)
     packed = template.derive({key: torch.empty(whole, dtype=dtype, device=device) for key, (dtype, whole)
-                              in stored_tensors(template, optional).items() if key not in field_of or key in optional})
+                              in dtypes_and_shapes(template, optional).items() if key not in field_of or key in optional})
     if layout.shape and torch.device(device).type != "meta":
         packed.tensors[layout.shape] = shape_tensor(shape, packed.tensors[layout.shape].device)
     return packed
@@ -122,11 +122,11 @@ def full_template(format: WeightFormat, storage: str, shape: tuple[int, int], pa
     check_shape(format, storage, layout.decoded, shape, format.sizes(params, shape), ())
     packed = PackedWeight(format, storage, {}, shape, params)
     packed.tensors = {key: torch.empty(whole, dtype=dtype, device="meta")
-                      for key, (dtype, whole) in stored_tensors(packed).items()}
+                      for key, (dtype, whole) in dtypes_and_shapes(packed).items()}
     return packed
 
 
-def stored_tensors(packed: PackedWeight, more: Collection[str] = ()) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def dtypes_and_shapes(packed: PackedWeight, more: Collection[str] = ()) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The dtype and shape of every tensor of a weight's storage; extents that depend on the numbers are this weight's.
 
     more: further tensors of branches to include.

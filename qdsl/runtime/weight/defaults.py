@@ -18,7 +18,7 @@ def default_field(description: Description, variant: Variant, name: str, shape: 
                   device: torch.device) -> Tensor:
     """The field that a missing tensor stands for."""
     field, value = variant.fields[name], variant.defaults[name]
-    sizes, type = description.numbers(params, shape), str(params.get(field.type, field.type))
+    sizes, type = description.sizes_for(params, shape), str(params.get(field.type, field.type))
     if field.groups is not None:
         return order.in_order(torch.empty(shape[1], dtype=torch.int32, device=device), field.groups.by(sizes))
     whole = extents(field.axes, *shape, sizes)

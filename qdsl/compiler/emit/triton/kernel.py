@@ -396,7 +396,7 @@ class Decoder:
         step = self.bit(words, local)
         typed = f"{pointer(tensor)}_{kind}"
         rows = self.record_base(tensor, records)
-        self.add_before_loop(tensor, f"{typed} = {pointer(tensor)}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
+        self.add_once_before_units(tensor, f"{typed} = {pointer(tensor)}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
         level = self.level(*records.values(), step, guard=guard)
         offset = self.offset(tensor, records, step, size, rows)
         place = f"{typed} + {shown(offset)}" if offset != Index(0) else typed
@@ -452,13 +452,13 @@ class Decoder:
         Returns the distance.
         """
         if (name_here := pointer(tensor)) != tensor.stored_name:
-            self.add_before_loop(tensor, f"{name_here} = {tensor.stored_name}")
+            self.add_once_before_units(tensor, f"{name_here} = {tensor.stored_name}")
         rows = self.rows_part(address(tensor, records, Index(0)))
         if rows != Index(0):
-            self.add_before_loop(tensor, f"{name_here} += {shown(rows)}")
+            self.add_once_before_units(tensor, f"{name_here} += {shown(rows)}")
         return rows
 
-    def add_before_loop(self, tensor: Tensor, line: str) -> None:
+    def add_once_before_units(self, tensor: Tensor, line: str) -> None:
         """Add a line before the units, once, under the condition that the tensor exists."""
         entry = (f"{tensor.name} is not None" if tensor.optional else "", line)
         if entry not in self.body.levels[0]:

@@ -37,7 +37,7 @@ def paired_decode(program: Program) -> PairedDecode | None:
         return None
     symbols, uncoded = coded[0], others[0]
     parts = [part for placement in symbols.placements for part in placement.slices]
-    if len(parts) != 1 or parts[0].width != symbols.element.bits or not _is_eight(uncoded):
+    if len(parts) != 1 or parts[0].width != symbols.element.bits or not _holds_eight_columns(uncoded):
         return None
     placement = uncoded.placements[0]
     words = [_pair_text(placement, uncoded.name, 2 * j) for j in range(COLUMNS // 2)]
@@ -48,7 +48,7 @@ def paired_decode(program: Program) -> PairedDecode | None:
     return PairedDecode(program.field(program.values[0].name).kind, symbols.name, parts[0].lo, uncoded.name, tuple(lines))
 
 
-def _is_eight(tensor: Tensor) -> bool:
+def _holds_eight_columns(tensor: Tensor) -> bool:
     """Whether a record of two words holds bits of eight columns of a row, and rows are consecutive."""
     if len(tensor.placements) != 1 or tensor.record_bits != 2 * WORD or len(tensor.axes) != 2 or tensor.stored is not None:
         return False

@@ -64,7 +64,7 @@ def gemv(
     WHOLE: tl.constexpr = STEP == 32 and BITS <= 0 and (R > 1 or (BITS == 0 and table is not None))
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    lanes.begin(tensors[0], early, first, w, c, N, R, WK)
+    lanes.prefetch_and_wait(tensors[0], early, first, w, c, N, R, WK)
     flips = ()
     for r in tl.static_range(R):
         flips = flips + (codebook.constants(table, LEVELS, tensors, lanes.rows(first + 16 * r, N), g, N, True, WIDTH, BITS,

@@ -38,7 +38,7 @@ def gemv_records(
     """
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    lanes.begin(tensors[0], early, first, w, c, N, R, WK)
+    lanes.prefetch_and_wait(tensors[0], early, first, w, c, N, R, WK)
     stored = lanes.stored_columns(K, pitch)
     flip = lanes.flips(N, WIDTH, BITS, SIGNED, F)
     acc = lanes.zeros(R, WN * WK)

@@ -91,7 +91,7 @@ def late_words(plane, row, K, chunk, more: tl.constexpr, step: tl.constexpr):
 
 
 @triton.jit
-def begin(words, early, first, w, c, N, R: tl.constexpr, WK: tl.constexpr):
+def prefetch_and_wait(words, early, first, w, c, N, R: tl.constexpr, WK: tl.constexpr):
     """Prefetch a program's first words into the L2 cache, wait for the previous launch, and let the next one begin.
 
     words: [N, early].  early: None if the launch begins when the previous one has ended.  Prefetching words that the previous

@@ -22,7 +22,7 @@ def columns(p0, p1, p2, p3):
 
 
 @triton.jit
-def words(p0, p1, p2, p3):
+def interleave_words(p0, p1, p2, p3):
     """The words one after the other, along the last axis."""
     four = tl.join(tl.join(p0, p2), tl.join(p1, p3)).to(tl.int32, bitcast=True)
     if len(p0.shape) == 1:

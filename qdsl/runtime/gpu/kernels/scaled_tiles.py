@@ -25,14 +25,14 @@ def field_of_words(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: t
     if rows == 0 and columns == 0:
         return group_numbers.loaded(plane, 0, kind)
     else:
-        return tile.by_words(plane, group_numbers.blocks(at[0], rows), at[1], at[2], 0, columns, kind)
+        return tile.block_values_at_pairs(plane, group_numbers.blocks(at[0], rows), at[1], at[2], 0, columns, kind)
 
 
 @triton.jit
 def field_of_later_pairs(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
     """The same for the pairs i = 1, which have other values where 16 columns share one."""
     if columns == 16:
-        return tile.by_words(plane, group_numbers.blocks(at[0], rows), at[1], at[2], 1, columns, kind)
+        return tile.block_values_at_pairs(plane, group_numbers.blocks(at[0], rows), at[1], at[2], 1, columns, kind)
     else:
         return field_of_words(plane, at, rows, columns, kind)
 

@@ -83,7 +83,7 @@ def skinny(
         acc = acc + lanes.zeros(R, WN * WK)                      # tile r of block b is at b * R + r
         ones = ones + lanes.zeros(1, WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
-    lanes.begin(tensors[0], early, first, w, c, N, R, WK)
+    lanes.prefetch_and_wait(tensors[0], early, first, w, c, N, R, WK)
     flips = ()
     for r in tl.static_range(R):
         flips = flips + (codebook.constants(table, LEVELS, tensors, lanes.rows(first + 16 * r, N, start), g, N, SIZE == 128,

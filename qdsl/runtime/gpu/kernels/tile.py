@@ -79,7 +79,7 @@ def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, b
 
 
 @triton.jit
-def by_words(plane, row, chunk, stored, i: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
+def block_values_at_pairs(plane, row, chunk, stored, i: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
     """A field's values at pairs i of a chunk's words, [8 * W, 16, 2, 1]; `block` columns share one, 0: all of K.
 
     row: rows g and g + 8, or the blocks of rows that they are in.
@@ -95,13 +95,13 @@ def by_words(plane, row, chunk, stored, i: tl.constexpr, block: tl.constexpr, ki
         v = tl.join(tl.join(v, v), tl.join(v, v)).permute(0, 1, 3, 4, 2).reshape(v.shape[0], 16, 2)
     else:
         count = group_numbers.count(stored, block)
-        v = tl.join(in_words(group_numbers.of_chunk(plane, row[0] * count, chunk, block, kind), i, block),
-                    in_words(group_numbers.of_chunk(plane, row[1] * count, chunk, block, kind), i, block))
+        v = tl.join(at_pairs(group_numbers.of_chunk(plane, row[0] * count, chunk, block, kind), i, block),
+                    at_pairs(group_numbers.of_chunk(plane, row[1] * count, chunk, block, kind), i, block))
     return v[:, :, :, None]
 
 
 @triton.jit
-def in_words(values, i: tl.constexpr, block: tl.constexpr):
+def at_pairs(values, i: tl.constexpr, block: tl.constexpr):
     """The values of a chunk's blocks, [8 * W, 4] each, at pairs i of its words: [8 * W, 16]; word u begins at column 32 * u."""
     even = tl.join(values[16 * i // block], values[(64 + 16 * i) // block])
     odd = tl.join(values[(32 + 16 * i) // block], values[(96 + 16 * i) // block])
@@ -109,7 +109,7 @@ def in_words(values, i: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def point(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
+def zero_points(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
     """The zero points of field i in the number form of codes; the default as a number if it has no tensor."""
     if tensors[fields[i][0]] is None:
         default: tl.constexpr = fields[i][4]

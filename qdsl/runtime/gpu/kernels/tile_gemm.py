@@ -109,7 +109,7 @@ def tile_gemm(
                     column = chunk * 128 + u * SIZE
                     less = None
                     if POINT is not None:
-                        less = tile.point(tensors, FIELDS, POINT, (row, column, stored, SIZE, BITS, F),
+                        less = tile.zero_points(tensors, FIELDS, POINT, (row, column, stored, SIZE, BITS, F),
                                           field_as_codes, BITS, F)
                     sum = tile.rows_product(numbers, loaded, u, columns[u], flips[r], ZERO, less, WIDTH, BITS, SIZE, F)
                     sums = None

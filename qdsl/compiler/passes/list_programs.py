@@ -21,7 +21,7 @@ from qdsl.core.shapes import ANY
 MAX_PROGRAMS = 128
 
 
-def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
+def list_programs(spec: Spec, problems: Problems) -> list[Program]:
     """The programs in the order of the storages, then of the parameters' values."""
     structural = _structural_names(spec)
     for param in spec.params:
