@@ -65,7 +65,6 @@ def _operand_registers(text: str, width: int) -> tuple[str, ...]:
 
 
 def _result_register_count(instruction: Instruction) -> int:
-    """Registers of a result."""
     if group := re.match(r"[HQI]GMMA\.\d+x(\d+)x", instruction.opcode):
         return int(group[1]) // 2
     if pipes.pipe_of(instruction) == "tensor":
@@ -80,7 +79,6 @@ def _result_register_count(instruction: Instruction) -> int:
 
 
 def _operand_register_count(instruction: Instruction, place: int) -> int:
-    """Registers of the operand at a place."""
     if pipes.pipe_of(instruction) == "tensor":
         return {1: 4, 2: 2, 3: 4}.get(place, 1)
     if instruction.base in ("STG", "STS", "STL", "ST"):

@@ -58,7 +58,6 @@ class Instruction:
 
     @property
     def is_jump(self) -> bool:
-        """Whether it goes to a label."""
         return self.base == "BRA"
 
     @property

@@ -21,7 +21,6 @@ warps: at once on a multiprocessor, and their part of the most that it holds."""
 
 
 def report_lines(title: str, report: Report) -> Iterator[str]:
-    """The counts as lines of text."""
     yield f"{title}, {report.arch}: {report.kernel}"
     yield (f"  resources   {report.registers} registers, {report.spills} spills, {report.stack} B stack, {report.shared_bytes} B "
            f"shared, {report.warps} warps, {report.programs} programs of {report.weights} weights")

@@ -208,7 +208,6 @@ def input_argument(help: str) -> Any:
 
 
 def json_text(report: Mapping[str, Any]) -> str:
-    """A report as the text of one JSON object."""
     return json.dumps({"schema": 1, **report})
 
 

@@ -50,7 +50,6 @@ class Number:
 
     @property
     def largest(self) -> float:
-        """The largest finite value."""
         return self.decode(_largest_code(self)) if self.is_float else self.high
 
     def decode(self, code: int) -> float:
@@ -122,7 +121,6 @@ def _nearest_code(value: float, number: Number) -> int:
 
 
 def _largest_code(number: Number) -> int:
-    """The code of the largest finite magnitude."""
     codes = (1 << number.exponent + number.mantissa) - 1
     if number.specials == "ieee":
         return codes - (1 << number.mantissa)

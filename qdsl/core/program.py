@@ -54,7 +54,6 @@ def summary(program: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def storages(program: Mapping[str, Any]) -> list[str]:
-    """The storages of all variants."""
     return list(dict.fromkeys(name for variant in program["variants"].values() for name in variant["storages"]))
 
 

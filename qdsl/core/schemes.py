@@ -101,7 +101,6 @@ _OF_INTEGERS = {"ties": ("even", "away", "up"), "power": (), "zeros": ()}
 
 
 def _scheme(row: Mapping[str, Any]) -> Scheme:
-    """The scheme of a table's row."""
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     values["options"] = {option: None if words == "number" else tuple(words) for option, words in row.get("options", {}).items()}
     return Scheme(**values)

@@ -157,7 +157,6 @@ class Description:
 
     @property
     def singles(self) -> list[str]:
-        """The tensors of one number."""
         layouts = [layout for storages in self.variants.values() for layout in storages.values()]
         return list(dict.fromkeys(name for layout in layouts for name, stored in layout.items() if not stored.axes))
 

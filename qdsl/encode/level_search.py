@@ -54,7 +54,6 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
 
 
 def _scales(blocks: rows.SubBlocks, table: _LevelTable) -> Floats:
-    """The unrounded scales of all blocks."""
     [scales] = blocks.fit(lambda x, by: (_fit_scale(x, x * x if by is None else by, table),))
     return scales
 

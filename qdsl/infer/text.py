@@ -218,7 +218,6 @@ def _quotient(name: str, extent: int, size: int) -> str:
 
 
 def record_items(fields: Sequence[Field]) -> list[RecordBits]:
-    """The items of a record in storage order."""
     result: list[RecordBits] = []
     for bit in range(len(fields[0].layout.source)):
         item = RecordBits("", 0, 1)

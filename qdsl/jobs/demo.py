@@ -127,7 +127,6 @@ def _linear_error(module: ModuleType, packed: PackedWeight, weight: Tensor) -> f
 
 
 def _rows(name: str, module: ModuleType, matrices: Mapping[str, Tensor], say: Say) -> Iterator[dict[str, Any]]:
-    """A row for each storage of each variant."""
     format = module.FORMAT
     for key, variant in format.variants.items():
         chosen = dict(zip(format.by, key, strict=True))
@@ -254,7 +253,6 @@ ANSWER_HEADS = ["format", "MB of weights", "tokens/s", "answer"]
 
 
 def answer_cells(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a table row for an answer."""
     return [row["format"], f"{row['bytes'] / 1e6:.0f}", f"{row['tokens_per_second']:.1f}", row["text"]]
 
 

@@ -73,7 +73,6 @@ class CachedRows:
                 for name, number in self.numbers.items()}
 
     def type_of(self, field: str) -> str:
-        """The number type of a field."""
         kind = self.packed.variant.fields[field].type
         return str(self.packed.params.get(kind, kind))
 
@@ -121,7 +120,6 @@ class CachedRows:
 
     @property
     def code_type(self) -> str:
-        """The number type of codes."""
         return self.type_of(self.packed.variant.roles["code"])
 
     def rows_of(self, tensor: Tensor) -> int:
@@ -154,7 +152,6 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors."""
         return self.keys.packed.device
 
     @property

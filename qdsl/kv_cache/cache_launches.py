@@ -220,7 +220,6 @@ def _is_8_bit_block_scaled(cached: CachedRows) -> bool:
 
 
 def _code_units(cached: CachedRows) -> int:
-    """The number of units of codes in a row."""
     units = axis(cached.packed.layout.kernels.units).extent(*cached.packed.shape, cached.packed.sizes)
     assert units is not None
     return units

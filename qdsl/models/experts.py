@@ -93,7 +93,6 @@ class Experts(SpecializedModule):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of decoded weights."""
         return self._linears()[0].compute_dtype
 
     @property
@@ -103,7 +102,6 @@ class Experts(SpecializedModule):
 
     @property
     def device(self) -> torch.device:
-        """The device of the packed weights."""
         return self._linears()[0].packed.device
 
     @property

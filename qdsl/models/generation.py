@@ -111,7 +111,6 @@ class Conversation:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
         return bool(self.language.tokenizer.chat_template)
 
     def answer(self, message: str, write: Write | None = None, stop: Stop | None = None) -> Generation:

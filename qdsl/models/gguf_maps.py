@@ -69,7 +69,6 @@ class TensorRule:
         return cls(tuple(record["from"].split()), **{key: value for key, value in record.items() if key != "from"})
 
     def record(self) -> str | dict[str, Any]:
-        """The rule as a JSON record."""
         further = {key: value for key in ("rows", "elements", "transposed", "values") if (value := getattr(self, key))}
         return {"from": " ".join(self.sources), **further} if further or len(self.sources) > 1 else self.sources[0]
 

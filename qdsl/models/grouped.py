@@ -31,17 +31,14 @@ class HiddenWeight(NoWeight):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the decoded weight."""
         return self._member.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the decoded weight."""
         return self._group.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the encoded tensors."""
         return self._group.block.get_buffer(DTYPE).device
 
     @property

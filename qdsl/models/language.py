@@ -69,7 +69,6 @@ class LanguageModel:
 
     @property
     def packed_layers(self) -> int:
-        """The number of layers with packed weights."""
         report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
         return 0 if report is None else len(report.packed)
 

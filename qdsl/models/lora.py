@@ -128,14 +128,10 @@ class PackedLoraLayer(nn.Module, LoraLayer):
 
 
 class PackedLoraLinear(PackedLoraLayer, Linear):
-    """LoRA over a packed nn.Linear."""
-
     dora = PackedDoraLinear
 
 
 class PackedLoraEmbedding(PackedLoraLayer, Embedding):
-    """LoRA over a packed nn.Embedding."""
-
     dora = PackedDoraEmbedding
 
 

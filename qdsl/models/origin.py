@@ -96,7 +96,6 @@ def _text(path: Path) -> str | None:
 
 
 def record_origin(model: nn.Module, origin: Origin) -> None:
-    """Store a model's origin in it."""
     setattr(model, ATTRIBUTE, origin)
 
 

@@ -50,7 +50,6 @@ class Arrived(dict[str, Tensor]):
     path = Path("the loader")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by name."""
         return self[name]
 
 

@@ -97,7 +97,6 @@ class Collector:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tensors have come."""
         return self._tensors.keys() == self.layer.tensors.keys()
 
     def parts(self, device: torch.device | None = None) -> list[Part]:

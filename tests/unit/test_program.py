@@ -11,7 +11,6 @@ import pytest
 
 import qdsl.encode
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.check import RULES, IllegalProgram, check
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
 from qdsl.compiler.passes import PASSES, compile_spec
@@ -20,6 +19,7 @@ from qdsl.core.layout import Layout
 from qdsl.core.schemes import SCHEMES
 from qdsl.encode.scheme import scheme
 from tests.support.formats import ROOT, SPECS
+from tests.support.program_rules import RULES, IllegalProgram, check
 
 GOLDEN = ROOT / "tests" / "golden"
 # Straddling words and stored rules, two-dimensional blocks, split fields, flat positions, planes: every kind of layout once.

@@ -46,7 +46,6 @@ class StorageCase:
         return {field.name.value for field in self.spec.fields} != self.format.variant(self.params).fields.keys()
 
     def supports_shape(self, shape: Shape) -> bool:
-        """Whether the storage supports a shape."""
         layout, sizes = self.layout, self.format.sizes(self.params, shape)
         return not layout.why_not(shape, sizes) and all(
             axis.extent(*shape, sizes) is not None for stored in layout.tensors.values() for axis in stored.axes)

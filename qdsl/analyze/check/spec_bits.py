@@ -61,7 +61,6 @@ def has_operations(spec: Spec, storage: str, params: Mapping[str, int | str]) ->
 
 
 def field_bits(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
-    """The number of bits of a field."""
     kind = next(f for f in spec.fields if f.name.value == field).typed.type
     word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
     return _width(word)
@@ -114,7 +113,6 @@ def _stored_bits(spec: Spec, storage: Storage, tensor: Tensor, env: Mapping[str,
 
 
 def axis_extents(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> list[int]:
-    """The extents of a tensor's axes."""
     if tensor.shape is None:
         run, size = _record_columns_bytes(spec, tensor, env, params)
         return [env["N"], env["K"] // run * size]

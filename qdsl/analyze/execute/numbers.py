@@ -34,7 +34,6 @@ ROUNDINGS: dict[str, Callable[[Any], Any]] = {"rn": np.rint, "rz": np.trunc, "rm
 
 
 def is_float(kind: str) -> bool:
-    """Whether a type of PTX is a float."""
     return kind in FLOATS
 
 

@@ -44,7 +44,6 @@ class Execution:
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
         return self.program.name
 
     @property

@@ -66,14 +66,12 @@ BITWISE: dict[str, Callable[[Any, Any], Any]] = {"and": np.bitwise_and, "or": np
 
 @opcode("and", "or", "xor")
 def bitwise(context: Context) -> Step:
-    """And, or, exclusive or of bits."""
     bits = type_bits(context.kind)
     return _elementwise_step(context, [context.source(1, bits), context.source(2, bits)], BITWISE[context.instruction.name])
 
 
 @opcode("not")
 def invert(context: Context) -> Step:
-    """All bits inverted."""
     return _elementwise_step(context, [context.source(1, type_bits(context.kind))], np.invert)
 
 
@@ -383,7 +381,6 @@ def fma(context: Context) -> Step:
 
 @opcode("div", "rem")
 def divide(context: Context) -> Step:
-    """Quotients and remainders."""
     kind, remainder = context.kind, context.instruction.name == "rem"
     if is_float(kind):
         if kind == "f64":
@@ -400,7 +397,6 @@ def divide(context: Context) -> Step:
 
 @opcode("abs", "neg")
 def abs_or_neg(context: Context) -> Step:
-    """Magnitudes and negatives."""
     kind, negate = context.kind, context.instruction.name == "neg"
     part = element(kind)
     if not is_float(part):

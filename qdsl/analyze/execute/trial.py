@@ -129,7 +129,6 @@ def _relative_error(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> 
 
 
 def trial_lines(trial: Trial) -> Iterator[str]:
-    """The result as lines of text."""
     counts = Counter(trial.memory)
     yield f"{trial.title}, {trial.arch}: {', '.join(trial.kernels)}"
     if trial.error is not None:

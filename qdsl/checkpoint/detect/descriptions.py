@@ -24,7 +24,6 @@ def descriptions() -> tuple[Description, ...]:
 
 
 def description_of(format: str) -> Description:
-    """The description of a shipped format."""
     return next(own for own in descriptions() if own.name == format)
 
 

@@ -102,7 +102,6 @@ class Quantization:
         return Scheme(group.settings, group.name) if group else Scheme(None, "in no group")
 
     def has_8_bit_inputs(self, module: str) -> bool:
-        """Whether a module takes 8-bit x."""
         scheme, groups = self.scheme(module), self.settings.get("config_groups")
         group = groups.get(scheme.by) if isinstance(groups, Mapping) else None
         inputs = group.get("input_activations") if isinstance(group, Mapping) else None

@@ -24,12 +24,10 @@ LISTS = "`qdsl list` prints all"
 
 
 def formats() -> list[str]:
-    """The names of all formats."""
     return [format.name for format in descriptions()]
 
 
 def storages_of(format: Description) -> list[str]:
-    """The names of a format's storages."""
     return list(dict.fromkeys(storage for by_name in format.variants.values() for storage in by_name))
 
 

@@ -108,7 +108,6 @@ class Folder:
         return self._files[name]
 
     def files(self) -> list[TensorFile]:
-        """The files of this folder that hold tensors."""
         return [file for file in dict.fromkeys(self._files.values()) if not self.is_completed or file.path in self.shards]
 
     def complete(self, config: Mapping[str, Any], base: Folder | None = None, names: Iterable[str] = ()) -> None:

@@ -50,7 +50,6 @@ _ORDER = {dtype: place for place, dtype in enumerate(_DTYPES)}
 
 
 def element_bits(dtype: str) -> int:
-    """Bits per element of a safetensors dtype."""
     return _DTYPES[dtype][0]
 
 

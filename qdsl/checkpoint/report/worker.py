@@ -22,7 +22,6 @@ def start(*paths: Path) -> None:
 
 
 def folder_of(path: Path) -> Folder:
-    """The open checkpoint with a path."""
     return next(folder for folder in folders if folder.path == path)
 
 

@@ -37,7 +37,6 @@ def typical_shapes(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
 
 
 def block_rows(shape: tuple[int, int]) -> int:
-    """Rows that a program decodes."""
     return _lanes_and_grid(*shape)[1]
 
 

@@ -98,7 +98,6 @@ def load_row_patches(p, stop, column, value, start, row, SPANS: tl.constexpr):
 
 @triton.jit
 def load_uncoded_bits(to_weights: tl.constexpr, uncoded, row, k, K8, live):
-    """The uncoded bits of columns k of rows."""
     at = row * (2 * K8) + k // 8 * 2
     zero = tl.zeros_like(k).to(tl.uint32)
     return pairs.one(to_weights((zero, zero, zero, zero), tl.load(uncoded + at, live, 0).to(tl.uint32, bitcast=True),

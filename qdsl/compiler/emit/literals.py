@@ -37,7 +37,6 @@ def not_empty(**values: object) -> dict[str, Any]:
 
 
 def literal_text(value: object) -> str:
-    """Data as a literal."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{literal_text(key)}: {literal_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple):

@@ -32,7 +32,6 @@ def is_stored_as_field(field: Field, cuts: SliceCut) -> bool:
 
 
 def tensor_dtype(tensor: Tensor) -> str:
-    """The torch dtype of a stored tensor."""
     number = tensor.element
     return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else \
         f"{'u' * (number.kind == 'unsigned')}int{number.bits}"
@@ -44,7 +43,6 @@ def type_text(field: Field, tensor: Tensor, source: str, default: str) -> str:
 
 
 def is_signed(field: Field) -> bool:
-    """Whether a field is a signed integer."""
     return field.number is not None and field.number.kind == "signed"
 
 

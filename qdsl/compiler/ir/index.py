@@ -144,7 +144,6 @@ def as_index(value: Index | int) -> Index:
 
 @cache
 def name(word: str) -> Index:
-    """The index of a single name."""
     return Index(0, ((Atom("name", word), 1),))
 
 
@@ -184,7 +183,6 @@ def multiply(left: Index, right: Index) -> Index:
 
 
 def product_of(factors: Iterable[Index]) -> Index:
-    """The product of any number of factors."""
     result = Index(1)
     for factor in factors:
         result = result * factor
@@ -192,7 +190,6 @@ def product_of(factors: Iterable[Index]) -> Index:
 
 
 def div(top: Index, bottom: Index | int, domain: Domain = Domain()) -> Index:
-    """Floor division."""
     bottom = as_index(bottom)
     if not bottom.is_const:
         return _div_by_name(top, bottom, domain)

@@ -200,7 +200,6 @@ class Tensor:
         return self.record_bits // self.element.bits
 
     def var(self, name: str) -> Var:
-        """The variable with this name."""
         return next(var for var in self.vars if var.name == name)
 
     def axis_extent(self, axis: Axis) -> Index:
@@ -409,7 +408,6 @@ class Program:
                      and field.number.is_float and len(field.table) == 1 and list(map(str, field.index)) == ["n"])
 
     def field(self, name: str) -> Field:
-        """The field with this name."""
         return next(field for field in self.fields if field.name == name)
 
     def row_axis(self, value: Value) -> str:

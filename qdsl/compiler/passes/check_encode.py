@@ -155,7 +155,6 @@ def _without_column_factor(program: Program) -> Value:
 
 
 def _is_field(program: Program, value: Value, name: str) -> bool:
-    """Whether a value is just this field."""
     while value.op == "float":
         value = program.values[value.args[0]]
     return value.op == "field" and value.name == name
@@ -410,7 +409,6 @@ def _product_steps(program: Program, roles: Mapping[str, str], pattern: g.CallEx
 
 
 def _code_numbers(number: Number) -> list[float]:
-    """The numbers of the codes of a type."""
     if number.is_float:
         return [number.decode(code) for code in range(1 << number.bits)]
     return list(range(number.low, number.high + 1))

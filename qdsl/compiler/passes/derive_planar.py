@@ -119,7 +119,6 @@ def _obstacle(program: Program) -> str:
 
 
 def is_stored(program: Program, table: str) -> bool:
-    """Whether a table is a field, stored with the weight."""
     return any(field.name == table for field in program.fields)
 
 

@@ -31,7 +31,6 @@ class EncodeCall:
         return self.places.get(word, self.call.span)
 
     def role_type(self, role: str) -> Number:
-        """The type of a role's field."""
         number = self.program.field(self.roles[role]).number
         assert number is not None
         return number

@@ -151,7 +151,6 @@ def _step_of_parts(numbers: Sequence[int | float], length: int) -> Fraction | No
 
 
 def _multiply(left: _Sum, right: _Sum) -> _Sum | None:
-    """The product of two sums of products."""
     total: dict[tuple[str, ...], Fraction] = {}
     for a, x in left.items():
         for b, y in right.items():

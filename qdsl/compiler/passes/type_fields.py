@@ -252,7 +252,6 @@ def axis_of(program: Program, index: Index) -> str:
 
 
 def _subscript_extent(program: Program, index: Index) -> Index:
-    """The number of values of a subscript."""
     atom = index.terms[0][0]
     if atom.op == "name" and atom.name not in AXES:
         kind = next(f.typed.type for f in program.spec.fields if f.name.value == atom.name)

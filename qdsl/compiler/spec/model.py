@@ -52,7 +52,6 @@ class Table:
 
     @property
     def is_int(self) -> bool:
-        """Whether all numbers are integers."""
         return isinstance(self.values[0], int)
 
 
@@ -183,5 +182,4 @@ class Spec:
         return tuple(tensor for branch in self.plus for tensor in branch.tensors)
 
     def table(self, name: str) -> Table:
-        """The table with this name."""
         return next(table for table in self.tables if table.name.value == name)

@@ -366,7 +366,6 @@ class _Reader:
         return transient is not None
 
     def sections_of(self, name: Text, node: Node) -> list[Tensor] | None:
-        """The sections of a tensor; None if it has none."""
         keys = {key.value for key, _ in node.items} if isinstance(node, Mapping) else set()
         by_rows = "sections" in keys
         if not by_rows and "regions" not in keys:

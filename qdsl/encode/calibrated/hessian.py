@@ -34,7 +34,6 @@ class Hessian:
 
     @property
     def matrix(self) -> Tensor:
-        """All moments, [K, K]."""
         if not self.is_whole:
             for start in range(0, len(self.lower), STRIP):
                 self.lower[start:start + STRIP, start + STRIP:] = self.lower[start + STRIP:, start:start + STRIP].T

@@ -34,7 +34,6 @@ class ExponentFormat:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """The names of all tensors of a weight."""
         return (*self.names, "sign_mantissa", "weight_shape")
 
     def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:

@@ -23,8 +23,6 @@ from qdsl.jobs.engine import RewriteError
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor stored in a file."""
-
     path: Path
     dtype: str
     shape: Shape
@@ -54,7 +52,6 @@ def bytes_of(folder: Folder, name: str) -> StoredTensor:
 
 
 def stored_tensor(path: Path, entry: Entry) -> StoredTensor:
-    """The tensor of an entry in a file."""
     return StoredTensor(path, entry.dtype, entry.shape, entry.start, entry.nbytes)
 
 

@@ -38,7 +38,6 @@ class Compression:
         return self.patterns is not None
 
     def includes(self, model: str) -> bool:
-        """Whether a model of a pipeline is compressed."""
         return not self.only or model in self.only
 
 
@@ -57,7 +56,6 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its matrices."""
         return sum(part.nbytes for part in self.parts.values())
 
     @property

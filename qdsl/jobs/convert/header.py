@@ -99,7 +99,6 @@ def _written(word: Any, values: Mapping[str, Any]) -> Any:
 
 
 def weight(layer: Layer) -> str:
-    """The name of a layer's weight."""
     return layer.name if layer.stacked else f"{layer.name}.weight".lstrip(".")
 
 

@@ -88,7 +88,6 @@ class Plan:
 
     @property
     def format(self) -> str:
-        """The format of the converted layers."""
         return self.aim.format if self.aim.requantize else self.changed[0].format
 
     @property

@@ -77,7 +77,6 @@ class Conversion:
         return {**next((rule["quantize"] for rule in rules if "quantize" in rule), {}), **self.params}
 
     def includes(self, layer: Layer) -> bool:
-        """Whether a quantized layer is to be converted."""
         return (self.requantize or self.format in ("", layer.format)) and not is_skipped(layer.name, self.skip)
 
     def is_exact(self, layer: Layer) -> bool:
@@ -129,13 +128,11 @@ def _read_target(meaning: Callable[[str], str], word: str) -> str:
 
 
 def layer_format(layer: Layer, aim: Conversion) -> Format:
-    """The format that a layer gets."""
     format: Format = module_of(layer).FORMAT if aim.is_exact(layer) else target_format(aim)
     return format
 
 
 def target_format(aim: Conversion) -> Format:
-    """The format that weights are quantized to."""
     format: Format = import_module(f"qdsl.generated.{aim.format}").FORMAT
     return format
 

@@ -71,7 +71,6 @@ class Tensor:
 
     @property
     def columns(self) -> int:
-        """Length of a row."""
         return self.shape[-1] if self.shape else 1
 
     @property

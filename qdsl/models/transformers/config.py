@@ -75,11 +75,9 @@ class QdslConfig(QuantizationConfigMixin):
         return {**({} if self.storage is None else {"storage": self.storage}), **self.params}
 
     def with_settings(self, settings: Mapping[str, Any]) -> QdslConfig:
-        """This config for a folder with these settings."""
         return self._with(settings, self.weights)
 
     def with_weights(self, weights: Weights) -> QdslConfig:
-        """This config for weights that are read by qdsl."""
         return self._with(self.settings, weights)
 
     def _with(self, settings: Mapping[str, Any] | None, weights: Weights | None) -> QdslConfig:

@@ -92,6 +92,5 @@ def _config_of(path: Path, stored: Mapping[str, Any]) -> Any:
 
 
 def named_class(config: Any) -> Any:
-    """The class of transformers that a config names."""
     automatic = transformers.AutoModelForCausalLM
     return automatic if hasattr(config, "auto_map") else getattr(transformers, (config.architectures or [""])[0], automatic)

@@ -28,7 +28,6 @@ LENGTHS = (1,) * 12 + (2, 2, 3, 4)                               # of a characte
 
 
 def numbers_of(vocabulary: Vocabulary) -> dict[str, int]:
-    """The numbers of tokens."""
     return {token: number for number, token in enumerate(vocabulary.tokens)}
 
 
@@ -49,7 +48,6 @@ class Partition:
         self._vocabulary, self._divide = vocabulary, divide
 
     def tokens(self, text: str) -> list[int]:
-        """The numbers of a text's tokens."""
         parts: list[str | int] = [text]
         for number, token in self._special:
             parts = [own for part in parts for own in ([part] if isinstance(part, int) else self._cut(part, number, token))]

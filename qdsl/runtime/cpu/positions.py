@@ -53,12 +53,10 @@ class Position:
 
     @staticmethod
     def of(name: str) -> Position:
-        """A symbol."""
         return Position(((name, 1),))
 
     @property
     def text(self) -> str:
-        """The C expression."""
         names = [(name if name.isidentifier() else f"({name})", factor) for name, factor in self.terms]
         parts = [name if factor == 1 else f"{factor} * {name}" for name, factor in names]
         return " + ".join(parts + [str(self.constant)] * bool(self.constant or not parts))
@@ -72,14 +70,12 @@ class Position:
         return self.constant + sum(factor * values.get(name, 0) for name, factor in self.terms)
 
     def plus(self, other: Position, sign: int = 1) -> Position:
-        """self + sign * other."""
         terms = dict(self.terms)
         for name, factor in other.terms:
             terms[name] = terms.get(name, 0) + sign * factor
         return Position(tuple((name, factor) for name, factor in terms.items() if factor), self.constant + sign * other.constant)
 
     def times(self, by: int) -> Position:
-        """self * by."""
         return Position(tuple((name, factor * by) for name, factor in self.terms if by), self.constant * by)
 
     def scaled(self, size: int, other: int) -> Position:

@@ -167,7 +167,6 @@ class _Printer:
     # -- statements ----------------------------------------------------------------------------------------------------
 
     def run(self, statements: Sequence[ast.stmt]) -> None:
-        """Print statements."""
         for statement in statements:
             if isinstance(statement, ast.Assign):
                 self.assign(statement.targets[0], self.evaluate(statement.value))
@@ -298,7 +297,6 @@ class _Printer:
         return self.device(called.attr, values)
 
     def operation(self, op: Op, operands: Sequence[Any]) -> Value:
-        """An operation that Triton has as a function."""
         values = [self.as_value(operand) for operand in operands]
         lanes, is_int = any(value.lanes for value in values), op.bounds is not None and all(v.dtype != "float32" for v in values)
         values = values if is_int else [self.as_float(value) for value in values]
@@ -340,7 +338,6 @@ class _Printer:
         return Value(f"{'v' * value.lanes}{name}({value.text})", "float32", value.lanes)
 
     def where(self, condition: Any, yes: Any, no: Any) -> Any:
-        """One of two values."""
         if isinstance(condition, bool):
             return yes if condition else no
         left, right = self.as_value(yes), self.as_value(no)
@@ -439,7 +436,6 @@ class _Printer:
 
 
 def _shown(value: Value) -> str:
-    """The text of an operand."""
     return value.text if value.text.replace("_", "").replace(".", "").isalnum() else f"({value.text})"
 
 

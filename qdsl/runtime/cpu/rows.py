@@ -153,7 +153,6 @@ def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
     return tuple([math.prod(sizes[axis + 1:]) for axis in range(len(sizes))])
 
 

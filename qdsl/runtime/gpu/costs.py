@@ -164,7 +164,6 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The predicted time."""
         work = self.cached + self.busy + self.chain - self.first
         return LAUNCH + self.first + max(self.memory, work) + EXPOSED * min(self.memory, work)
 

@@ -68,7 +68,6 @@ class Gpu:
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether NVIDIA makes it."""
         return ARCHS[self.arch].is_nvidia
 
     @property

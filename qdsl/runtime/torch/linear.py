@@ -68,7 +68,6 @@ def gradient_mode(mode: str) -> str:
 
 
 def is_quantized(mode: str) -> bool:
-    """Whether the mode quantizes x to 8 bits."""
     return mode.startswith(QUANTIZE_X)
 
 

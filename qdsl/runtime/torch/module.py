@@ -132,7 +132,6 @@ class PackedModule(SpecializedModule):
 
     @property
     def device(self) -> torch.device:
-        """The device of the packed tensors."""
         return next(iter(self._stored_tensors().values())).device
 
     def __getattr__(self, name: str) -> Any:

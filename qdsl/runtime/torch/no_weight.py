@@ -50,7 +50,6 @@ class NoWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the decoded weight."""
         return torch.Size(self._layer._packed.shape) if self._part is None else self._part
 
     @property
@@ -60,12 +59,10 @@ class NoWeight:
 
     @property
     def device(self) -> torch.device:
-        """The device of the packed tensors."""
         return self._layer.device
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
         return len(self.shape)
 
     @property
@@ -81,11 +78,9 @@ class NoWeight:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """The number of weights."""
         return self.shape.numel()
 
     def dim(self) -> int:
-        """The number of axes."""
         return self.ndim
 
     ndimension = dim
@@ -168,7 +163,6 @@ class StoredWeight(NoWeight):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the stored tensor."""
         return self.stored.shape
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -167,7 +167,6 @@ class Siblings:
 
 
 def _tensors_of(layer: QuantizedLinear) -> Iterator[_Tensor]:
-    """The stored tensors of a layer and its bias."""
     own: dict[str, Any] = layer.__dict__["_parameters"]
     for name in dict.fromkeys([*layer.stored_parameters(), "bias"]):
         tensor = own.get(name)

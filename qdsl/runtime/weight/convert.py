@@ -285,7 +285,6 @@ def _is_whole(plan: transpose.Plan) -> bool:
 
 
 def by_fields(format: WeightFormat, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
-    """Unpack the weight and pack its fields."""
     return in_rows(packed, other, lambda part, start: format.pack(format.unpack(part), storage=other.storage, **packed.params))
 
 

@@ -229,7 +229,6 @@ class _Conversion:
 
 
 def _fields(variant: Variant) -> dict[str, Field]:
-    """All fields but an index."""
     return {name: field for name, field in variant.fields.items() if field.groups is None}
 
 
@@ -246,7 +245,6 @@ def _decodable(value: Tensor) -> Tensor:
 
 
 def _count(variant: Variant) -> int:
-    """The number of codes."""
     return 1 << number(variant.fields[str(_code(variant))].type).bits
 
 
@@ -272,7 +270,6 @@ def _bits(kind: str) -> tuple[int, int]:
 
 
 def _axis_steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
-    """The dim and step of every axis of a field."""
     return [(axis.dim, axis.step) for axis in field.axes]
 
 

@@ -179,11 +179,9 @@ class PackedWeight:
 
     @property
     def ndim(self) -> int:
-        """2, the number of axes."""
         return 2
 
     def dim(self) -> int:
-        """2, the number of axes."""
         return 2
 
     def numel(self) -> int:
@@ -208,7 +206,6 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors."""
         return next(iter(self.tensors.values())).device
 
     @property
@@ -226,7 +223,6 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     @property

@@ -81,7 +81,6 @@ def prepared(plan: Plan, x: Tensor, bias: Tensor | None, mode: str) -> Prepared 
 
 
 def keep(plan: Plan, x: Tensor, bias: Tensor | None, mode: str, ready: Prepared) -> None:
-    """Keep a prepared product for `quick`."""
     _keep(plan, (x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()), ready)
 
 

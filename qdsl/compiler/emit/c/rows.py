@@ -71,7 +71,6 @@ def _parts(program: Program) -> tuple[Affine, Field]:
 
 
 def _code_type(program: Program) -> Number:
-    """The type of the code."""
     assert program.affine is not None
     number = program.field(program.affine.code).number
     assert number is not None

@@ -30,7 +30,6 @@ Data = dict[str, Any]
 
 def format_data(programs: Sequence[Program], by: Sequence[str],
                 variants: Mapping[tuple[int | str, ...], Mapping[str, Any]]) -> Data:
-    """The program of a format, with that of its variants."""
     first = programs[0]
     spec = first.spec
     return {"name": spec.name.value, "title": spec.title, "source": spec.origin, "formula": spec.decode_text,
@@ -46,7 +45,6 @@ def digest_of(spec: Spec) -> str:
 
 
 def variant_data(programs: Sequence[Program], decoded: DecodeBody) -> Data:
-    """The fields and storages of a variant."""
     first = programs[0]
     fields = {field.name: (field.kind, *field_axes(programs, field), *options(groups=field.groups and axis_text(field.groups)))
               for field in first.fields}

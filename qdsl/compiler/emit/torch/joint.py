@@ -30,7 +30,6 @@ class JoinedTable:
 
     @property
     def name(self) -> str:
-        """The name of the joint table."""
         return f"{self.table}_{self.field}"
 
     def has(self, table: str, row: str) -> bool:

@@ -158,7 +158,6 @@ def _block_extent(program: Program, field: Field, axis: str) -> str:
 
 
 def _docstring_lines(text: str) -> list[str]:
-    """A docstring, wrapped at the width."""
     words = text.split(" ")
     rows = ['"""']
     for word in words:

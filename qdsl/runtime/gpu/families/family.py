@@ -65,7 +65,6 @@ class Family(ABC):
         """The launches that write x @ w.T + bias to out, for tensors on any device, meta too."""
 
     def candidate(self, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
-        """The candidate of a configuration."""
         return Candidate(self.name, config, self.grid(packed, m, config))
 
     def candidates(self, product: Product) -> list[Candidate]:

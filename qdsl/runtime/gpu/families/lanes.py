@@ -94,7 +94,6 @@ class Skinny(MatrixUnitFamily):
 
     def constants(self, kernels: MatrixUnitKernels, is_half: bool, sizes: Mapping[str, int], tensors: Sequence[str],
                   ) -> dict[str, Any]:
-        """Constants of the kernel."""
         return {**kernels.constants(is_half, sizes, tensors), "SIZE": kernels.columns_per_sum(sizes), "ONES": kernels.sums.ones,
                 "IN_ORDER": kernels.codes.in_order}
 
