@@ -98,14 +98,9 @@ def _worded(parameter: Any) -> Any:
     name = str(parameter.name)
     if parameter.metavar is None:
         parameter.metavar = "" if getattr(parameter, "is_flag", False) else WORDS.get(name, name.rpartition("_")[2].upper())
-    parameter.display_type = _no_type
+    parameter.display_type = lambda *_, **__: ""
     parameter.shell_complete = partial(_complete, parameter)
     return parameter
-
-
-def _no_type(*_: Any, **__: Any) -> str:
-    """What help shows as the type of an argument."""
-    return ""
 
 
 def _complete(parameter: Any, context: Any, begun: str) -> list[Completion]:

@@ -113,7 +113,7 @@ def test_every_bit_that_moves_goes_where_its_field_says(case: Case, storage: str
     packed = in_order(random_packed(case, shape_of(case, storage)))
     into = other(packed, storage)
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
-    if set(into.layout.where) - set(packed.layout.where) - index or not convert.by_words(packed.format, packed, into):
+    if set(into.layout.where) - set(packed.layout.where) - index or not convert.by_words(packed, into):
         return                                                   # by way of fields, which is what this compares with
     padded = {tensor.name.value for layout in case.spec.storages if layout.name.value == case.storage
               for tensor in layout.tensors if "pad:" in tensor.record_text.value}
@@ -127,7 +127,7 @@ def test_every_bit_that_moves_goes_where_its_field_says(case: Case, storage: str
             one = packed.derive({**packed.tensors, name: marked})
             if name in padded:                                   # which a tensor that is shared keeps
                 one = packed.format.pack(packed.format.unpack(one), storage=packed.storage, **packed.params)
-            moved, wanted = convert.convert(packed.format, one, storage), convert.by_fields(packed.format, one, into)
+            moved, wanted = convert.convert(one, storage), convert.by_fields(one, into)
             fields = packed.format.unpack(one) if into.layout.omits else {}
             usual = {key for key in into.layout.omits if key not in fields or
                      is_default(packed.variant, key, fields[key], packed.sizes)}
@@ -197,7 +197,7 @@ def test_odd_shapes_and_short_groups_are_converted_alike(n: int, k: int, group: 
     whole = k % max(group, 1) == 0 and (bool(packed.in_order) or not act_order)
     for storage in ("gptq_v1", PLANAR, *(["awq"] if whole else [])):
         moved = int_group.convert(packed, storage)
-        wanted = convert.by_fields(int_group.FORMAT, packed, other(packed, storage))
+        wanted = convert.by_fields(packed, other(packed, storage))
         assert all(same_bits(moved.tensors[key], tensor) for key, tensor in wanted.items())
         back = int_group.convert(moved, "gptq_v2").tensors
         assert all(same_bits(back[key], tensor) for key, tensor in packed.tensors.items() if key in back or key != "g_idx")
@@ -213,7 +213,7 @@ def test_act_order_of_a_few_rows_is_converted_though_they_fill_no_words(n: int, 
     packed = int_group.pack(some, "pack_quantized", bits=bits, group=32)
     for storage in (PLANAR, *(["xpu_int4pack"] if bits == 4 else [])):
         moved = int_group.convert(packed, storage)
-        wanted = convert.by_fields(int_group.FORMAT, packed, other(packed, storage))
+        wanted = convert.by_fields(packed, other(packed, storage))
         assert all(same_bits(moved.tensors[key], tensor) for key, tensor in wanted.items())
         assert torch.equal(int_group.dequantize(moved, torch.float32), int_group.dequantize(packed, torch.float32))
 
@@ -248,7 +248,7 @@ def test_columns_all_over_k_are_gathered(n: int, k: int, seed: int, whole: bool)
     n, k = (8 * n, 128 * k) if whole else (n, 8 * k)
     packed = case.module.pack(shuffled_fields(case, (n, k), seed), "wide", **case.choice)
     moved = case.module.convert(packed, PLANAR)
-    wanted = convert.by_fields(packed.format, packed, other(packed, PLANAR))
+    wanted = convert.by_fields(packed, other(packed, PLANAR))
     assert moved.tensors.keys() == wanted.keys() and all(same_bits(moved.tensors[key], wanted[key]) for key in wanted)
     back = case.module.convert(moved, "wide").tensors
     assert all(same_bits(back[key], packed.tensors[key]) for key in back)

@@ -142,7 +142,7 @@ def warp_group(context: Context) -> Step:
     if "fence" in modifiers:
         def fence(batch: Batch, at: At) -> None:
             batch.whole_warps(at)
-            batch.order_registers(batch.lanes(at))
+            batch.ordered[batch.warp[batch.lanes(at)]] = batch.time
         return fence
     if "commit_group" in modifiers:
         return lambda batch, at: _commit(batch.products, batch.whole_warps(at).reshape(-1))

@@ -234,10 +234,6 @@ class Batch:
                 self.report("race", "a matrix product reads shared memory that was written without fence.proxy.async after it",
                             int(writer[int(np.flatnonzero(missing)[0])]))
 
-    def order_registers(self, lanes: Indices) -> None:
-        """Notes that warps ordered their registers before a matrix product (wgmma.fence)."""
-        self.ordered[self.warp[lanes]] = self.time
-
     def check_ordered_registers(self, lanes: Indices, slots: frozenset[int]) -> None:
         """Find registers of a product that were written since the last wgmma.fence."""
         warps = np.unique(self.warp[lanes])

@@ -52,11 +52,8 @@ def survey(folder: Folder, layers: Layers, limit: int = SHARED_MEMORY) -> dict[s
 
 def by_kind(findings: Sequence[Finding]) -> dict[str, list[dict[str, Any]]]:
     """What a checkpoint says that is not computed, by the report's words for kinds."""
-    return {name: [_finding(finding) for finding in findings if finding.kind is kind] for name, kind in KINDS.items()}
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {"place": finding.place, "key": finding.key, "value": finding.value, "what": str(finding)}
+    return {name: [{"place": finding.place, "key": finding.key, "value": finding.value, "what": str(finding)}
+                   for finding in findings if finding.kind is kind] for name, kind in KINDS.items()}
 
 
 def weights(folder: Folder, layers: Layers) -> tuple[int, int]:

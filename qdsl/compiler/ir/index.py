@@ -359,7 +359,8 @@ def text(index: Index, tight: int = 0, cdiv: str = "cdiv") -> str:
     """
     if not index.terms:
         return str(index.const) if index.const >= 0 or tight < 2 else f"({index.const})"
-    rows = [("-" if coefficient < 0 else "+", _term_text(atom, abs(coefficient), cdiv)) for atom, coefficient in index.terms]
+    rows = [("-" if factor < 0 else "+", _atom_text(atom, 0, cdiv) if abs(factor) == 1 else
+             f"{abs(factor)} * {_atom_text(atom, 3, cdiv)}") for atom, factor in index.terms]
     if index.const:
         rows.append(("-" if index.const < 0 else "+", str(abs(index.const))))
     if rows[0][0] == "-":                                       # a leading minus would bind tighter than // and %
@@ -371,10 +372,6 @@ def text(index: Index, tight: int = 0, cdiv: str = "cdiv") -> str:
         return f"({joined})" if tight >= 2 else joined
     level = _PRECEDENCE[index.terms[0][0].op] if index.terms[0][1] == 1 else 2
     return f"({joined})" if tight > level else joined
-
-
-def _term_text(atom: Atom, coefficient: int, cdiv: str) -> str:
-    return _atom_text(atom, 0, cdiv) if coefficient == 1 else f"{coefficient} * {_atom_text(atom, 3, cdiv)}"
 
 
 def _atom_text(atom: Atom, tight: int, cdiv: str) -> str:

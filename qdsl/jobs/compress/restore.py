@@ -24,10 +24,10 @@ from qdsl.jobs.compress.model import Model, Shapes, absolute_reference, decoded_
 from qdsl.jobs.compress.tensors import EncodedMatrices, EncodedMatrix, Reader, StoredTensor, byte_view, checksum
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
-from qdsl.jobs.engine.intact import missing_shards
+from qdsl.jobs.engine.intact import missing_shards, write_missing
 from qdsl.jobs.engine.others import check_folder
-from qdsl.jobs.engine.shards import Copy, Shard, Step, balanced_part, by_offset, bytes_by_kind
-from qdsl.jobs.engine.work import ShowProgress, no_progress, write
+from qdsl.jobs.engine.shards import Copy, Shard, Step, balanced_part, by_offset
+from qdsl.jobs.engine.work import ShowProgress, no_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,11 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
                    "like": absolute_reference(like)}
         if stage.was_ended(out, request):
             return _report(out, plan, plan.shards, [])
-        place = stage.begin(out, request, force)
+        stage.begin(out, request, force)
         mine = plan.shards if part is None else balanced_part(plan.shards, *part)
         sizes = [step.coded.nbytes for shard in plan.shards for step in shard.steps if isinstance(step, Decode)]
         jobs = jobs or affordable(needed(max(sizes)), sum(sizes))
-        todo = missing_shards(mine, out, jobs, tell)
-        with tell(bytes_by_kind(todo)) as report:
-            write(todo, place, jobs, report)
+        write_missing(mine, out, jobs, tell)
         return _report(out, plan, mine, [] if part else _complete(path, plan, out))
 
 

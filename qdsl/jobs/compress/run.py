@@ -24,11 +24,11 @@ from qdsl.jobs.compress.tensors import Reader, StoredTensor, stored_tensor
 from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Compression, Unit, compression_units, uncompressed_notes
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
-from qdsl.jobs.engine.intact import missing_shards
+from qdsl.jobs.engine.intact import write_missing
 from qdsl.jobs.engine.others import check_folder, refuse_adapter
 from qdsl.jobs.engine.pieces import encode_missing, keep_intact, read_all
-from qdsl.jobs.engine.shards import Copy, Shard, balanced_part, bytes_by_kind
-from qdsl.jobs.engine.work import ReportProgress, ShowProgress, no_progress, write
+from qdsl.jobs.engine.shards import Copy, Shard, balanced_part
+from qdsl.jobs.engine.work import ReportProgress, ShowProgress, no_progress
 
 
 def compress(path: Path, aim: Compression, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None,
@@ -127,9 +127,7 @@ def _plain(request: dict[str, Any]) -> dict[str, Any]:
 def _finish(work: _Work, done: Complete, out: Path, jobs: int, check: bool, tell: ShowProgress) -> dict[str, Any]:
     """Write the files from complete pieces, check them if asked to, and complete the folder."""
     shards = plan_compressed.shards(work.models, work.aim, done, work.sources)
-    todo = missing_shards(shards, out, jobs, tell)
-    with tell(bytes_by_kind(todo)) as report:
-        write(todo, out / stage.STAGE, jobs, report)
+    write_missing(shards, out, jobs, tell)
     if check:
         checks = list(_checks(shards, done, out))
         with tell({CHECK: sum(one.piece.size for one in checks)}) as report:

@@ -35,11 +35,11 @@ from qdsl.jobs.convert.report import relative_rms
 from qdsl.jobs.convert.target import Conversion, layer_format, parse_conversion
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
-from qdsl.jobs.engine.intact import missing_shards
+from qdsl.jobs.engine.intact import missing_shards, write_missing
 from qdsl.jobs.engine.others import check_folder, refuse_adapter
 from qdsl.jobs.engine.pieces import encode_missing, keep_intact, read_all
-from qdsl.jobs.engine.shards import Shard, balanced_part, bytes_by_kind, index
-from qdsl.jobs.engine.work import ShowProgress, no_progress, write
+from qdsl.jobs.engine.shards import Shard, balanced_part, index
+from qdsl.jobs.engine.work import ShowProgress, no_progress
 from qdsl.jobs.gguf.quality import Sums
 
 MOMENTS = "moments"                                             # of the stage
@@ -193,13 +193,10 @@ def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
 
 def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: ShowProgress) -> int:
     """Write the files that are missing or out of date; returns their number."""
-    todo = missing_shards(shards, place.parent, jobs, tell)
-    with tell(bytes_by_kind(todo)) as done:
-        try:
-            write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))
-        finally:
-            worker.finish()
-    return len(todo)
+    try:
+        return write_missing(shards, place.parent, jobs, tell, worker.start, tuple(model.folder.path for model in models))
+    finally:
+        worker.finish()
 
 
 def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:

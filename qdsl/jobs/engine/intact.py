@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from qdsl.checkpoint.files.crc import Range, checksum, ranges_checksum
 from qdsl.host import progress
@@ -14,8 +14,8 @@ from qdsl.host.files import open_input
 from qdsl.host.processes import results
 from qdsl.host.progress import FINISHED
 from qdsl.jobs.engine import stage
-from qdsl.jobs.engine.shards import Shard
-from qdsl.jobs.engine.work import ShowProgress, no_progress
+from qdsl.jobs.engine.shards import Shard, bytes_by_kind
+from qdsl.jobs.engine.work import ShowProgress, no_progress, write
 
 WORTH = 1 << 28                                                  # bytes that are worth another process
 NUMBERS = {"*": int}
@@ -33,6 +33,15 @@ def missing_shards(shards: Sequence[Shard], out: Path, jobs: int, tell: ShowProg
     for shard, _ in bad:
         (stage.shard_folder(out / stage.STAGE, shard) / stage.NOTE).unlink(missing_ok=True)
     return [shard for shard in shards if not stage.is_staged(shard, out)]
+
+
+def write_missing(shards: Sequence[Shard], out: Path, jobs: int, tell: ShowProgress, start: Callable[..., None] | None = None,
+                  arguments: tuple[Any, ...] = ()) -> int:
+    """Write the files that are missing or out of date; returns their number.  start, arguments: as of `write`."""
+    todo = missing_shards(shards, out, jobs, tell)
+    with tell(bytes_by_kind(todo)) as done:
+        write(todo, out / stage.STAGE, jobs, done, start, arguments)
+    return len(todo)
 
 
 def not_intact(is_intact: Callable[[Work], bool], sizes: Sequence[tuple[Work, int]], jobs: int, tell: ShowProgress) -> list[Work]:

@@ -20,15 +20,17 @@ from qdsl.core.slices import Piece, Placed
 from qdsl.host import progress
 from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.assemble import dtypes_and_shapes
 from qdsl.runtime.weight.defaults import default_field, is_default
+from qdsl.runtime.weight.fields import pack, unpack
 from qdsl.runtime.weight.layout import Storage
-from qdsl.runtime.weight.packed import PackedWeight, WeightFormat, shape_tensor
+from qdsl.runtime.weight.packed import PackedWeight, shape_tensor
 
 
-def convert(format: WeightFormat, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
+def convert(packed: PackedWeight, storage: str) -> dict[str, Tensor]:
     """The tensors of a weight in another storage.  Raises FormatError if that cannot hold them."""
-    other = PackedWeight(format, storage, {}, packed.shape, packed.params)
-    tensors = moved(packed, other) or by_fields(format, packed, other)
+    other = PackedWeight(packed.format, storage, {}, packed.shape, packed.params)
+    tensors = moved(packed, other) or by_fields(packed, other)
     left = omitted(packed, other.layout)
     return {name: tensor for name, tensor in tensors.items() if name not in left}
 
@@ -38,7 +40,7 @@ def moved(packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # fields with one value in the other storage
     fixed |= {layout.order for layout in (packed.layout, other.layout) if packed.order is not None and not layout.is_order_plain}
-    return {} if fixed else by_words(packed.format, packed, other)
+    return {} if fixed else by_words(packed, other)
 
 
 def with_indices(packed: PackedWeight) -> PackedWeight:
@@ -91,8 +93,7 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
 # -- by words ---------------------------------------------------------------------------------------------------------
 
 
-def by_words(format: WeightFormat, packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None,
-             ) -> dict[str, Tensor]:
+def by_words(packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None) -> dict[str, Tensor]:
     """The tensors for the storage of `other`, most of them moved word by word; none if moves are not possible.
 
     changed: if `other` has another format, the conversion of fields that do not keep their bits.
@@ -101,7 +102,7 @@ def by_words(format: WeightFormat, packed: PackedWeight, other: PackedWeight, ch
     if ordered is None or not math.prod(packed.shape) or packed.layout.streams or other.layout.streams:
         return {}                                                # entropy-coded bits have no fixed place
     moved, columns = ordered
-    change = _Change(packed, other, format.stored(other), columns, changed)
+    change = _Change(packed, other, dtypes_and_shapes(other), columns, changed)
     if 2 * change.unpacked_bytes > packed.nbytes:
         return {}
     for name in change.wanted:
@@ -284,8 +285,8 @@ def _is_whole(plan: transpose.Plan) -> bool:
 # -- by fields --------------------------------------------------------------------------------------------------------
 
 
-def by_fields(format: WeightFormat, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
-    return in_rows(packed, other, lambda part, start: format.pack(format.unpack(part), storage=other.storage, **packed.params))
+def by_fields(packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
+    return in_rows(packed, other, lambda part, start: pack(other.format, unpack(part), other.storage, other.params))
 
 
 def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWeight, int], PackedWeight]) -> dict[str, Tensor]:
@@ -304,7 +305,7 @@ def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWei
     for start in range(0, n, rows):
         stop = min(n, start + rows)
         part = make(packed.cut("N", start, stop), start)
-        wanted = other.format.stored(other)
+        wanted = dtypes_and_shapes(other)
         tensors = tensors or {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
                           for name, tensor in part.tensors.items()}
         into = part.derive(tensors, packed.shape).cut("N", start, stop)

@@ -20,6 +20,7 @@ from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import branch_pieces, convert
 from qdsl.runtime.weight.assemble import assemble, check_shape
 from qdsl.runtime.weight.defaults import default_field
+from qdsl.runtime.weight.fields import pack, unpack
 from qdsl.runtime.weight.layout import FLOATS, Field, Variant
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, WeightFormat
@@ -49,7 +50,7 @@ def converted(format: WeightFormat, packed: PackedWeight, storage: str, params: 
     check_shape(format, storage, packed.variant.storages[storage].decoded, packed.shape, packed.sizes,
                 packed.variant.fields.keys() - missing - {*packed.layout.where})
     with _offering_requantize(format, storage):
-        return assemble(format, storage, convert.convert(format, packed, storage), packed.shape, packed.params)
+        return assemble(format, storage, convert.convert(packed, storage), packed.shape, packed.params)
 
 
 @contextmanager
@@ -138,14 +139,14 @@ class _Conversion:
             if self._agrees(blocks):
                 changed = convert.ChangedFields({name for name, way in self.ways.items() if way.bits},
                                         lambda fields: self._converted(self.packed, {**blocks, code: fields[code]}))
-                tensors = convert.by_words(self.other.format, self.packed, self.other, changed)
+                tensors = convert.by_words(self.packed, self.other, changed)
                 if tensors:
                     return tensors
         return convert.in_rows(self.packed, self.other, self._part)          # the weight may lack the codes that differ
 
     def _part(self, part: PackedWeight, start: int) -> PackedWeight:
-        fields = self._converted(part, part.format.unpack(part))
-        converted = self.other.format.pack(fields, storage=self.other.storage, **self.other.params)
+        fields = self._converted(part, unpack(part))
+        converted = pack(self.other.format, fields, self.other.storage, self.other.params)
         _check_equal(part, converted, start)
         return converted
 

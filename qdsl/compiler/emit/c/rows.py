@@ -33,7 +33,7 @@ def row_functions(programs: Sequence[Program]) -> list[list[str]]:
     if program is None:
         return []
     functions = [*_number_function(program), *_bytes_function(program), *_group_function(program)]
-    return [[f'{NAME} = """', *_comment(program), *_definition_lines(program), *functions, '"""']]
+    return [[f'{NAME} = """', f"/* w = {program.spec.decode_text} */", *_definition_lines(program), *functions, '"""']]
 
 
 def row_loops(programs: Sequence[Program]) -> list[str]:
@@ -124,10 +124,6 @@ def _is_arithmetic(program: Program) -> bool:
     assert program.affine is not None
     kind = _code_type(program)
     return not program.affine.table and (kind.name in BYTE_FLOATS if kind.is_float else kind.bits > 5)
-
-
-def _comment(program: Program) -> list[str]:
-    return [f"/* w = {program.spec.decode_text} */"]
 
 
 def _definition_lines(program: Program) -> list[str]:

@@ -77,7 +77,8 @@ class Codebook:
 
     def floats(self, kind: str) -> tuple[list[int], list[int]]:
         """The words of low bytes and those of high bytes, for 'f16' or 'bf16'."""
-        bits = [_f16(number / self.unit) if kind == "f16" else bf16_bits(number) for number in self.numbers]
+        bits = [struct.unpack("<H", struct.pack("<e", number / self.unit))[0] if kind == "f16" else bf16_bits(number)
+                for number in self.numbers]
         if kind == "bf16" and self.paired:                       # the lower half's top bits are repeated over the upper half
             bits = [word ^ 0xFF * ((word & TOP_BITS) >> 7) if place >= 8 else word for place, word in enumerate(self.paired)]
         return _words([b & 255 for b in bits]), _words([b >> 8 for b in bits])
@@ -125,7 +126,3 @@ def table_form(program: Program, table: str, entries: int) -> Codebook | StoredT
 def _words(bytes_: Sequence[int]) -> list[int]:
     """Bytes, four to an int32."""
     return list(struct.unpack(f"<{len(bytes_) // 4}i", bytes(bytes_)))
-
-
-def _f16(number: float) -> int:
-    return int(struct.unpack("<H", struct.pack("<e", number))[0])

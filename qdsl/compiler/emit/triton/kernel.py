@@ -67,9 +67,9 @@ def tile_of(program: Program) -> Tile:
     bounds: dict[str, tuple[int, int | None]] = {lane.name: (0, lane.extent - 1) for lane in lanes}
     bounds |= {digit: (0, (extent or 1) - 1) for digit, (_, _, extent) in zip(names[1:], units.digits[1:], strict=True)}
     domain = replace(program.domain, bounds={**program.domain.bounds, **bounds})
-    k = _sum([(name(digit), weight) for digit, (_, weight, _) in zip(names, units.digits, strict=True)]
+    k = ix.combine([(name(digit), weight) for digit, (_, weight, _) in zip(names, units.digits, strict=True)]
              + [(name(lane.name), lane.weight) for lane in column_lanes])
-    n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
+    n = ix.combine([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
     row_count, row_exact = _tile_records(program, units, "n")
     records, exact = _tile_records(program, units, "k")
     return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
@@ -89,10 +89,6 @@ def taken_names(program: Program) -> list[str]:
 
 def _free(wanted: str, taken: set[str], fresh: Iterator[str]) -> str:
     return next(fresh) if wanted in taken else wanted
-
-
-def _sum(parts: list[tuple[Index, int]]) -> Index:
-    return ix.combine(parts)
 
 
 def _tile_records(program: Program, units: IterationUnits, axis: str) -> tuple[Index, bool]:
