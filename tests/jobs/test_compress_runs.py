@@ -21,7 +21,7 @@ from qdsl.host.files import OutputError
 from qdsl.jobs.compress import df11, restore, run
 from qdsl.jobs.compress.exponent_forms import HLANE
 from qdsl.jobs.compress.units import Compression
-from qdsl.jobs.engine import RewriteError, stage
+from qdsl.jobs.engine import RewriteError, intact, stage
 from tests.support import folders
 from tests.support.bf16_folders import CONFIG, normal, sharded_model, toy_folder, without
 from tests.support.jobs import command
@@ -198,7 +198,7 @@ def test_damaged_tensors_are_refused_by_their_names(sharded: Path, tmp_path: Pat
 
 def test_what_was_written_is_checked_before_it_takes_its_place(sharded: Path, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    real = run.write
+    real = intact.write
 
     def broken(shards: Any, place: Path, *options: Any) -> None:
         real(shards, place, *options)
@@ -209,7 +209,7 @@ def test_what_was_written_is_checked_before_it_takes_its_place(sharded: Path, tm
         data[at] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(run, "write", broken)
+    monkeypatch.setattr(intact, "write", broken)
     with pytest.raises(RewriteError, match=r"'model\.layers\.1\.mlp\.down\.weight' is another matrix when it is decoded"):
         run.compress(sharded, Compression("fix4"), tmp_path / "out", check=True)
     with pytest.raises(ValueError, match=r"no \.safetensors file"):
