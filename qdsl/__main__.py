@@ -40,7 +40,7 @@ def main() -> None:
         if not received:
             raise
         is_reported.set()
-        print(f"\n{unfinished.message()}", file=sys.stderr)
+        print(f"\n{unfinished.interrupt_text()}", file=sys.stderr)
         sys.exit(128 + received[0])
 
 
@@ -66,7 +66,7 @@ def _exit_after_signals(is_reported: threading.Event) -> None:
             if os.isatty(2):
                 os.write(2, SHOW_CURSOR)                         # which a bar of progress hides
             if number == signal.SIGINT and not is_reported.is_set():
-                os.write(2, f"\n{unfinished.message()}\n".encode(errors="replace"))
+                os.write(2, f"\n{unfinished.interrupt_text()}\n".encode(errors="replace"))
         os._exit(128 + number)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -48,7 +48,7 @@ def infer(file: File = None, packed: Packed = None, values: ValuesName = "expect
         if out is not None:
             check_output(out, *([file] if file else []), force=force)
         inferred = _of_function(str(function), shape, bits, name) if file is None else \
-            _of_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)[0]
+            _infer_from_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)[0]
         if out is not None:
             write_text(out, inferred.text)
     if as_json:
@@ -89,7 +89,7 @@ def new(name: Annotated[str | None, typer.Argument(help="The format: the files a
         tensors: dict[str, Any] = {}
         if file is not None:
             check_output(golden, file, *([values_file] if values_file else []), force=force)
-            inferred, tensors = _of_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)
+            inferred, tensors = _infer_from_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)
             text = inferred.text
             if not inferred.is_exact:
                 typer.echo(_summary(inferred, "values"), err=True)
@@ -137,7 +137,7 @@ def _asked(file: Path | None) -> tuple[str, Path | None, dict[str, Any]]:
     return name, file, {"packed": packed, "values": values, "scales": [key.strip() for key in scales.split(",") if key.strip()]}
 
 
-def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path | None, others: list[str],
+def _infer_from_tensors(file: Path, packed: str | None, values: str, values_file: Path | None, others: list[str],
                 name: str) -> tuple[Inferred, dict[str, Any]]:
     """A spec from the tensors of a file; and the tensors that it takes, with the values as 'expected'."""
     from qdsl.analyze.check.formats import EXPECTED

@@ -171,7 +171,7 @@ class _GridSearch:
             gain = _sum_runs(gains, gains.shape[1])
             d, scales = np.where(gain > best, tried, d), np.where(gain > best, nearest, scales)
             best = np.fmax(gain, best)
-        chosen, tables, _ = self.best(d * self.steps[scales])
+        chosen, tables, _ = self.best_table_rows(d * self.steps[scales])
         fitted = np.where(np.isfinite(best), self.refitted(chosen, tables, self.steps[scales]), exact)
         return chosen, tables, scales.ravel(), fitted.ravel()
 
@@ -184,7 +184,7 @@ class _GridSearch:
         """The best of RATIOS for every sub-block [B, sub-blocks]."""
         squares, counts = _sum_runs(self.counts * self.x * self.x, self.kind.columns), _sum_runs(self.counts, self.kind.columns)
         start = np.sqrt(np.where(counts > 0, squares / counts / self.kind.mean, 0))
-        gains = np.stack([self.best(start * np.float32(ratio))[2] for ratio in RATIOS])
+        gains = np.stack([self.best_table_rows(start * np.float32(ratio))[2] for ratio in RATIOS])
         scales: Floats = start * np.array(RATIOS, np.float32)[gains.argmax(axis=0)]
         return scales
 
@@ -192,10 +192,10 @@ class _GridSearch:
         """(scale of each sub-block, error reduction): the best of the step nearest to the wanted scale and its two neighbours."""
         middle = np.searchsorted((self.steps[:-1] + self.steps[1:]) / 2, np.where(d > 0, wanted / d, 0))
         tried = np.stack([np.clip(middle + by, 0, len(self.steps) - 1) for by in (-1, 0, 1)])
-        gains = np.stack([self.best(self.steps[scales] * d)[2] for scales in tried])
+        gains = np.stack([self.best_table_rows(self.steps[scales] * d)[2] for scales in tried])
         return np.take_along_axis(tried, gains.argmax(axis=0)[None], axis=0)[0], gains.max(axis=0)
 
-    def best(self, scale: Floats) -> tuple[Integers, Integers, Floats]:
+    def best_table_rows(self, scale: Floats) -> tuple[Integers, Integers, Floats]:
         """The best rows at a scale [B, sub-blocks], their tables, and the error reduction of each sub-block."""
         factor = scale.ravel().repeat(self.groups)[:, None] * self.ratio
         chosen, gains = [], []

@@ -43,7 +43,7 @@ def end(place: Path) -> None:
     _places[:] = [other for other in _places if other != place]
 
 
-def message() -> str:
+def interrupt_text() -> str:
     """What to say after an interrupt.  Work that has just been put in its place lies nowhere else."""
     if not _places:
         return "interrupted"

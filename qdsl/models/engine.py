@@ -158,7 +158,7 @@ class EngineConfig:
         name = self.format or next(iter(group_rules().values()))["alone"]     # files code these weights together
         return Collector(layer, pieces, partial(import_module(f"qdsl.generated.{name}").quantize, **self.options))
 
-    def narrowed(self, part: Part, collector: Collector) -> Part:
+    def quantizing_x(self, part: Part, collector: Collector) -> Part:
         """A part whose matmuls quantize x to 8 bits: where settings say so (FormatError if its weight is not 8-bit), or with
         'auto' where the checkpoint does.
         """
@@ -305,7 +305,7 @@ class PackedLinear:
         for number, collector in enumerate(self.collectors):
             if number not in self.loaded:
                 self.loaded[number] = collector.parts(device)    # says what is missing
-        self.parts = joined([self.config.narrowed(part, self.collectors[number]) for number in sorted(self.loaded)
+        self.parts = joined([self.config.quantizing_x(part, self.collectors[number]) for number in sorted(self.loaded)
                              for part in self.loaded[number]])
         if not hasattr(layer, "shard_indices"):                  # an embedding looks rows up
             self.parts = [replace(part, weight=fastest_storage(part.weight, part.quantize_x)) for part in self.parts]

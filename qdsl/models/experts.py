@@ -147,8 +147,8 @@ class Experts(SpecializedModule):
             return self.dequantize()
         chosen = torch.arange(self.experts, device="cpu")[index.cpu() if isinstance(index, Tensor) else index]
         if chosen.dim() == 0:
-            return self._dense(int(chosen))
-        decoded = {expert: self._dense(expert) for expert in sorted(set(chosen.flatten().tolist()))}
+            return self._dense_expert(int(chosen))
+        decoded = {expert: self._dense_expert(expert) for expert in sorted(set(chosen.flatten().tolist()))}
         dense = [decoded[expert] for expert in chosen.flatten().tolist()]
         whole = torch.stack(dense) if dense else torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
         return whole.view(*chosen.shape, *self.shape[1:])
@@ -228,7 +228,7 @@ class Experts(SpecializedModule):
         pieces = len(self.parts) // self.experts
         return self._linears()[expert * pieces:(expert + 1) * pieces]
 
-    def _dense(self, expert: int) -> Tensor:
+    def _dense_expert(self, expert: int) -> Tensor:
         packed = self._linears()[0].packed
         if len(self.parts) == 1 and packed.shape[0] // self.experts % packed.step("N"):
             return self.dequantize()[expert]                     # streams, whose rows are decoded together

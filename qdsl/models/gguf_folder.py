@@ -83,14 +83,14 @@ class LanguageFolder:
         except Exception as error:                               # of many kinds, by what is wrong
             raise QuantizeError(f"{path / 'config.json'}: transformers does not read it: {error}") from error
         try:
-            self._read(config)
+            self._read_headers(config)
         except (CheckpointError, QuantizeError, OSError, ImportError, MemoryError):
             raise
         except Exception as error:                               # of many kinds: any value may be of another type
             raise QuantizeError(f"{path}: config.json or a file of the tokenizer has a value that it cannot have: "
                                 f"{type(error).__name__}: {error}") from error
 
-    def _read(self, config: Any) -> None:
+    def _read_headers(self, config: Any) -> None:
         """Reads what the file holds from the config, the headers and the tokenizer."""
         path, settings = self.path, self._settings(config)
         own = GgufMap.read(MAPS / f"{config.model_type}.json")

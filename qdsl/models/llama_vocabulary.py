@@ -75,7 +75,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary:
     if len(numbers) < len(tokens):
         twice = next(token for number, token in enumerate(tokens) if numbers[token] != number)
         raise LoadError(f"{path}: {PREFIX}tokens has {shown(twice)} twice")
-    special = _special(metadata, model, pre, len(tokens))
+    special = _special_tokens(metadata, model, pre, len(tokens))
     _add_roles(special, numbers, kinds)
     ends = _ends(special, numbers, kinds)
     left, right = _space_taking_tokens(metadata, name, numbers, kinds)
@@ -117,7 +117,7 @@ def _scores(metadata: Mapping[str, Any], count: int, path: Path) -> list[float]:
     return [0.0] * count if scores is None else [float(score) for score in scores[:count]]
 
 
-def _special(metadata: Mapping[str, Any], model: Mapping[str, Any], pre: Mapping[str, Any], count: int) -> dict[str, int]:
+def _special_tokens(metadata: Mapping[str, Any], model: Mapping[str, Any], pre: Mapping[str, Any], count: int) -> dict[str, int]:
     """Numbers of special tokens by role: of the file, else those of the model's kind; out of range they are left out."""
     special = {role: number for role, number in model.items() if role in dict(ROLE_KEYS) and number < count}
     if pre.get("no_bos"):

@@ -26,7 +26,7 @@ from qdsl.models.traced import kept_trace
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")    # of names in files of one model
 
 
-def built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+def model_on_meta(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
     """A model with a config, with its parameters on meta."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype or torch.float32)

@@ -141,7 +141,7 @@ def test_an_interrupt_tells_where_work_lies(job: str, inputs: Path, tmp_path: Pa
     monkeypatch.setattr(resume, "copy_chunks", interrupted)
     command(*arguments.format(inputs).split(), "-o", tmp_path / name)
     place = tmp_path / name / stage.STAGE if job == "quantize folder" else next(tmp_path.glob(".qdsl-*.part"))
-    assert unfinished.message() == f"interrupted; run the same command again to resume: what is complete lies in {place}"
+    assert unfinished.interrupt_text() == f"interrupted; run the same command again to resume: what is complete lies in {place}"
     monkeypatch.undo()
     succeed(*arguments.format(inputs).split(), "-o", tmp_path / name)
-    assert str(tmp_path) not in unfinished.message()
+    assert str(tmp_path) not in unfinished.interrupt_text()

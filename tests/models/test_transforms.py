@@ -29,7 +29,7 @@ from qdsl.models.served import Served
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.torch.transforms import Rotation, layer_transforms, transformed
 from qdsl.runtime.weight.packed import FormatError
-from qdsl.runtime.weight.transforms import LEAST, WHOLE, folded, rotation, sylvester
+from qdsl.runtime.weight.transforms import LEAST, WHOLE, folded, rotation, sylvester_hadamard
 from tests.support.producer_transforms import Case, K, positive, random, recorded
 from tests.support.small_models import files, folder
 
@@ -311,7 +311,7 @@ def test_a_bias_is_transformed_with_the_output(tmp_path: Path) -> None:
     source = written(case, tmp_path / "in", **{"up.bias": positive(K)})
     model = model_with("up", bias=True)
     qdsl.load_weights_(model, source, dtype=torch.float32)
-    matrix = torch.kron(torch.eye(3), sylvester(32)) / 32 ** 0.5
+    matrix = torch.kron(torch.eye(3), sylvester_hadamard(32)) / 32 ** 0.5
     with torch.no_grad():
         dense = model.up.format.dequantize(model.up.packed, torch.float32)
         reference = (case.x @ dense.t() + positive(K)) @ matrix
@@ -342,7 +342,7 @@ def test_large_matrices_are_multiplied_as_factors(size: int, signs: bool) -> Non
     """A Hadamard matrix of a file, with signs or without, or one that is built."""
     power = size & -size
     left = torch.linalg.qr(random(size // power, size // power)).Q.sign().contiguous()
-    matrix = torch.kron(left, sylvester(power))
+    matrix = torch.kron(left, sylvester_hadamard(power))
     matrix = matrix * random(size, 1, seed=3).sign() if signs else matrix
     module = Rotation(Transform("rotate", tensor="r", size=size, normalized=True), matrix.to(torch.int8))
     x = random(3, 2 * size, seed=4)
@@ -351,7 +351,7 @@ def test_large_matrices_are_multiplied_as_factors(size: int, signs: bool) -> Non
     assert (module.whole is None) == (size > WHOLE) and (module.right is None or len(module.right) >= LEAST)
     if size == power:
         built = Rotation(Transform("rotate", size=size))
-        reference = (x.view(3, 2, size) @ sylvester(size) / size ** 0.5).view(3, -1)
+        reference = (x.view(3, 2, size) @ sylvester_hadamard(size) / size ** 0.5).view(3, -1)
         assert error(built(x), reference) < 1e-6
 
 

@@ -158,7 +158,7 @@ def _names(name: str, count: int, patterns: object, budget: Budget) -> list[str]
     return [f"{name}.weight"] if count == 1 else []
 
 
-def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory | None:
+def decoding_memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory | None:
     """The shared memory that the group's kernel needs; None if tensors are invalid.  Raises StreamError for invalid tables."""
     import numpy as np
 

@@ -98,7 +98,7 @@ class _Recognizer:
         every = {name: layer or self._leftover(name, modules[name], used) for name, layer in every.items()}
         if self.is_foreign and not any(every.values()):
             every = {name: self._unnamed(name, tensors) for name, tensors in modules.items()}
-        quantized = {name: self._transformed(layer, modules[name]) for name, layer in every.items() if layer is not None}
+        quantized = {name: self._with_transforms(layer, modules[name]) for name, layer in every.items() if layer is not None}
         of_layers = {full for layer in quantized.values()
                      for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())} | outside
         unquantized = {name: tensors for name, tensors in modules.items() if name not in quantized}
@@ -114,7 +114,7 @@ class _Recognizer:
                       self.report.problems(quantized, modules), self.groups, self.report.notes(modules),
                       [*self.report.contradictions(quantized), *wrong], transforms, findings)
 
-    def _transformed(self, layer: Layer, tensors: Mapping[str, str]) -> Layer:
+    def _with_transforms(self, layer: Layer, tensors: Mapping[str, str]) -> Layer:
         """A layer with the transforms of its input and output; what cannot be computed contradicts it."""
         if layer.why:
             return layer

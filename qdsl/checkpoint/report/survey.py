@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import description_of
-from qdsl.checkpoint.detect.groups import SHARED_MEMORY, Group, memory
+from qdsl.checkpoint.detect.groups import SHARED_MEMORY, Group, decoding_memory
 from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.ledger import Finding, Kind
 from qdsl.checkpoint.files.folder import Folder
@@ -95,7 +95,7 @@ def _group(folder: Folder, group: Group, limit: int) -> dict[str, Any]:
 
     problems = group.errors
     try:
-        needs = memory(folder, group, limit)
+        needs = decoding_memory(folder, group, limit)
     except StreamError as error:
         needs = None
         problems.append(str(error))

@@ -14,7 +14,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.jobs.gguf.mixes import Tensor
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.mapped_source import MappedSource
-from qdsl.models.single_file_names import built, mapped
+from qdsl.models.single_file_names import mapped, model_on_meta
 
 
 class DecodedModel:
@@ -55,7 +55,7 @@ def decoded_pair(file: Path, folder: Path) -> tuple[DecodedModel, DecodedModel]:
     cls = getattr(diffusers, str(config.get("_class_name")), None)
     if cls is None:
         raise CheckpointError(f"{folder}: diffusers has no class {shown(str(config.get('_class_name')))}")
-    model = built(cls, config, torch.float32)
+    model = model_on_meta(cls, config, torch.float32)
     own: Source = FolderSource(Folder(folder))
     identity = {name: TensorRule((name,)) for name in model.state_dict()}
     return (DecodedModel(mapped(cls, model, GgufSource(file), config)),

@@ -22,7 +22,7 @@ from qdsl.models.base import Base, check_described, complete, stored_config
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
 from qdsl.models.names import Names
 from qdsl.models.private_apis import float32_modules, single_file_class
-from qdsl.models.single_file_names import built, mapped, shapes
+from qdsl.models.single_file_names import mapped, model_on_meta, shapes
 from qdsl.models.transformers.config import QdslConfig
 
 REMEDY = ("pass base=, a folder or repository of the model that it was made of; to load a pipeline, pass the folder to "
@@ -55,9 +55,9 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
     with _open_file(path) as file:
         has_own_names = isinstance(file, FolderSource) and (path.is_dir() or bool(file.groups))
         if config is None and has_own_names:
-            config, subfolder = _described(path, base, subfolder)
+            config, subfolder = _config_of(path, base, subfolder)
         settings = config if isinstance(config, Mapping) else _config(cls, file, config, subfolder, hub)
-        model = built(cls, settings, dtype)
+        model = model_on_meta(cls, settings, dtype)
         quantizer = QdslDiffusersQuantizer(options, pre_quantized=True)
         if isinstance(file, FolderSource) and has_own_names:
             complete(file, Names(model), settings, fetch)
@@ -67,7 +67,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
     return model.eval()
 
 
-def _described(path: Path, base: str | Path | None, subfolder: str | None) -> tuple[str | Path | Mapping[str, Any], str | None]:
+def _config_of(path: Path, base: str | Path | None, subfolder: str | None) -> tuple[str | Path | Mapping[str, Any], str | None]:
     """The config of a model in a folder, or the base and its subfolder that have it.
 
     Raises LoadError where neither describes the model.

@@ -22,7 +22,7 @@ from qdsl.checkpoint.files.references import local_path
 from qdsl.models.base import check_described, stored_config
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.served import Served, source_tensors
-from qdsl.models.single_file_names import built, mapped
+from qdsl.models.single_file_names import mapped, model_on_meta
 from qdsl.models.vllm.config import QdslConfig
 
 TRANSFORMER = "transformer"                                      # the folder of a pipeline whose model is quantized
@@ -50,7 +50,8 @@ class DiffusionConfig(QdslConfig):
         """The GGUF file under the names of diffusers.  Raises LoadError where it does not fill the class of the folder."""
         settings = json.loads((self.folder / "config.json").read_text())
         cls = getattr(diffusers, settings["_class_name"])
-        return mapped(cls, built(cls, settings, None), GgufSource(self.verified(local_path(str(self.gguf_model)))), settings)
+        source = GgufSource(self.verified(local_path(str(self.gguf_model))))
+        return mapped(cls, model_on_meta(cls, settings, None), source, settings)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method that serves a module; None for vLLM's own."""
@@ -93,10 +94,10 @@ def _with_packed(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[
 def _by_layers(resolve: Callable[..., Any]) -> Callable[..., Any]:
     """vllm-omni's function that chooses a component's configuration, with the component's name removed from modules' names."""
     @wraps(resolve)
-    def chosen(self: ComponentQuantizationConfig, prefix: str) -> Any:
+    def resolve_or_transformer(self: ComponentQuantizationConfig, prefix: str) -> Any:
         config = resolve(self, prefix)
         is_named = any(prefix.startswith(component) for component in self.component_configs)
         own = self.component_configs.get(TRANSFORMER)
         return own if config is None and not is_named and isinstance(own, DiffusionConfig) else config
 
-    return chosen
+    return resolve_or_transformer

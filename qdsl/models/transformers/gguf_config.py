@@ -155,14 +155,14 @@ def _added(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> Iterator[t
         yield CAUSAL, False
     if own.model_type in table()["sinks"] and metadata.get(KEY) == 0:
         yield KEY, 0
-    if own.model_type in table()["routers"] and metadata.get("expert_count") and (rule := _routing(metadata, own, config)):
+    if own.model_type in table()["routers"] and metadata.get("expert_count") and (rule := _routing_rule(metadata, own, config)):
         yield GATE, rule
     for key, usual in table()["added"].get(own.model_type, {}).items():
         if key in metadata and not are_close(metadata[key], usual) and not is_usual(key, metadata[key]):
             yield key, metadata[key]
 
 
-def _routing(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> dict[str, Any]:
+def _routing_rule(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> dict[str, Any]:
     """How llama.cpp chooses and weighs experts; {} where the class does so."""
     gate, normed, *later = table()["routers"][own.model_type]
     soft, scale = table()["softmax"].get(own.architecture), metadata.get(SCALE) or 1.0

@@ -62,7 +62,7 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     values: dict[str, Any] = {"scratch_of": scratch_of, "linear": linear, "multiply_rows": multiply_rows, "dtype": out.dtype,
                               "device": out.get_device()}
     launches = [_launch(call, compiled, memory, tables, values) for call, compiled in calls]
-    places = [(_place(tensor, memory), size) for call, _ in calls for tensor, size in call.aligned]
+    places = [(_place_in_memory(tensor, memory), size) for call, _ in calls for tensor, size in call.aligned]
     if None in launches or any(place is None for place, _ in places):
         return None
     state, is_changed, stream = launch_state(out.get_device())
@@ -196,7 +196,7 @@ def _argument_text(value: Any, memory: Sequence[Tensor | None], tables: Sequence
         return name
     if not value.numel():
         return "0"
-    place = _place(value, memory)
+    place = _place_in_memory(value, memory)
     return None if place is None else f"a{place[0]} + {place[1]}" if place[1] else f"a{place[0]}"
 
 
@@ -204,7 +204,7 @@ def _has_tensors(value: Any) -> bool:
     return any(map(_has_tensors, value)) if isinstance(value, tuple) else isinstance(value, Tensor)
 
 
-def _place(value: Tensor, memory: Sequence[Tensor | None]) -> tuple[int, int] | None:
+def _place_in_memory(value: Tensor, memory: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """The index of the one tensor of a launch in whose memory a value begins, and the byte offset.
 
     None if it begins in none of them or in several.

@@ -48,7 +48,7 @@ def pitch(packed: PackedWeight) -> int | None:
     return _pitch(packed) if has_gaps(packed) else None
 
 
-def gaps(packed: PackedWeight) -> list[tuple[()] | tuple[int, int]]:
+def row_gaps(packed: PackedWeight) -> list[tuple[()] | tuple[int, int]]:
     """Per tensor and table that kernels read: its gap, and how many rows of tiles share one of its rows; () without a gap.
 
     Requires that why_copied(packed) is ''.

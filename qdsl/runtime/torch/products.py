@@ -30,10 +30,10 @@ def product_of(module: nn.Module) -> Product:
     if weight is None or weight.dim() != 2 or not is_bare:
         return ""
     candidates: tuple[Product, ...] = ("linear",) if isinstance(module, nn.Linear) else ("transposed",)
-    return next((own for own in candidates if _computes(module, own, tuple(weight.shape), bias is not None)), "")
+    return next((own for own in candidates if _is_product(module, own, tuple(weight.shape), bias is not None)), "")
 
 
-def _computes(module: nn.Module, product: Product, shape: tuple[int, ...], has_bias: bool) -> bool:
+def _is_product(module: nn.Module, product: Product, shape: tuple[int, ...], has_bias: bool) -> bool:
     """Whether a copy of a module with a small weight computes this product."""
     n, k = shape if product == "linear" else shape[::-1]
     sizes = {n: N, k: N if n == k else K}

@@ -112,14 +112,14 @@ class Siblings:
             if not self._is_usual(own) or not (bias is None or is_direct(x, bias)):
                 return None
             biases.append(0 if bias is None else bias.data_ptr())
-        if self._results is not None and self._is_missed(layer, self._results):
+        if self._results is not None and self._count_miss(layer, self._results):
             return None
         waiting = dict(zip(self.layers, product.run(x, biases), strict=True))
         out = waiting.pop(layer)
         self._results = _Results(x, x._version, waiting)
         return out
 
-    def _is_missed(self, layer: QuantizedLinear, results: _Results) -> bool:
+    def _count_miss(self, layer: QuantizedLinear, results: _Results) -> bool:
         """Count a result that nobody took; whether the layer has to compute alone, as it had one for another x."""
         is_own = results.waiting.pop(layer, None) is not None
         self._misses += 1

@@ -143,10 +143,10 @@ def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = l
 
 def shard_step(packed: PackedWeight, dim: str) -> int:
     """The smallest step of rows or columns at whose multiples `shard` works; all of them if only the whole weight works."""
-    return min(_step(packed, dim, storage, params) for storage, params in _targets(packed))
+    return min(_piece_step(packed, dim, storage, params) for storage, params in _targets(packed))
 
 
-def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int | str]) -> int:
+def _piece_step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int | str]) -> int:
     """The same for one storage and its parameters."""
     n, k = packed.shape
     whole = max(1, n if dim == "N" else k)

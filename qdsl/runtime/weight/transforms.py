@@ -22,7 +22,7 @@ LEAST = 4                                                        # columns of a 
 Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]       # whole, signs, left, right
 
 
-def sylvester(size: int) -> Tensor:
+def sylvester_hadamard(size: int) -> Tensor:
     """The Hadamard matrix of Sylvester, of ones and minus ones.  size: a power of two."""
     matrix = torch.ones((1, 1), dtype=torch.float32, device="cpu")
     while matrix.shape[0] < size:
@@ -30,12 +30,12 @@ def sylvester(size: int) -> Tensor:
     return matrix
 
 
-def built(transform: Transform) -> Tensor:
+def hadamard_matrix(transform: Transform) -> Tensor:
     """The Hadamard matrix of a rotation without a tensor, of ones and minus ones."""
     size, base = transform.size, transform.base
     if base == 1:
-        return sylvester(size)
-    return torch.kron(_base(transform), sylvester(size // base))
+        return sylvester_hadamard(size)
+    return torch.kron(_base(transform), sylvester_hadamard(size // base))
 
 
 def _base(transform: Transform) -> Tensor:
@@ -63,11 +63,11 @@ def factors_of(transform: Transform, tensor: Tensor | None, perm: Tensor | None)
     if tensor is not None:
         return factored(oriented(transform, tensor, perm))
     if transform.size <= WHOLE:
-        return built(transform), None, None, None
+        return hadamard_matrix(transform), None, None, None
     power = transform.size // transform.base
     columns = min(power, 1 << (transform.size.bit_length() - 1) // 2)             # of the right factor: about the square root
-    left = sylvester(power // columns)
-    return None, None, left if transform.base == 1 else torch.kron(_base(transform), left), sylvester(columns)
+    left = sylvester_hadamard(power // columns)
+    return None, None, left if transform.base == 1 else torch.kron(_base(transform), left), sylvester_hadamard(columns)
 
 
 def factored(matrix: Tensor) -> Factors:
@@ -80,7 +80,7 @@ def factored(matrix: Tensor) -> Factors:
     columns = min(size & -size, 1 << (size.bit_length() - 1) // 2)                # of the right factor: about the square root
     is_large = size > WHOLE and not matrix.is_meta
     while is_large and columns >= LEAST:
-        right = sylvester(columns).to(matrix.device)
+        right = sylvester_hadamard(columns).to(matrix.device)
         for signs in (None, matrix[:, 0].sign()):
             plain = matrix if signs is None else matrix * signs.unsqueeze(1)
             left = plain[::columns, ::columns].contiguous()
@@ -92,7 +92,7 @@ def factored(matrix: Tensor) -> Factors:
 
 def rotation(transform: Transform, tensor: Tensor | None, perm: Tensor | None) -> Tensor:
     """The matrix R [size, size] of a rotation in float64, with its scale."""
-    matrix = built(transform) if tensor is None else oriented(transform, tensor, perm)
+    matrix = hadamard_matrix(transform) if tensor is None else oriented(transform, tensor, perm)
     return matrix.double() * scale_of(transform)
 
 

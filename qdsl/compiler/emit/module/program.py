@@ -149,7 +149,7 @@ def _further(program: Program) -> Data:
         omits=tuple(tensor.placements[0].field for tensor in program.tensors if tensor.omitted),
         least={axis_text(program.dims[key.value]): extent for key, extent in authored.least}, fixed=dict(program.spec.fixed),
         options={key.value: _option(word.value) for key, word in authored.options},
-        whole=_is_whole(program), order=order,
+        whole=_are_rows_joined(program), order=order,
         unordered=tuple(tensor.name.value for tensor in authored.tensors if tensor.ordered is False),
         streams={tensor.name: _stream(program, tensor, tensor.stream) for tensor in program.tensors if tensor.stream},
         shape=authored.shape and authored.shape.value, factor=factor, transient=authored.transient)
@@ -159,7 +159,7 @@ def _option(word: str) -> Any:
     return literal_eval(word) if is_number(word) else word == "true" if word in ("true", "false") else word
 
 
-def _is_whole(program: Program) -> bool:
+def _are_rows_joined(program: Program) -> bool:
     """Whether rows cannot be separated: a tensor, or the groups of a field, span the whole weight."""
     groups = [atom for field in program.fields for index in field.index if (atom := ix.flat_of(index)) and atom.op == "mod"]
     sections = [tensor.section for tensor in program.tensors if tensor.section is not None]

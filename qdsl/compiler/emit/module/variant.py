@@ -10,7 +10,7 @@ from qdsl.compiler.emit.c.rows import row_loops
 from qdsl.compiler.emit.formula import constant, table_types
 from qdsl.compiler.emit.lines import indent, wrap_items
 from qdsl.compiler.emit.literals import literal, quoted, tupled
-from qdsl.compiler.emit.triton.arrangement import store_arrangement
+from qdsl.compiler.emit.triton.arrangement import order_of_stores
 from qdsl.compiler.emit.triton.kernel import tile_of
 from qdsl.compiler.emit.triton.matrix_unit import kernels_record
 from qdsl.compiler.emit.triton.matrix_unit_layout import matrix_unit_plan
@@ -60,7 +60,7 @@ def _kernels(program: Program) -> list[str]:
     sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
     arguments = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
-    if (arranged := store_arrangement(program)) is not None:
+    if (arranged := order_of_stores(program)) is not None:
         arguments += [f"{key}={tupled(part)}" for key, part in zip(("digits", "lanes", "order"), arranged, strict=True) if part]
     arguments += ["divides=True"] if _divides(program) else []
     arguments += [f"tables=({', '.join(map(constant, table_types(program)))},)"] if table_types(program) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qdsl.compiler.ir.program import Program
 
 
-def store_arrangement(program: Program) -> tuple[list[int], list[int], list[int]] | None:
+def order_of_stores(program: Program) -> tuple[list[int], list[int], list[int]] | None:
     """Extents of a unit's digits within its record and of its lanes, and the order that makes rows and then columns of these.
 
     The order numbers the row of tiles, the record, the digits and the lanes.  None if storing single weights is as fast.

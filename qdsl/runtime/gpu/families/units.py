@@ -181,7 +181,7 @@ def planes(packed: PackedWeight) -> tuple[Plane, ...]:
     read = read_tensors(packed)
     if not strides.has_gaps(packed):
         return read
-    return tuple(None if tensor is None else (tensor, *gap) for tensor, gap in zip(read, strides.gaps(packed), strict=True))
+    return tuple(None if tensor is None else (tensor, *gap) for tensor, gap in zip(read, strides.row_gaps(packed), strict=True))
 
 
 def size_arguments(packed: PackedWeight) -> tuple[int, ...] | None:

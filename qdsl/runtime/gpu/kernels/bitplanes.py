@@ -193,40 +193,40 @@ def ordered_e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr
 @triton.jit
 def entries_of_4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table integers of 2-bit codes, as bytes."""
-    return codebook.integers(codebook.of_4(words[0], half // 2, i, flip, 2), half % 2, flip[1], F)
+    return codebook.integers(codebook.look_up_4(words[0], half // 2, i, flip, 2), half % 2, flip[1], F)
 
 
 @triton.jit
 def float_entries_of_4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table numbers of 2-bit codes, in type F."""
-    low = codebook.of_4(words[0], half // 2, i, flip, 2)
-    return codebook.floats(low, codebook.of_4(words[0], half // 2, i, flip, 6), half % 2, F)
+    low = codebook.look_up_4(words[0], half // 2, i, flip, 2)
+    return codebook.floats(low, codebook.look_up_4(words[0], half // 2, i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table integers of 3-bit codes, as bytes."""
-    return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
+    return codebook.integers(codebook.look_up_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
 
 
 @triton.jit
 def float_entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table numbers of 3-bit codes, in type F."""
-    low = codebook.of_8(words[0], words[1], half // 2, i, flip, 2)
-    return codebook.floats(low, codebook.of_8(words[0], words[1], half // 2, i, flip, 6), half % 2, F)
+    low = codebook.look_up_8(words[0], words[1], half // 2, i, flip, 2)
+    return codebook.floats(low, codebook.look_up_8(words[0], words[1], half // 2, i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table integers of 4-bit codes, as bytes."""
-    bytes = codebook.of_half(words[0], i, flip, 0) | codebook.of_half(words[0], i, flip, 1)
+    bytes = codebook.look_up_half(words[0], i, flip, 0) | codebook.look_up_half(words[0], i, flip, 1)
     return codebook.integers(bytes, half % 2, flip[1], F)
 
 
 @triton.jit
 def entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table integers of 5-bit codes, as bytes."""
-    return codebook.integers(codebook.of_32(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
+    return codebook.integers(codebook.look_up_32(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
 
 
 @triton.jit
@@ -241,8 +241,8 @@ def wide_entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.con
 @triton.jit
 def float_entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table numbers of 5-bit codes, in type F."""
-    low = codebook.of_32(words[0], words[1], half // 2, i, flip, 2)
-    return codebook.floats(low, codebook.of_32(words[0], words[1], half // 2, i, flip, 10), half % 2, F)
+    low = codebook.look_up_32(words[0], words[1], half // 2, i, flip, 2)
+    return codebook.floats(low, codebook.look_up_32(words[0], words[1], half // 2, i, flip, 10), half % 2, F)
 
 
 @triton.jit
@@ -252,16 +252,16 @@ def split_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.co
     For bfloat16, the negative half's digits are 128 too small, and the others 128 too large.
     """
     if digit == 2:
-        return codebook.floats(codebook.of_16(words[0], i, flip, 6), codebook.of_16(words[0], i, flip, 10), half % 2, F)
+        return codebook.floats(codebook.look_up_16(words[0], i, flip, 6), codebook.look_up_16(words[0], i, flip, 10), half % 2, F)
     else:
-        return codebook.integers(codebook.of_half(words[0], i, flip, digit), half % 2, flip[14 if digit else 1], F)
+        return codebook.integers(codebook.look_up_half(words[0], i, flip, digit), half % 2, flip[14 if digit else 1], F)
 
 
 @triton.jit
 def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table integers of 4-bit codes; bytes for float16."""
     if F == tl.float16:
-        return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip[1], F)
+        return codebook.integers(codebook.look_up_16(words[0], i, flip, 2), half % 2, flip[1], F)
     else:
         return float_entries_of_16(words, half, i, digit, to, flip, F)
 
@@ -269,7 +269,7 @@ def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.con
 @triton.jit
 def float_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Table numbers of 4-bit codes, in type F."""
-    return codebook.floats(codebook.of_16(words[0], i, flip, 2), codebook.of_16(words[0], i, flip, 6), half % 2, F)
+    return codebook.floats(codebook.look_up_16(words[0], i, flip, 2), codebook.look_up_16(words[0], i, flip, 6), half % 2, F)
 
 
 @triton.jit

@@ -194,7 +194,7 @@ def shifted(word, bits: tl.constexpr, factor):
 
 
 @triton.jit
-def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
+def look_up_16(word, i: tl.constexpr, table, first: tl.constexpr):
     """Table bytes of four codes for a table of 16, code j of half i in byte j; the words are those from `first` on.
 
     Two words are enough if both halves have the same bytes.
@@ -221,14 +221,14 @@ def paired_16(word, i: tl.constexpr, table, first: tl.constexpr):
 
 
 @triton.jit
-def of_32(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
+def look_up_32(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
     """Table bytes of four codes for a table of 32, from 4-bit and 1-bit words, in the first or second chunk of a span."""
     upper = ((high << (2 - chunk)) & 0x44444444) | table[0]
-    return permute_half(of_16(low, i, table, first), of_16(low, i, table, first + 4), upper, i, table)
+    return permute_half(look_up_16(low, i, table, first), look_up_16(low, i, table, first + 4), upper, i, table)
 
 
 @triton.jit
-def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
+def look_up_half(word, i: tl.constexpr, table, upper: tl.constexpr):
     """Table bytes of four codes for the lower or upper half of a table of 16; 0 for codes of the other half."""
     if upper:
         word = word ^ (-2004318072)                              # 0x88888888
@@ -236,7 +236,7 @@ def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
 
 
 @triton.jit
-def of_4(word, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
+def look_up_4(word, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
     """Table bytes of four codes for a table of 4, from 2-bit words, in the first or second chunk of a span."""
     if chunk:
         word = word >> 2
@@ -244,7 +244,7 @@ def of_4(word, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr)
 
 
 @triton.jit
-def of_8(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
+def look_up_8(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
     """Table bytes of four codes for a table of 8, from 2-bit and 1-bit words, in the first or second chunk of a span."""
     if chunk:
         low = low >> 2

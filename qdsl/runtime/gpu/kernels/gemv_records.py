@@ -51,7 +51,7 @@ def gemv_records(
             row = lanes.rows(first + 16 * r, N)
             p = records.at(tensors[0], row, stored // 256, record, RECORD)
             sum = lanes.product(numbers, records.words(p, CODES), columns, flip, 0, 4, WIDTH, BITS, F)
-            values = fields(records.head(p, HEAD), c[:, :, None])
+            values = fields(records.words_of_fields(p, HEAD), c[:, :, None])
             new = new + (scale(values, sum, sums, BASE, acc[r]),)
         acc = new
     for r in tl.static_range(R):

@@ -36,7 +36,7 @@ def four(p, first: tl.constexpr):
 
 
 @triton.jit
-def head(p, first: tl.constexpr):
+def words_of_fields(p, first: tl.constexpr):
     """The words with fields, four from each of `first` on, in the layout of four()."""
     loaded = ()
     for i in tl.static_range(len(first)):
