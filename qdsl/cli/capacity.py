@@ -31,14 +31,15 @@ def plan(model: Annotated[str, typer.Argument(show_default=False,
     if as_json:
         typer.echo(json_text({"model": model, **asdict(planned)}))
     else:
+        unit, letter, size = ("GB", "B", 1e9) if limit >= 1e9 else ("MB", "M", 1e6)
         print_table(["model", "weights", *CHOICES],
-                    [[part.name or model, f"{part.weights / 1e9:.3f} B",
-                      *(f"{need.resident / 1e9:.2f} + {need.scratch / 1e9:.2f}" if (need := part.needs.get(format)) else "-"
+                    [[part.name or model, f"{part.weights / size:.3f} {letter}",
+                      *(f"{need.resident / size:.2f} + {need.scratch / size:.2f}" if (need := part.needs.get(format)) else "-"
                         for format in CHOICES)] for part in planned.models])
-        typer.echo("GB of weights + GB of scratch; sizes in hlane, fix4 and fix3 are predicted")
+        typer.echo(f"{unit} of weights + {unit} of scratch; sizes in hlane, fix4 and fix3 are predicted")
         ways = (("all in memory", planned.together), ("one at a time", planned.in_turn))
         for way, chosen in ways[:len(planned.models)]:             # of one model both are the same
-            formats = "nothing fits" if chosen is None else f"{chosen.peak / 1e9:.2f} GB with " + ", ".join(
+            formats = "nothing fits" if chosen is None else f"{chosen.peak / size:.2f} {unit} with " + ", ".join(
                 f"{name or model} {format}" for name, format in chosen.formats.items())
             typer.echo(f"{way}: {formats}")
         for line in planned.commands:

@@ -104,7 +104,10 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
             else:
                 differences = verifying.of_models(
                     a, b, lambda x, y, report: verifying.differences(x, y, jobs=jobs, tell=report), tell)
-    _print_differences(differences, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
+    hint = "" if decoded or all(difference.kind != "shape" for difference in differences) else (
+        "; --decoded compares the weights that layers stand for, whatever their layouts")
+    equal = f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal"
+    _print_differences(differences, equal, as_json, hint)
 
 
 def _verify_checksums(path: Path, as_json: bool) -> None:
@@ -172,13 +175,13 @@ def _diffusers_pair(file: Path, folder: Path) -> Any:
         fail(f"{error}")
 
 
-def _print_differences(differences: list[Any], equal: str, as_json: bool) -> None:
-    """Print differences.  Raises typer.Exit where there are any."""
+def _print_differences(differences: list[Any], equal: str, as_json: bool, hint: str = "") -> None:
+    """Print differences, and a hint behind their number.  Raises typer.Exit where there are any."""
     from qdsl.checkpoint.report.contents import escaped
 
     _print_result({"differences": [difference.data() for difference in differences]},
                   [f"{escaped(difference.tensor)}: {difference}" for difference in differences],
-                  f"differences: {len(differences)}" if differences else equal, as_json)
+                  f"differences: {len(differences)}{hint}" if differences else equal, as_json)
 
 
 def _print_result(report: dict[str, Any], lines: list[str], last: str, as_json: bool) -> None:

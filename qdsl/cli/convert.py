@@ -58,7 +58,9 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     from qdsl.jobs.gguf.dequantize import DTYPES
 
     part, label = read_part(shard)
-    if (to is None) == (requantize is None) or (param and to):
+    if param and requantize is None:
+        fail("--param is for --requantize: --to keeps the parameters of each layer", 2)
+    if (to is None) == (requantize is None):
         fail("say what to write: --to awq, or another storage of the layers' format, keeps all numbers; --requantize fp8_block, "
              "or another format, with its --param, writes other numbers", 2)
     patterns = read_patterns(skip)

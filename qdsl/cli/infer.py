@@ -13,6 +13,7 @@ import typer
 
 from qdsl.cli.app import app, fail, json_text, reported
 from qdsl.cli.options import Force, Json
+from qdsl.core.text import listed
 
 if TYPE_CHECKING:
     from qdsl.infer.run import Inferred
@@ -145,7 +146,7 @@ def _infer_from_tensors(file: Path, packed: str | None, values: str, values_file
     from qdsl.infer.text import stored_name
 
     if packed is None:
-        fail(f"name the tensor that holds the codes with --packed; {file} has {', '.join(map(repr, _read(file, None)))}", 2)
+        fail(f"name the tensor that holds the codes with --packed; {file} has {listed([*map(repr, _read(file, None))])}", 2)
     tensors = _read(file, {packed, *others, *({values} if values_file is None else ())})
     weights = tensors.pop(values) if values_file is None else _read(values_file, {values})[values]
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -28,7 +28,8 @@ def serve_check(model: Annotated[str, typer.Argument(help="A folder or a reposit
     """
     from qdsl.checkpoint.files.folder import Folder
     from qdsl.checkpoint.files.references import local_headers
-    from qdsl.checkpoint.report.serving import Row, check_layers
+    from qdsl.checkpoint.report.serving import check_layers
+    from qdsl.checkpoint.report.survey import grouped
 
     with reported(), local_headers(model) as path, Folder(path) as folder:
         rows = check_layers(folder, ranks, ep)
@@ -37,13 +38,12 @@ def serve_check(model: Annotated[str, typer.Argument(help="A folder or a reposit
     if as_json:
         typer.echo(json_text({"model": model, "ranks": ranks, "layers": [asdict(row) for row in rows]}))
     else:
-        alike: dict[tuple[object, ...], list[Row]] = {}
-        for row in rows:
-            alike.setdefault((row.kind, row.packed, row.shape, row.how), []).append(row)
-        print_table(["layers", "such as", "kind", "packed", "rows and columns", "on each rank"],
-               [[str(len(group)), group[0].layer, group[0].kind, group[0].packed, " x ".join(map(str, group[0].shape)),
-                 group[0].how or "cannot be divided"] for group in alike.values()])
-        for group in alike.values():
+        alike = [(name, [one["row"] for one in group]) for name, group in grouped(
+            [{"name": row.layer, "row": row} for row in rows], lambda one: replace(one["row"], layer="", problem=""))]
+        print_table(["layers", "number", "kind", "packed", "rows and columns", "on each rank"],
+                    [[name, str(len(group)), group[0].kind, group[0].packed, " x ".join(map(str, group[0].shape)),
+                      group[0].how or "cannot be divided"] for name, group in alike])
+        for _, group in alike:
             if group[0].problem:
                 typer.echo(group[0].problem, err=True)
     wrong = sum(bool(row.problem) for row in rows)

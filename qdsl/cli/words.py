@@ -21,6 +21,10 @@ WORDS = {**dict.fromkeys(("file", "folder", "model", "models", "a", "like", "bas
          "patterns": "JSON", "vram": "SIZE", "shared_memory": "SIZE", "size": "WxH",
          **dict.fromkeys(("jobs", "rows", "ranks", "bits", "group", "threads", "steps", "context", "max_new_tokens", "samples",
                           "length", "seed"), "N")}
+# Options that other programs have for what is a parameter of a format here.
+PARAMETERS = {**dict.fromkeys(("--bits", "--wbits", "--w-bit", "--q-bits"), "bits=4"),
+              **dict.fromkeys(("--group", "--group-size", "--groupsize", "--q-group-size"), "group=64"),
+              **dict.fromkeys(("--sym", "--symmetric"), "symmetric=true")}
 # Headings of the help, and the commands below each, in the order in which a newcomer meets them.
 COMMANDS = {
     "Models": ("example", "generate", "serve", "evaluate", "plan", "serve-check"),
@@ -117,8 +121,11 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:                               # a usage error, whichever click made it
             message = getattr(error, "message", None)
+            own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+            if "--param" in own and (parameter := PARAMETERS.get(getattr(error, "option_name", ""))):
+                error.message = f"{message}: it is a parameter of formats here, as --param {parameter}"  # type: ignore[attr-defined]
+                error.possibilities = None                       # type: ignore[attr-defined]
             if isinstance(message, str) and "unexpected extra argument" in message:
-                own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
                 named = [option for option in ("--format", "--to", "--text", "--out") if option in own]
                 if is_param:
                     named.insert(0, "--param KEY=VALUE")

@@ -12,6 +12,7 @@ from qdsl.core.text import listed, name_key, similar_names
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
 FOLDER_VARIABLE = "QDSL_SPECS"                                   # the environment variable with a folder of further specs
+CHECKPOINT_FILES = (".gguf", ".safetensors")                     # endings of files that are no specs
 
 
 def regular(path: Path) -> Path:
@@ -80,9 +81,11 @@ def find(name: str) -> Path:
     """
     own, key = further(), name_key(name)
     for path in (Path(name), specs() / f"{key}.yaml", *(path for path in own if path.stem in (name, key))):
-        if path.is_file():
+        if path.is_file() and path.suffix not in CHECKPOINT_FILES:
             return path
     near = similar_names(key.removesuffix(".yaml"), [path.stem for path in (*shipped(), *own)])
+    if Path(name).is_dir() or name.endswith(CHECKPOINT_FILES):
+        raise UnknownSpec(f"'{name}' is no spec: `qdsl.open` and `qdsl inspect` read checkpoints")
     kind = "file" if name.endswith((".yaml", ".yml")) else "spec"
     raise UnknownSpec(f"no {kind} '{name}': expected a file, or a name that `qdsl list` prints"
                       + (f"; did you mean {listed(near, 'or')}?" if near else ""))

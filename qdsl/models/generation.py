@@ -150,8 +150,8 @@ class Conversation:
         if not prompt:
             raise LoadError(f"{self.language.path}: the prompt is empty")
         if len(prompt) >= self.limit:
-            raise LoadError(f"{self.language.path}: a prompt of {len(prompt)} tokens, and the context has room for "
-                            f"{self.limit - 1} and an answer")
+            raise LoadError(f"{self.language.path}: a prompt of {len(prompt)} tokens takes a context of {len(prompt) + 1} or "
+                            f"more, not {self.limit}")
         model = self.language.model
         reused = self._keep_common(prompt)
         began = time.perf_counter()

@@ -386,6 +386,7 @@ REFUSED: dict[str, tuple[dict[str, Value], list[NewTensor], str]] = {
     "empty key": ({"": Value.of("u8", 1)}, ONE, "a metadata key of 0 bytes"),
     "alignment": ({"general.alignment": Value.of("u32", 48)}, ONE, "general.alignment must be"),
     "6 dimensions": ({}, [NewTensor("a", F32, (1,) * 6, [bytes(4)])], "has 6 dimensions"),
+    "plain text as the architecture": ({"general.architecture": "llama"}, [], "is a GgufValue, such as GgufValue.of"),
     "negative length": ({}, [NewTensor("a", F32, (-1,), [])], r"F32 \[-1\] is not stored"),
     "too large": ({}, [NewTensor("a", F32, (1 << 40, 1 << 40), [])], "is not stored"),
     "too large beside a zero": ({}, [NewTensor("a", F32, (1 << 70, 0), [])], "is not stored"),

@@ -139,6 +139,7 @@ def test_the_command(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = CliRunner().invoke(app, ["plan", "pipe", "--vram", "1 MiB"])
     assert small.exit_code == 1 and "all in memory: nothing fits" in small.stdout
     assert "one at a time: nothing fits" in small.stdout
+    assert "MB of weights" in small.stdout and "0.00 + 0.00" not in small.stdout
     single = CliRunner().invoke(app, ["plan", "pipe/transformer", "--vram", "1 MiB"])
     assert "all in memory: nothing fits" in single.stdout and "one at a time" not in single.stdout
     wrong = CliRunner().invoke(app, ["plan", "pipe", "--vram", "much"])

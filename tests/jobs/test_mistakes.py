@@ -29,6 +29,9 @@ MISTAKES = {
     "a mix with a typing error": ("quantize plain --type Q4_K_N --out x.gguf", 2, "did you mean Q4_K_"),
     "a mix as a format, for a folder": ("quantize plain --format Q4_K_M --out x", 2, "Q4_K_M is a name of --type, which"),
     "a parameter that is none": ("quantize plain --format int_group --param bit=4 --out x", 2, "it has bits, group"),
+    "a parameter as an option": ("quantize plain --format int_group --bits 4 --out x", 2, "as --param bits=4"),
+    "the same of another program": ("quantize plain --format int_group --group-size 64 --out x", 2, "as --param group=64"),
+    "a parameter of an exact conversion": ("convert model --to awq --param bits=8 --out x", 2, "--param is for --requantize"),
     "a value that is none": ("quantize plain --format int_group --param bits=11 --out x", 2, "bits is one of 4, 2, 3"),
     "a path with a typing error": ("convert modle --to awq --out x", 1, "did you mean model or models?"),
     "a repository that is a path": ("inspect models/qwenn", 1, "did you mean models/qwen?"),
@@ -90,6 +93,16 @@ def test_a_port_in_use_is_named_before_the_model_is_loaded(folder: Path, monkeyp
         port = other.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", "no_such", "--port", str(port)])
     assert result.exit_code == 2 and f"--port {port}: Address already in use: give another" in result.output
+
+
+@pytest.mark.parametrize(("line", "code", "answer"), [
+    ("verify plain wider", 1, "differences: 1; --decoded compares the weights that layers stand for"),
+    ("check model", 2, "'model' is no spec: `qdsl.open` and `qdsl inspect` read checkpoints"),
+    ("show a.gguf", 2, "'a.gguf' is no spec: ")])
+def test_answers_that_are_no_objects_of_json(folder: Path, line: str, code: int, answer: str) -> None:
+    folders.folder(Path("wider"), {"up.weight": torch.ones(128, 256, dtype=torch.bfloat16)})
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == code and answer in result.output, result.output
 
 
 @pytest.mark.parametrize(("line", "code", "answer"), MISTAKES.values(), ids=MISTAKES)

@@ -108,7 +108,7 @@ def test_an_answer_ends_at_a_request_and_at_the_context(folder: Path) -> None:
     assert (result.prompt, result.tokens) == (2, 10)
     assert 0 < result.first_token_seconds <= result.seconds and result.decode_rate is not None
     for bad in ([], [1] * 12):
-        with pytest.raises(LoadError, match=r"the prompt is empty|12 tokens, and the context has room for 11"):
+        with pytest.raises(LoadError, match=r"the prompt is empty|12 tokens takes a context of 13 or more, not 12"):
             Conversation(language, 5, context=12).generate(bad)
 
 
@@ -143,7 +143,7 @@ def test_the_arithmetic_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, o
     ("{folder}", 2, "or --chat for a conversation"), ("{folder} x --chat --raw", 2, "which --raw leaves out"),
     ("{folder} x --raw --system y", 2, "--system is for the chat template"), ("{folder} --chat --json", 2, "leave out --chat"),
     ("{folder} x --top-k 5", 2, "give --temperature"), ("{folder} x --top-p 0.5", 2, "give --temperature"),
-    ("{folder} 123456 --context 4 --raw", 1, "a prompt of 6 tokens, and the context has room for 3"),
+    ("{folder} 123456 --context 4 --raw", 1, "a prompt of 6 tokens takes a context of 7 or more, not 4"),
     ("{plain} --chat", 1, "has no chat template"), ("{plain} x --system y", 1, "a system prompt needs a chat template")])
 def test_options_that_contradict(folder: Path, tmp_path: Path, arguments: str, code: int, message: str) -> None:
     plain = tmp_path / "plain"

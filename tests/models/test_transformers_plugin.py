@@ -58,7 +58,7 @@ def test_what_is_not_there_is_said_at_once(own: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
     began = time.monotonic()
     for read in (plugin.from_pretrained, plugin.tokenizer, lambda ref: plugin.from_pretrained(own, base=ref)):
-        for ref in ("nope", "owner/nope", tmp_path / "nope", r"C:\models\nope", "two words"):
+        for ref in ("nope", "owner/nope", tmp_path / "nope", tmp_path / "nope.gguf", r"C:\models\nope", "two words"):
             with pytest.raises(CheckpointError, match="no file or folder"):
                 read(ref)
     assert time.monotonic() - began < 3

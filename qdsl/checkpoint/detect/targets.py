@@ -63,8 +63,10 @@ def spec_of(word: str) -> Path:
     except UnknownSpec:
         if Path(f"{word}.yaml").is_file():
             raise UnknownSpec(f"no spec {shown(word)}; did you mean the file {word}.yaml?") from None
-        if word.endswith((".yaml", ".yml")) or not (_meanings(name_key(word)) or _did_you_mean(name_key(word), formats())):
+        if Path(word).exists() or word.endswith((".yaml", ".yml")):
             raise                                                # which asks for a file
+        if not (_meanings(name_key(word)) or _did_you_mean(name_key(word), formats())):
+            raise
     return places.find(format_target(word).partition(".")[0])
 
 

@@ -46,8 +46,8 @@ def write(path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: 
     do not add up to a tensor's size; the destination is then as it was.
     """
     target = Path(path)
-    _check_names(metadata, tensors, target)
     header, sizes, alignment = _header(metadata, tensors, target)
+    _check_names(metadata, tensors, target)
     parts = [(tensor.name, tensor.chunks, size, -size % alignment) for tensor, size in zip(tensors, sizes, strict=True)]
     write_tensors(target, header, parts, resume, state_checksums)
 

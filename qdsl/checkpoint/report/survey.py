@@ -121,16 +121,16 @@ def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], st
     recognised = [row for row in data["layers"] if row["format"]]
     layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first),
                _between(alike, "bits_per_weight"), _params(first["params"]), _others_text(first), first["by"]]
-              for name, alike in _grouped(recognised, lambda row: (row["format"], row["storage"], _params(row["params"]),
+              for name, alike in grouped(recognised, lambda row: (row["format"], row["storage"], _params(row["params"]),
                                                                    _extents(row), _others_text(row), row["by"]))
               for first in alike[:1]]
     groups = [[name, str(len(alike)), first["format"], str(len(first["weights"])), str(sum(first["weights"].values())),
                _between(alike, "bits_per_weight"), _between(alike, "threads_per_block"), _between(alike, "shared_memory"),
                _fitting(alike)]
-              for name, alike in _grouped(data["groups"], lambda row: (row["format"], tuple(row["weights"].values()),
+              for name, alike in grouped(data["groups"], lambda row: (row["format"], tuple(row["weights"].values()),
                                                                        fits(row))) for first in alike[:1]]
     plain = [[name, str(len(alike)), first["type"], " x ".join(map(str, first["shape"])), first["by"]]
-             for name, alike in _grouped(data["plain"], lambda row: (row["type"], tuple(row["shape"]), row["by"]))
+             for name, alike in grouped(data["plain"], lambda row: (row["type"], tuple(row["shape"]), row["by"]))
              for first in alike[:1]]
     return [(["layers", "", "format", "shape", "bits", "parameters", "beside", "by"], layers, " >"),
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
@@ -159,7 +159,7 @@ def _others_text(layer: Mapping[str, Any]) -> str:
 def _problem_rows(problems: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Rows of a table of problems, at most PROBLEMS of them."""
     named = [{"name": problem.get("layer", ""), **problem} for problem in problems]
-    rows = [[name, str(len(alike)), alike[0]["what"]] for name, alike in _grouped(named, lambda problem: problem["what"])]
+    rows = [[name, str(len(alike)), alike[0]["what"]] for name, alike in grouped(named, lambda problem: problem["what"])]
     return rows[:PROBLEMS] + ([[f"and {len(rows) - PROBLEMS} more", "", ""]] if len(rows) > PROBLEMS else [])
 
 
@@ -177,7 +177,7 @@ def _fitting(alike: Sequence[Mapping[str, Any]]) -> str:
     return f"more than {alike[0]['shared_memory_limit']}: {remedy}"
 
 
-def _grouped(rows: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, list[Mapping[str, Any]]]]:
+def grouped(rows: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """Rows whose names differ only in numbers and whose key is the same, together under one name."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:

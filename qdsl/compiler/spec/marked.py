@@ -100,6 +100,7 @@ def _indent(line: str) -> int:
 def _correction_note(problem: str) -> tuple[str, ...]:
     """A note with a correction for a common mistake, as in records: `record: j<16: q[j]`."""
     remedies = {"mapping values": "text with a colon and a space needs quotes, such as record: \"j<8: q[n, j]\"",
+                "expected ',' or '}'": "text with brackets or commas needs quotes between { and }, such as {q: \"u4[n, k]\"}",
                 "found character '\\t'": "indent with spaces, not with a tab"}
     return tuple(remedy for begin, remedy in remedies.items() if problem.startswith(begin))
 

@@ -195,4 +195,5 @@ def gguf_path(ref: str | Path) -> Path | None:
     target = parsed(ref)
     if isinstance(target, Repository) and target.file is None and target.quant is None:
         return None
-    return components.gguf(local_path(ref))
+    path = components.gguf(local_path(ref))
+    return path if path is None else Path(available(path))
