@@ -443,13 +443,12 @@ def _problem(format: Description | None, rule: Rule) -> str:
     """The error of a rule about a format; '' if there is none."""
     if format is None:
         return "there is no such format"
-    storages = {name for storages in format.variants.values() for name in storages}
-    if rule.get("storage", "") not in ("", *storages):
+    if rule.get("storage", "") not in ("", *format.storages):
         return f"there is no storage '{rule['storage']}'"
     for name, value in rule.get("where", {}).items():
         if value not in format.params.get(name, ()):
             return f"there is no parameter '{name}' with the value {value}"
-    fields = {INPUT_SCALE, *format.spared, *(tensor for storage in storages for tensor in _tensors(format, storage))}
+    fields = {INPUT_SCALE, *format.spared, *(name for name, _ in format.tensors)}
     sources = [name for key, wanted in rule.items() if key not in ABOUT_RULE and isinstance(wanted, Mapping) for name in wanted]
     unknown = next((name for name in sources if name not in fields), None)
     return f"there is no tensor or optional field '{unknown}'" if unknown else ""

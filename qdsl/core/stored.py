@@ -156,35 +156,43 @@ class Description:
     transient: tuple[str, ...] = ()
 
     @property
+    def layouts(self) -> list[Mapping[str, Stored]]:
+        """The tensors of every storage, for every choice of parameters."""
+        return [layout for storages in self.variants.values() for layout in storages.values()]
+
+    @property
+    def tensors(self) -> list[tuple[str, Stored]]:
+        """All of these tensors with their names."""
+        return [tensor for layout in self.layouts for tensor in layout.items()]
+
+    @property
+    def storages(self) -> list[str]:
+        return list(dict.fromkeys(name for storages in self.variants.values() for name in storages))
+
+    @property
     def singles(self) -> list[str]:
-        layouts = [layout for storages in self.variants.values() for layout in storages.values()]
-        return list(dict.fromkeys(name for layout in layouts for name, stored in layout.items() if not stored.axes))
+        """The tensors of one number."""
+        return list(dict.fromkeys(name for name, stored in self.tensors if not stored.axes))
 
     @property
     def spared(self) -> set[str]:
         """The fields that have a default if no tensor stores them."""
-        return {stored.optional for storages in self.variants.values() for layout in storages.values()
-                for stored in layout.values()} - {""}
+        return {stored.optional for _, stored in self.tensors} - {""}
 
     @property
     def indices(self) -> set[str]:
         """The optional fields that assign columns to groups or places."""
-        return {stored.optional for storages in self.variants.values() for layout in storages.values()
-                for stored in layout.values() if stored.dtype == "index"}
+        return {stored.optional for _, stored in self.tensors if stored.dtype == "index"}
 
     @property
     def columns(self) -> set[str]:
         """The names and aliases of tensors [N, 1], of one number per row."""
-        layouts = [layout for storages in self.variants.values() for layout in storages.values()]
-        tensors = [tensor for layout in layouts for tensor in layout.items()]
-        return {key for name, stored in tensors if stored.is_column for key in (name, *stored.aliases)}
+        return {key for name, stored in self.tensors if stored.is_column for key in (name, *stored.aliases)}
 
     @property
     def in_bytes(self) -> set[str]:
         """The names and aliases of tensors of bytes."""
-        layouts = [layout for storages in self.variants.values() for layout in storages.values()]
-        tensors = [tensor for layout in layouts for tensor in layout.items()]
-        return {key for name, stored in tensors if stored.dtype == "u8" for key in (name, *stored.aliases)}
+        return {key for name, stored in self.tensors if stored.dtype == "u8" for key in (name, *stored.aliases)}
 
     @property
     def claimed(self) -> tuple[str, ...]:

@@ -47,13 +47,10 @@ class Collector:
         self.layer_tensors = [header.tensor for header in producers().headers if header.tensor]
         markers = scale_markers()
         self.has_scale_marker = any(name.rpartition(".")[2] in markers for name in folder.names())
-        self.shape_tensors = {leaf for format in formats for storages in format.variants.values() for layout in storages.values()
-                              for leaf, stored in layout.items() if stored.dtype == "shape"}
-        layouts = [layout for format in formats for storages in format.variants.values() for layout in storages.values()]
-        self.indices = {key for layout in layouts for leaf, stored in layout.items() if stored.dtype == "index"
-                        for key in (leaf, *stored.aliases)}
-        self.optional = {key for layout in layouts for leaf, stored in layout.items() if stored.optional
-                         for key in (leaf, *stored.aliases)}
+        every = [tensor for format in formats for tensor in format.tensors]
+        self.shape_tensors = {leaf for leaf, stored in every if stored.dtype == "shape"}
+        self.indices = {key for leaf, stored in every if stored.dtype == "index" for key in (leaf, *stored.aliases)}
+        self.optional = {key for leaf, stored in every if stored.optional for key in (leaf, *stored.aliases)}
         self.small_tensors: dict[str, object] = dict.fromkeys(self.shape_tensors)
         self.small_tensors |= {leaf: rule for format in formats for leaf, rule in format.detect.get("tensors", {}).items()}
 

@@ -299,16 +299,15 @@ def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
     """How many tensors have a name and dtype of one of the format's storages."""
     return max(sum(entries[key].dtype in [element_dtype(str(kind)) for kind in format.params.get(layout[name].dtype,
                                                                                               (layout[name].dtype,))]
-                   for name, key in named(layout, entries).items())
-               for storages in format.variants.values() for layout in storages.values())
+                   for name, key in named(layout, entries).items()) for layout in format.layouts)
 
 
 def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
     """Whether all tensors, more than just 'weight', have names of a storage or of tensors that any layer may have."""
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in entries if leaf not in NOT_OF_WEIGHT and leaf not in rules}
-    return not rules.keys().isdisjoint(entries) or (len(names) > 1 and any(
-        names <= {*named(layout, entries).values()} for storages in format.variants.values() for layout in storages.values()))
+    return not rules.keys().isdisjoint(entries) or (
+        len(names) > 1 and any(names <= {*named(layout, entries).values()} for layout in format.layouts))
 
 
 def _through_experts(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int], experts: int,
@@ -331,14 +330,13 @@ def _through_experts(format: Description, entries: Mapping[str, TensorInfo], sha
 def _expert_counts(format: Description, entries: Mapping[str, TensorInfo]) -> list[int]:
     """The possible numbers of experts: the first extent of all tensors of a storage, if they have an additional axis."""
     counts: list[int] = []
-    for storages in format.variants.values():
-        for layout in storages.values():
-            keys = named(layout, entries)
-            shapes = [(entries[key].shape, len(layout[name].axes)) for name, key in keys.items()
-                      if any(axis.dim != "1" for axis in layout[name].axes)]
-            firsts = {shape[:1] if len(shape) > axes and all(extent == 1 for extent in shape[1 + axes:]) else ()
-                      for shape, axes in shapes}
-            if len(firsts) == 1 and any(len(shape) == 1 + axes for shape, axes in shapes) and all(
-                    stored.optional or name in keys for name, stored in layout.items()):
-                counts += list(next(iter(firsts)))
+    for layout in format.layouts:
+        keys = named(layout, entries)
+        shapes = [(entries[key].shape, len(layout[name].axes)) for name, key in keys.items()
+                  if any(axis.dim != "1" for axis in layout[name].axes)]
+        firsts = {shape[:1] if len(shape) > axes and all(extent == 1 for extent in shape[1 + axes:]) else ()
+                  for shape, axes in shapes}
+        if len(firsts) == 1 and any(len(shape) == 1 + axes for shape, axes in shapes) and all(
+                stored.optional or name in keys for name, stored in layout.items()):
+            counts += list(next(iter(firsts)))
     return list(dict.fromkeys(counts))

@@ -17,7 +17,6 @@ from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core import places
 from qdsl.core.places import UnknownSpec
 from qdsl.core.producer import NULL
-from qdsl.core.stored import Description
 from qdsl.core.text import listed, name_key, similar_names
 
 LISTS = "`qdsl list` prints all"
@@ -27,15 +26,11 @@ def formats() -> list[str]:
     return [format.name for format in descriptions()]
 
 
-def storages_of(format: Description) -> list[str]:
-    return list(dict.fromkeys(storage for by_name in format.variants.values() for storage in by_name))
-
-
 def storages() -> dict[str, list[str]]:
     """The formats that have a storage, by the storage's name."""
     by_storage: dict[str, list[str]] = {}
     for format in descriptions():
-        for storage in storages_of(format):
+        for storage in format.storages:
             by_storage.setdefault(storage, []).append(format.name)
     return by_storage
 
@@ -118,7 +113,7 @@ def _storage_of(format: str, storage: str) -> str:
 
 
 def _own_storages(format: str) -> list[str]:
-    return storages_of(description_of(format))
+    return description_of(format).storages
 
 
 def _meanings(word: str) -> list[str]:

@@ -25,7 +25,7 @@ class TensorNames:
 
     def __init__(self, formats: Iterable[Description], claims: HeaderClaims) -> None:
         self.claims = claims
-        layouts = [layout for format in formats for storages in format.variants.values() for layout in storages.values()]
+        layouts = [layout for format in formats for layout in format.layouts]
         self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
         self.names |= {name for format in formats for name in format.detect.get("tensors", {})}
         self.whole = {key for layout in layouts for key in layout}

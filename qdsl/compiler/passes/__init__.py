@@ -63,9 +63,8 @@ def _check_defaults(programs: list[Program], problems: Problems) -> None:
     for program in programs:
         for field, value in program.unstored.items():
             if defaults.setdefault(field, value) != value:
-                storage = next(s for s in program.spec.storages if s.name.value == program.storage)
-                problems.add(storage.name.span, f"'{field}' is {value} where this storage does not hold it, and "
-                                                f"{defaults[field]} in another")
+                problems.add(program.authored.name.span, f"'{field}' is {value} where this storage does not hold it, and "
+                                                         f"{defaults[field]} in another")
 
 
 def _run_passes(programs: list[Program], problems: Problems, after: Callable[[str, Program], None] | None) -> list[Program]:

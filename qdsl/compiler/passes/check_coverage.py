@@ -34,7 +34,7 @@ def check_coverage(program: Program, problems: Problems) -> Program:
         is_whole = _is_whole_elements(tensor, problems)
         for placement in tensor.placements:
             _check_tile(program, tensor, placement, stored, problems if is_whole else Problems())
-    storage = next(s for s in program.spec.storages if s.name.value == program.storage)
+    storage = program.authored
     for field in program.fields:
         bits = stored.get(field.name, set())
         if field.name in program.where:
@@ -125,8 +125,7 @@ def _spacing_note(tensor: Tensor, placement: Placement, field: str) -> list[str]
 
 def _line_span(program: Program, tensor: Tensor, clash: Clash) -> Span:
     """The line of the record with the first piece of a clash; the record's first line if there is none."""
-    items = (item for storage in program.spec.storages if storage.name.value == program.storage for item in storage.tensors)
-    records = [item.record for item in items if item.name.value == tensor.name]
+    records = [item.record for item in program.authored.tensors if item.name.value == tensor.name]
     line = clash.pieces[0].line if clash.pieces else 0
     return records[0][line].span if records and len(records[0]) == len(tensor.lines) and clash.pieces else tensor.record_span
 
@@ -189,8 +188,7 @@ def _as_written(index: Index) -> str:
 
 def _axis_span(program: Program, tensor: Tensor, digits: list[str]) -> Span:
     """Where the tensor's shape counts with these variables; the tensor itself if nowhere."""
-    items = (item for storage in program.spec.storages if storage.name.value == program.storage for item in storage.tensors)
-    shapes = [item.shape for item in items if item.name.value == tensor.name and item.shape is not None]
+    shapes = [item.shape for item in program.authored.tensors if item.name.value == tensor.name and item.shape is not None]
     loops = (loop for shape in shapes for axis in shape.axes for loop in axis.digits if loop is not None)
     return next((loop.span for loop in loops if loop.name in digits), tensor.span)
 

@@ -37,7 +37,7 @@ def read_records(program: Program, problems: Problems) -> Program:
     d      tiles [1 n, 1 t]
     q      tiles [1 n, 32 t]
     """
-    storage = next(s for s in program.spec.storages if s.name.value == program.storage)
+    storage = program.authored
     where = _fixed_values(program, storage, problems)
     tensors: list[Tensor] = []
     defaults: dict[str, Index] = {}

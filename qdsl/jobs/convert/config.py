@@ -277,7 +277,7 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
         return []
     format, params = description_of(plan.format), plan.params[0]
     rules: list[dict[str, Any]] = format.detect.get("config", [])
-    only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
+    only = len(format.storages) == 1                             # then no rule has to name it
     fit = [rule for rule in rules if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage
            and rule.get("where", {}).items() <= params.items()
            and same(plan.aim.producer or rule["quant_method"], rule["quant_method"])

@@ -273,10 +273,9 @@ def tensors_in(folder: Folder, layer: Layer, aim: Conversion) -> dict[str, tuple
 
     format, params = layer_format(layer, aim), layer_params(layer, aim)
     spec = description_of(format.name)
-    written = dict.fromkeys(name for storages in spec.variants.values() for name in storages)
-    if aim.storage not in written:
+    if aim.storage not in spec.storages:
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
-                           f"{format.name} has no storage {shown(aim.storage)}; it has {listed([*written])}")
+                           f"{format.name} has no storage {shown(aim.storage)}; it has {listed(spec.storages)}")
     try:
         if layer.experts is not None and has_streams(layer, aim):
             raise RewriteError("an entropy code holds one matrix, and these are experts in one tensor")

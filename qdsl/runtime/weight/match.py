@@ -31,8 +31,7 @@ def matches(description: Description, tensors: Mapping[str, Tensor], shape: tupl
             raise FormatError(f"'{name}' is a {type(tensor).__name__}, not a torch tensor")
         if tensor.layout != torch.strided:
             raise FormatError(f"'{name}' is a {str(tensor.layout)[6:]} tensor, whose elements do not all lie in memory")
-    says = {name for storages in description.variants.values() for layout in storages.values()
-            for name, stored in layout.items() if stored.dtype == "shape"}
+    says = {name for name, stored in description.tensors if stored.dtype == "shape"}
     infos = {name: TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
              for name, tensor in tensors.items()}
     try:
