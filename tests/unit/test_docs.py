@@ -27,7 +27,7 @@ from qdsl.cli import app
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import parse
 from tests.support import compiling, example
-from tests.support.pages import file_of, run_page
+from tests.support.pages import file_of, run_page, without_numbers
 from tests.support.paths import ROOT
 from tests.support.tables import TABLES
 
@@ -254,7 +254,9 @@ def test_every_page_with_python_runs() -> None:
 
 
 def test_kernels_of_the_page_are_analyzed() -> None:
-    """In processes that compile kernels.  They print what the pages show, to the digit."""
+    """In processes that compile kernels.  They print what the pages show, to the digit, but for sectors: where the
+    machine's tensors lie changes these.
+    """
     lines = [line.split("#")[0] for page in ("kernels.md", "execute.md") for block in blocks(ROOT / "docs" / page, "sh")
              for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("qdsl analyze ")]
@@ -263,7 +265,8 @@ def test_kernels_of_the_page_are_analyzed() -> None:
     printed = {line for process in done for line in process.stdout.splitlines()}
     shown = [line for page in ("kernels.md", "execute.md") for block in blocks(ROOT / "docs" / page, "text")
              for line in block.splitlines()]
-    assert len(shown) > 18 and [line for line in shown if line not in printed] == []
+    printed |= {without_numbers(line) for line in printed if "sectors" in line}
+    assert len(shown) > 18 and [line for line in shown if not printed & {line, without_numbers(line)}] == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
