@@ -192,6 +192,8 @@ class Storage:
     @property
     def decoded(self) -> Storage:
         """The storage with decoded tensors instead of streams, as unpack and the kernels take them."""
+        if not self.streams:
+            return self
         inside = {name: key for key, stream in self.streams.items() for name in stream.names.values()}
         tensors = {inside.get(name, name): self.streams[inside[name]].plain if name in inside else stored
                    for name, stored in self.tensors.items()}

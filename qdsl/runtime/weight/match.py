@@ -48,17 +48,18 @@ def _values(tensor: Tensor) -> tuple[int, ...]:
     return () if tensor.is_meta or tensor.numel() > 2 or tensor.is_floating_point() else tuple(tensor.flatten().tolist())
 
 
+@cache
 def torch_dtype(kind: str) -> torch.dtype:
     """The torch dtype of a field: uint8 for codes up to 8 bits and floats that torch lacks, int32 for wider codes and indices."""
     return _dtype(field_dtype(kind))
 
 
+@cache
 def stored_dtype(kind: str) -> torch.dtype:
     """The torch dtype of a stored tensor's elements."""
     return _dtype(element_dtype(kind))
 
 
-@cache
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
