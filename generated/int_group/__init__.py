@@ -12,6 +12,8 @@
     gptq_v1: 4.15625 bits per weight at bits = 4, 2.14062 at 2, 3.14844 at 3, 8.1875 at 8, with group = 128
     gptq_p: 3.14844 bits per weight at bits = 3, 5.16406 at 5, 6.17188 at 6, 7.17969 at 7, with group = 128
     awq: 4.15625 bits per weight at bits = 4 with group = 128
+    awq_contiguous: 2.14062 bits per weight at bits = 2, 3.14844 at 3, 5.16406 at 5, 6.17188 at 6, 7.17969 at 7, 8.1875 at 8, with
+        group = 128
     awq_gemv: 4.15625 bits per weight at bits = 4 with group = 128
     pack_quantized: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 5.125 at 5, 6.125 at 6, 7.125 at 7, 8.125 at 8,
         with group = 128
@@ -30,7 +32,7 @@
     planar: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 8.125 at 8, 5.125 at 5, 6.125 at 6, 7.125 at 7, with group
         = 128
 
-Built from the spec int_group (sha256 02c29bf46bc1c15f) by qdsl 0.1.0.
+Built from the spec int_group (sha256 a7abeb406722a9b4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -41,13 +43,14 @@ from . import bits_4, bits_2, bits_3, bits_8, bits_5, bits_6, bits_7
 PROGRAM = {
     "name": "int_group", "title": "integer codes with a zero point and a scale per group of columns",
     "source": "GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors; onnxruntime; OpenVINO; TensorRT-LLM",
-    "formula": "(q - z) * s", "bits": "2.125 to 8.1875", "digest": "02c29bf46bc1c15f",
+    "formula": "(q - z) * s", "bits": "2.125 to 8.1875", "digest": "a7abeb406722a9b4",
     "params": {
         "bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, 256, 512, 1024, -1, "any"), "scale_type": ("f16", "bf16", "f32"),
     },
     "sizes": {"group": "K"},
     "by": ("bits",),
     "detect": {
+        "claimed": ["awq_contiguous"],
         "words": [{"bits": 2, "qzeros": "0xaaaaaaaa", "storage": "gptq_v2"},
             {"bits": 4, "qzeros": "0x88888888", "storage": "gptq_v2"}, {"bits": 8, "qzeros": "0x80808080", "storage": "gptq_v2"},
             {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"}, {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
@@ -214,6 +217,14 @@ PROGRAM = {
                     "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
                     "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
                 }},
+                "awq_contiguous": {
+                    "tensors": {
+                        "qweight": ("i32", "K", "ceil(N/16)", {"slices": (("q", 0, [[(16, 2), (0, 1, 1)], 0]),)}),
+                        "qzeros": ("i32", "K/group", "ceil(N/16)", {"slices": (("z", 0, [[(16, 2), (0, 1, 1)], 0]),)}),
+                        "scales": ("scale_type", "K/group", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    },
+                    "options": {"span": "tight", "by": "exact"},
+                },
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(K/16)", {"slices": (("q", 0, [0, [(16, 2), (0, 1, 1)]]),)}),
@@ -276,6 +287,14 @@ PROGRAM = {
                     "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
                     "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
                 }},
+                "awq_contiguous": {
+                    "tensors": {
+                        "qweight": ("i32", "K", "ceil(3*N/32)", {"slices": (("q", 0, [[(32, 3), (0, 3, 1)], 0]),)}),
+                        "qzeros": ("i32", "K/group", "ceil(3*N/32)", {"slices": (("z", 0, [[(32, 3), (0, 3, 1)], 0]),)}),
+                        "scales": ("scale_type", "K/group", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    },
+                    "options": {"span": "tight", "by": "exact"},
+                },
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(3*K/32)", {"slices": (("q", 0, [0, [(32, 3), (0, 3, 1)]]),)}),
@@ -340,6 +359,14 @@ PROGRAM = {
                     "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
                     "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
                 }},
+                "awq_contiguous": {
+                    "tensors": {
+                        "qweight": ("i32", "K", "ceil(N/4)", {"slices": (("q", 0, [[(4, 8), (0, 1, 1)], 0]),)}),
+                        "qzeros": ("i32", "K/group", "ceil(N/4)", {"slices": (("z", 0, [[(4, 8), (0, 1, 1)], 0]),)}),
+                        "scales": ("scale_type", "K/group", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    },
+                    "options": {"span": "tight", "by": "exact"},
+                },
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(K/4)", {"slices": (("q", 0, [0, [(4, 8), (0, 1, 1)]]),)}),
@@ -414,6 +441,14 @@ PROGRAM = {
                     "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
                     "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
                 }},
+                "awq_contiguous": {
+                    "tensors": {
+                        "qweight": ("i32", "K", "ceil(5*N/32)", {"slices": (("q", 0, [[(32, 5), (0, 5, 1)], 0]),)}),
+                        "qzeros": ("i32", "K/group", "ceil(5*N/32)", {"slices": (("z", 0, [[(32, 5), (0, 5, 1)], 0]),)}),
+                        "scales": ("scale_type", "K/group", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    },
+                    "options": {"span": "tight", "by": "exact"},
+                },
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(5*K/32)", {"slices": (("q", 0, [0, [(32, 5), (0, 5, 1)]]),)}),
@@ -473,6 +508,14 @@ PROGRAM = {
                     "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
                     "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
                 }},
+                "awq_contiguous": {
+                    "tensors": {
+                        "qweight": ("i32", "K", "ceil(3*N/16)", {"slices": (("q", 0, [[(16, 6), (0, 3, 1)], 0]),)}),
+                        "qzeros": ("i32", "K/group", "ceil(3*N/16)", {"slices": (("z", 0, [[(16, 6), (0, 3, 1)], 0]),)}),
+                        "scales": ("scale_type", "K/group", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    },
+                    "options": {"span": "tight", "by": "exact"},
+                },
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(3*K/16)", {"slices": (("q", 0, [0, [(16, 6), (0, 3, 1)]]),)}),
@@ -533,6 +576,14 @@ PROGRAM = {
                     "scales": ("scale_type", "ceil(K/group)", "N", {"slices": (("s", 0, [1, 0]),)}),
                     "g_idx": ("index", "K", {"optional": "g", "field": "g"}),
                 }},
+                "awq_contiguous": {
+                    "tensors": {
+                        "qweight": ("i32", "K", "ceil(7*N/32)", {"slices": (("q", 0, [[(32, 7), (0, 7, 1)], 0]),)}),
+                        "qzeros": ("i32", "K/group", "ceil(7*N/32)", {"slices": (("z", 0, [[(32, 7), (0, 7, 1)], 0]),)}),
+                        "scales": ("scale_type", "K/group", "N", {"slices": (("s", 0, [1, 0]),)}),
+                    },
+                    "options": {"span": "tight", "by": "exact"},
+                },
                 "pack_quantized": {
                     "tensors": {
                         "weight_packed": ("i32", "N", "ceil(7*K/32)", {"slices": (("q", 0, [0, [(32, 7), (0, 7, 1)]]),)}),

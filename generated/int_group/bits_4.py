@@ -2,7 +2,7 @@
 
     w = (q - z) * s
 
-Built from the spec int_group (sha256 02c29bf46bc1c15f) by qdsl 0.1.0.
+Built from the spec int_group (sha256 a7abeb406722a9b4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -2,7 +2,7 @@
 
     w = (q - z) * s
 
-Built from the spec int_group (sha256 02c29bf46bc1c15f) by qdsl 0.1.0.
+Built from the spec int_group (sha256 a7abeb406722a9b4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -70,6 +70,36 @@ def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, 
     return {"qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
             "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1), "scales": s.t().contiguous(),
             "g_idx": g}
+
+
+def unpack_awq_contiguous(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, N: int) -> dict[str, Tensor]:
+    """Fields of qweight int32 [K, ceil(3*N/16)]; qzeros int32 [K/group, ceil(3*N/16)]; scales scale_type [K/group, N]."""
+    qweight_bytes = as_type(pad(qweight, (0, -qweight.shape[1] % 3)).unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
+    q_words = integer(qweight_bytes.unflatten(-1, (4, 3)))
+    qzeros_bytes = as_type(pad(qzeros, (0, -qzeros.shape[1] % 3)).unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
+    z_words = integer(qzeros_bytes.unflatten(-1, (4, 3)))
+    return {
+        "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
+        "z": torch.stack([z_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
+        "s": scales.t(),
+    }
+
+
+def pack_awq_contiguous(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales of the fields; the inverse of unpack_awq_contiguous."""
+    q_split = pad(q, (0, 0, 0, -q.shape[0] % 16)).unflatten(0, (-1, 4, 4))
+    q_packed = sum(q_split[:, :, i].to(torch.int32) << 6 * i for i in range(4)).permute(0, 2, 1)
+    qweight_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    z_split = pad(z, (0, 0, 0, -z.shape[0] % 16)).unflatten(0, (-1, 4, 4))
+    z_packed = sum(z_split[:, :, i].to(torch.int32) << 6 * i for i in range(4)).permute(0, 2, 1)
+    qzeros_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
+    return {
+        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1)[:,
+            :cdiv(3 * q.shape[0], 16)].contiguous(),
+        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1)[:,
+            :cdiv(3 * z.shape[0], 16)].contiguous(),
+        "scales": s.t().contiguous(),
+    }
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
@@ -229,6 +259,21 @@ def _decode_gptq_p(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
+def _decode_awq_contiguous(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qweight, qzeros, scales = tensors
+    group, = sizes
+    qweight += 3 * (n // 16)
+    qzeros += 3 * (n // 16)
+    scales += n
+    q = device.stream(qweight + k * tl.cdiv(3 * N, 16), 1, 6 * (n % 16), 6, 32, live).to(tl.int32)
+    g = k // group
+    z = device.stream(qzeros + g * tl.cdiv(3 * N, 16), 1, 6 * (n % 16), 6, 32, live).to(tl.int32)
+    s = tl.load(scales + g * N, live, 0).to(tl.float32)
+    return use(state, k, (q - z) * s, live)
+
+
+@triton.jit
 def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
     """The 16 weights of unit t of row n, in float32."""
     weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
@@ -326,6 +371,8 @@ VARIANT = Variant(
     storages={
         "gptq_p": Storage(unpack_gptq_p, pack_gptq_p, Kernels(_decode_gptq_p, rows="N", units="K/16", last="n", digits=(2,),
                 lanes=(2, 8), order=(0, 1, 2, 3, 4))),
+        "awq_contiguous": Storage(unpack_awq_contiguous, pack_awq_contiguous, Kernels(_decode_awq_contiguous, rows="N", units="K",
+                last="k")),
         "pack_quantized": Storage(unpack_pack_quantized, pack_pack_quantized, Kernels(_decode_pack_quantized, rows="N",
                 units="ceil(K/16)", last="k", lanes=(16,), order=(0, 1, 2))),
         "pack_quantized_0_17": Storage(unpack_pack_quantized_0_17, pack_pack_quantized_0_17, Kernels(_decode_pack_quantized_0_17,

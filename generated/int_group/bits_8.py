@@ -2,7 +2,7 @@
 
     w = (q - z) * s
 
-Built from the spec int_group (sha256 02c29bf46bc1c15f) by qdsl 0.1.0.
+Built from the spec int_group (sha256 a7abeb406722a9b4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -75,6 +75,22 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
             "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x1010101,
             "scales": s.t().contiguous(), "g_idx": g}
+
+
+def unpack_awq_contiguous(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, N: int) -> dict[str, Tensor]:
+    """Fields of qweight int32 [K, ceil(N/4)]; qzeros int32 [K/group, ceil(N/4)]; scales scale_type [K/group, N]."""
+    qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
+    qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
+    return {"q": qweight_bytes.permute(0, 2, 1).flatten(0, 1)[:N, :], "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1)[:N, :],
+            "s": scales.t()}
+
+
+def pack_awq_contiguous(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """qweight, qzeros, scales of the fields; the inverse of unpack_awq_contiguous."""
+    qweight_bytes = pad(q, (0, 0, 0, -q.shape[0] % 4)).unflatten(0, (-1, 4))
+    qzeros_bytes = pad(z, (0, 0, 0, -z.shape[0] % 4)).unflatten(0, (-1, 4))
+    return {"qweight": integer(qweight_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(), "scales": s.t().contiguous()}
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
@@ -243,6 +259,26 @@ def _decode_gptq_v1(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
+def _decode_awq_contiguous(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit k of row r, in float32."""
+    qweight, qzeros, scales = tensors
+    group, = sizes
+    qweight += r
+    qzeros += r
+    scales += 4 * r
+    q_word = tl.load(qweight + k * tl.cdiv(N, 4), live, 0)
+    g = k // group
+    z_word = tl.load(qzeros + g * tl.cdiv(N, 4), live, 0)
+    for h in tl.static_range(4):
+        inside = live & (4 * r + h < N) & (k < K)
+        q = (q_word >> 8 * h & 255).to(tl.int32)
+        z = (z_word >> 8 * h & 255).to(tl.int32)
+        s = tl.load(scales + h + g * N, inside, 0).to(tl.float32)
+        state = use(state, k, (q - z) * s, inside, h)
+    return state
+
+
+@triton.jit
 def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
     """The 4 weights of unit t of row n, in float32."""
     weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
@@ -370,6 +406,8 @@ VARIANT = Variant(
                 order=(0, 1, 2))),
         "gptq_v1": Storage(unpack_gptq_v1, pack_gptq_v1, Kernels(_decode_gptq_v1, rows="N", units="K/4", last="n", lanes=(4,),
                 order=(0, 1, 2))),
+        "awq_contiguous": Storage(unpack_awq_contiguous, pack_awq_contiguous, Kernels(_decode_awq_contiguous, rows="ceil(N/4)",
+                units="K", last="n", sums=4, lanes=(4,), order=(0, 2, 1))),
         "pack_quantized": Storage(unpack_pack_quantized, pack_pack_quantized, Kernels(_decode_pack_quantized, rows="N",
                 units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
         "pack_quantized_0_8": Storage(unpack_pack_quantized_0_8, pack_pack_quantized_0_8, Kernels(_decode_pack_quantized_0_8,

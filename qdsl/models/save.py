@@ -174,7 +174,7 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
         texts |= {} if origin.config is None else {CONFIG: origin.config}
     else:
         base = dict(config) if config is not None else _config_of(model, origin)
-        stored = {} if origin is None or origin.config is None or collected.changed else json.loads(origin.config)
+        stored = {} if origin is None or origin.config is None or collected.changed else json.loads(origin.config.encode())
         has_own = bool(collected.settings) or (origin is not None and bool(origin.groups))
         if stored:                                               # another config for the weights of the checkpoint
             base = {**{key: stored[key] for key in QUANTIZATION if key in stored}, **base}
@@ -196,7 +196,7 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
 def _config_of(model: nn.Module, origin: Origin | None) -> dict[str, Any]:
     """The config of the checkpoint, else that of the model."""
     if origin is not None and origin.config is not None:
-        config: dict[str, Any] = json.loads(origin.config)
+        config: dict[str, Any] = json.loads(origin.config.encode())
         return config
     own: Any = getattr(model, "config", None)
     settings = own.to_dict() if hasattr(own, "to_dict") else own

@@ -41,6 +41,9 @@ DETECTED: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, 
     "awq_gemm_g32_N64_K128": ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True,
                                                        "version": "GEMM"}},
                               "int_group.awq", {"bits": 4, "group": 32}, (64, 128)),
+    "awq_contiguous_b3_g32_N32_K64": ({"quantization_config": {
+        "quant_method": "awq", "bits": 3, "group_size": 32, "zero_point": True, "version": "gemm", "pack_dtype": "int32"}},
+        "int_group.awq_contiguous", {"bits": 3, "group": 32}, (32, 64)),
     "bnb_nf4_bs64_store-uint8_N64_K128": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
                                           "nf4.bitsandbytes", {"block": 64}, (64, 128)),
     "bnb_fp4_bs64_store-uint8_N64_K128": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}},
@@ -117,7 +120,7 @@ def test_a_layer_of_each_producer(tmp_path: Path, name: str, shards: int) -> Non
         assert all(same_bits(packed.tensors[key].flatten(), stored[key].flatten()) for key in stored)
 
 
-@pytest.mark.parametrize("name", [name for name in DETECTED if "gptq" not in name and "bnb" not in name])
+@pytest.mark.parametrize("name", [name for name in DETECTED if not any(word in name for word in ("gptq", "bnb", "contiguous"))])
 def test_without_a_config_the_tensors_are_enough(tmp_path: Path, name: str) -> None:
     _, label, _, shape = DETECTED[name]
     layer = one(read(checkpoints.folder(tmp_path, {UP: golden(name)})))

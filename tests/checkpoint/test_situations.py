@@ -48,6 +48,8 @@ def quark(**weight: Any) -> dict[str, Any]:
 
 INT4 = ("int_group", "pack_quantized", {"bits": 4, "group": 32, "symmetric": True, "scale_type": "bf16"})
 GPTQ = ("int_group", "gptq_v1", {"bits": 4, "group": 32, "symmetric": True})
+AWQ = ("int_group", "awq", {"bits": 4, "group": 32})
+AWQ8 = ("int_group", "awq_contiguous", {"bits": 8, "group": 32})
 INT8_GROUP = ("int_group", "int_quantized", {"bits": 8, "group": 32, "symmetric": True, "scale_type": "f32"})
 FP8_CHANNEL, FP8_TENSOR = ("fp8_channel", "safetensors", {}), ("fp8_tensor", "safetensors", {})
 BLOCKS = ("fp8_block", "safetensors", {"bn": 32, "bk": 32, "scale_type": "f32"})
@@ -60,6 +62,7 @@ GPTQ_SETTINGS = {"bits": 4, "group_size": 32}
 AUTO_ROUND = {"autoround_version": "0.16.1", "sym": True, "iters": 200, "block_name_to_quantize": "model.layers"}
 FP8_STATIC = {**AUTO_ROUND, "bits": 8, "group_size": -1, "data_type": "fp", "act_bits": 8, "act_data_type": "fp",
               "act_dynamic": False, "fmt": "e4m3", "activation_scheme": "static"}
+AWQ_SETTINGS = {**GPTQ_SETTINGS, "zero_point": True, "version": "gemm"}
 MODELOPT = {"producer": {"name": "modelopt", "version": "0.29.0"}, "ignore": ["lm_head"]}
 ROTATED = {"transform_config": {"config_groups": {"R1": {"type": "of tomorrow", "apply": []}}}}
 
@@ -98,6 +101,13 @@ RIGHT: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings]] 
     "an index of rows in one group": (("int_group", "gptq_v2", {"bits": 4, "group": -1}), {"g_idx": None}, of(
         "gptq", bits=4, group_size=-1, desc_act=True, checkpoint_format="gptq_v2")),
     "FP8 in blocks of Quark": (BLOCKS, FP8_SCALE, quark(qscheme="per_block", block_size=[32, 32])),
+    "awq of 8 bits by gptqmodel": (AWQ8, {}, of("awq", pack_dtype="int32", **{**AWQ_SETTINGS, "bits": 8})),
+    "a name of vLLM's for awq": (AWQ, {}, of("awq_marlin", **AWQ_SETTINGS)),
+    "a name of vLLM's for gptq": (GPTQ, {}, of("gptq_marlin", **GPTQ_SETTINGS)),
+    "compressed-tensors as its module is called": (INT4, {}, {"quantization_config": {
+        **compressed("pack-quantized", strategy="group", **W4)["quantization_config"], "quant_method": "compressed_tensors"}}),
+    "numbers as text": (GPTQ, {}, of("gptq", bits="4", group_size="32")),
+    "numbers with a point": (INT4, {}, compressed("pack-quantized", num_bits=4.0, group_size=32.0)),
     "tables of rotary positions": (FP8_CHANNEL, {"cos_cached": torch.ones(4, 4)}, of("fp8", activation_scheme="dynamic"))}
 # name -> storage, new tensors, config, part of the sentence
 REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings, str]] = {
@@ -112,6 +122,14 @@ REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings,
     "a transform in the config of a model in the model": (FP8_CHANNEL, {}, {
         **of("fp8", activation_scheme="dynamic"), "vision_config": {"quantization_config": {"quant_method": "fp8", **ROTATED}}},
         "R1"),
+    "blocks as texts": (BLOCKS, {}, of("fp8", weight_block_size=["32", "32"], activation_scheme="dynamic"), r"\['32', '32'\]"),
+    "awq of 8 bits by nobody": (AWQ8, {}, of("awq", **{**AWQ_SETTINGS, "bits": 8}), "awq_contiguous.*nothing says that they are"),
+    "three scales of joined layers": (FP8_TENSOR, {"weight_scale": torch.ones(3)}, of("fp8", activation_scheme="static"),
+                                      r"'weight_scale' has shape \[3\]; the format needs \[1\]"),
+    "channels of blocks": (BLOCKS, FP8_SCALE, compressed("float-quantized", type="float", strategy="channel",
+                                                         block_structure=[32, 32]), r"'weight_scale' \[2, 2\] is \[N, 1\]"),
+    "gptq without zero points": (GPTQ, {"qzeros": None}, of("gptq", **GPTQ_SETTINGS), "gptq_v1 bits=4 needs tensor 'qzeros'"),
+    "awq without zero points": (AWQ, {"qzeros": None}, of("awq", **AWQ_SETTINGS), "awq bits=4 needs tensor 'qzeros'"),
     "weight formats of bitsandbytes that are tiles": (("bnb_int8", "bitsandbytes", {}), {"weight_format": torch.tensor(
         2, dtype=torch.uint8)}, of("bitsandbytes", load_in_8bit=True), "weight_format"),
     "another second scale": (FP8_CHANNEL, {"weight_scale_2": torch.tensor(0.5)}, of(
@@ -160,6 +178,13 @@ def test_what_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
     folder(tmp_path / "in", *stored)
     with pytest.raises((CheckpointError, LoadError), match=sentence):
         computed(tmp_path / "in")
+
+
+def test_config_with_a_byte_order_mark(tmp_path: Path) -> None:
+    wanted = folder(tmp_path / "in", GPTQ, {}, of("gptq", **GPTQ_SETTINGS))
+    config = tmp_path / "in" / "config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert computed(tmp_path / "in").equal(wanted)
 
 
 # -- of other shapes --------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from qdsl.runtime.gpu.devices import GPUS
 from tests.support.formats import ROOT, SHIPPED
 
 NAMES = [path.stem for path in SHIPPED]
-INT_GROUP = ["gptq_v2", "gptq_v1", "gptq_p", "awq", "awq_gemv", "pack_quantized", "pack_quantized_0_8", "pack_quantized_0_17",
-             "int_quantized", "marlin", "modelopt", "xpu_int4pack", "torchao_plain_int32", "torchao_int8",
+INT_GROUP = ["gptq_v2", "gptq_v1", "gptq_p", "awq", "awq_contiguous", "awq_gemv", "pack_quantized", "pack_quantized_0_8",
+             "pack_quantized_0_17", "int_quantized", "marlin", "modelopt", "xpu_int4pack", "torchao_plain_int32", "torchao_int8",
              "onnx_matmul_nbits", "openvino_u4", "openvino_i4", "trt_llm", "planar"]
 SPEC = ROOT / "specs" / "q4_0.yaml"
 Q4_0 = "q4_0: ok, gguf, q4_0_r8, q4_0_4_4, q4_0_4_8, q4_0_8_8, planar\n"

@@ -42,6 +42,7 @@ class Collector:
 
     def __init__(self, folder: Folder, formats: Sequence[Description]) -> None:
         self.folder = folder
+        self.formats = formats
         self.header_claims = HeaderClaims(folder)
         self.names = TensorNames(formats, self.header_claims)
         self.layer_tensors = [header.tensor for header in producers().headers if header.tensor]

@@ -122,8 +122,8 @@ def _candidates(formats: Sequence[Description], evidence: Evidence) -> list[Cand
     return every
 
 
-def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
-    """All candidates of one format that agree with the claims.  Raises LayoutMismatch."""
+def candidates_of(format: Description, evidence: Evidence, storage: str | None = None) -> list[Candidate]:
+    """All candidates of one format, or of one storage, that agree with the claims.  Raises LayoutMismatch."""
     shape, experts, params, numbers = _from_contents(format, evidence.contents)
     if shape is None and len(evidence.shape) in (2, 3):
         shape, experts = (evidence.shape[-2], evidence.shape[-1]), evidence.shape[0] if len(evidence.shape) == 3 else None
@@ -133,7 +133,7 @@ def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
     if shape is not None and experts is not None:
         return _through_experts(format, entries, shape, experts, params)
     if evidence.claims is None:
-        return _with_unlisted(format, entries, shape, params, evidence.lengths.get(format.name, ()))
+        return _with_unlisted(format, entries, shape, storage, params, evidence.lengths.get(format.name, ()))
     return _claimed(format, entries, shape, params, evidence.claims)
 
 
@@ -182,23 +182,26 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
                  reason: str) -> LayoutMismatch:
     """Why tensors fit no format: the reason of the nearest format that settings, a header or the tensors' names refer to.
 
-    configs: settings of the checkpoint and of groups.  is_foreign: whether a producer other than qdsl wrote them.  reason: the
-    answer if no format is near.
+    configs: settings of the checkpoint and of groups; if they name storages of a format, it has no others.  is_foreign: whether a
+    producer other than qdsl wrote them.  reason: the answer if no format is near.
     """
     misses: list[Miss] = []
     for format in formats:
-        try:
-            candidates_of(format, evidence)
-        except LayoutMismatch as miss:
-            tensor_rules = format.detect.get("tensors", {})
-            is_claimed = bool(evidence.contents) and evidence.contents.keys() <= tensor_rules.keys() and \
-                from_tensors(format, evidence.contents) is not None
-            is_meant = any(True for settings in configs
-                           for _ in readings(format.detect.get("config"), list(format.params), settings))
-            if evidence.claims is None and not is_meant and (is_foreign or not _has_names(format, evidence.entries)):
-                continue
-            misses.append(Miss(is_claimed, _nearness(format, evidence.entries), miss))
-    return max(misses, key=lambda miss: miss.rank, default=Miss(False, 0, LayoutMismatch(UNKNOWN, reason))).reason
+        storages = {reading.storage or None for settings in configs
+                    for reading in readings(format.detect.get("config"), list(format.params), settings)}
+        if evidence.claims is None and not storages and (is_foreign or not _has_names(format, evidence.entries)):
+            continue
+        tensor_rules = format.detect.get("tensors", {})
+        is_claimed = bool(evidence.contents) and evidence.contents.keys() <= tensor_rules.keys() and \
+            from_tensors(format, evidence.contents) is not None
+        for storage in storages or [None]:
+            try:
+                candidates_of(format, evidence, storage)
+            except LayoutMismatch as miss:
+                misses.append(Miss(is_claimed, _nearness(format, evidence.entries), miss))
+    nearest = max(misses, key=lambda miss: miss.rank, default=Miss(False, 0, LayoutMismatch(UNKNOWN, reason)))
+    as_near = dict.fromkeys(str(miss.reason) for miss in misses if miss.rank == nearest.rank)
+    return LayoutMismatch(nearest.reason.reached, "; ".join(as_near)) if is_foreign and len(as_near) == 2 else nearest.reason
 
 
 def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
@@ -211,13 +214,13 @@ def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
     return [Candidate(format, fit, None) for fit in fits(format, entries, shape, storage, params)]
 
 
-def _with_unlisted(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
+def _with_unlisted(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
                    params: Mapping[str, int | str], lengths: Sequence[Reading]) -> list[Candidate]:
     """All candidates of a format, also with block lengths that only settings state.  Raises LayoutMismatch."""
     every: list[Candidate] = []
     nearest: LayoutMismatch | None = None
     try:
-        every += _fitting(format, entries, shape, None, params)
+        every += _fitting(format, entries, shape, storage, params)
     except LayoutMismatch as miss:
         nearest = miss
     for reading in lengths:

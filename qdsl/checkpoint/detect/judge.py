@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qdsl.checkpoint.detect.collect import Collector, Module
-from qdsl.checkpoint.detect.fit import Candidate
+from qdsl.checkpoint.detect.fit import Candidate, Evidence, nearest_miss
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
@@ -80,7 +80,7 @@ class Judge:
                  if not weak or any(candidate.fit.params == other.fit.params for other in weak)]
         pool = self._simplest(strong or alike or weak or list(candidates), module, settings, is_denied)
         best = _with_defaults(pool)
-        if reason := self._undecided(pool, best, settings, is_denied):
+        if reason := self._undecided(module, pool, best, settings, is_denied):
             return Layer(module.name, others=module.tensors, by=scheme.by, why=reason)
         assert best is not None
         if "bias" in module.tensors and (order := best.format.detect.get("bias")):
@@ -89,7 +89,7 @@ class Judge:
         problems: list[str] = []
         if is_denied:
             is_padded = _is_padded(best, str(settings.get("storage", "")), candidates)
-            (problems if is_padded else contradictions).append(self._disagreement(best, settings))
+            (problems if is_padded else contradictions).append(self._disagreement(module, best, settings))
         return self._layer(module, best, scheme, settings, contradictions, problems)
 
     def _simplest(self, pool: list[Candidate], module: Module, settings: Mapping[str, Any], is_denied: bool) -> list[Candidate]:
@@ -102,11 +102,12 @@ class Judge:
         return [candidate for candidate in pool
                 if any(reading.storage for reading in self._readings(candidate, settings))] or pool
 
-    def _undecided(self, pool: Sequence[Candidate], best: Candidate | None, settings: Mapping[str, Any], is_denied: bool) -> str:
+    def _undecided(self, module: Module, pool: Sequence[Candidate], best: Candidate | None, settings: Mapping[str, Any],
+                   is_denied: bool) -> str:
         """Why a layer is ambiguous; '' if it is not."""
         ways = list(dict.fromkeys(f"{candidate.format.name}.{candidate.fit.storage}" for candidate in pool))
         if len(ways) > 1:
-            against = f"; {self._disagreement(pool[0], settings)}" if is_denied else self._remedy(settings)
+            against = f"; {self._disagreement(module, pool[0], settings)}" if is_denied else self._remedy(settings)
             return f"the tensors fit {' and '.join(ways)}, and nothing says which{against}"
         if best is None:
             return f"the tensors fit {' and '.join(candidate.label for candidate in pool)}, and nothing says which"
@@ -174,13 +175,17 @@ class Judge:
         is_open = same(settings.get("quant_method"), OWN) and "storage" not in settings
         return f": state 'storage' in {self.source}" if self.quantization is not None and is_open else ""
 
-    def _disagreement(self, candidate: Candidate, settings: Mapping[str, Any]) -> str:
-        """Problems of settings that contradict the tensors."""
+    def _disagreement(self, module: Module, candidate: Candidate, settings: Mapping[str, Any]) -> str:
+        """Problems of settings that contradict the tensors: which ones, or why the tensors are not what they say."""
         wrong_settings = ""
         for reading in self._readings(candidate, settings)[:1]:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
             wrong_settings = ", ".join(f"{key} = {at(settings, key)}" for key in sorted(key for key in wrong if key))
-        return f"{self.source} says {wrong_settings or brief(settings)}; the tensors fit {candidate.label}"
+        contents = self.collector.contents(module.tensors)
+        evidence = Evidence(self.collector.read_entries(module, contents), contents, module.claims, module.shape)
+        why = "" if wrong_settings else str(nearest_miss(self.collector.formats, evidence, [settings], True, ""))
+        parts = [f"{self.source} says {wrong_settings or brief(settings)}", f"the tensors fit {candidate.label}", why]
+        return "; ".join(filter(None, parts))
 
     def _denied(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Contradictions of settings that determine no parameter, and those that change no number.

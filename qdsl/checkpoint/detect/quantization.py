@@ -22,6 +22,7 @@ METADATA = "quantization_config"                                 # the key of se
 Own = dict[str, Mapping[str, Any] | None]
 EMBEDDINGS = re.compile(r".*embed.*|wte|wpe|shared")             # the last part of the names of nn.Embedding
 SPECIAL = frozenset("*+?^$()[]{}|\\")                            # what tells a regular expression from a name
+INTEGER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 LEFT_ALONE = "-:"                                                # prefix of patterns of unquantized layers
 
 
@@ -196,7 +197,8 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     registry = producers()
     method = str(data.get("quant_method") or method or registry.unnamed(data)).lower()
     names, keys = registry.of(method).settings, registry.keys(method)
-    settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": registry.of(method).name}
+    settings = {names.get(key, key): value for key, value in _with_integers(data).items()}
+    settings["quant_method"] = registry.of(method).name
     read = Quantization(source, method, settings, findings=findings(method, source, settings), budget=budget)
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)
                   for dialect in dialects]
@@ -218,6 +220,14 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
                 *(problem for listed in read_rules for problem in listed.problems)]
     read.problems = list(dict.fromkeys(f"{source}: {problem}" for problem in problems))
     return read
+
+
+def _with_integers(value: Any) -> Any:
+    """A setting with integers for whole numbers that are texts or have a point, as after edits by hand; lists stay."""
+    if isinstance(value, Mapping):
+        return {key: _with_integers(own) for key, own in value.items()}
+    is_whole = value.is_integer() if isinstance(value, float) else isinstance(value, str) and INTEGER.fullmatch(value)
+    return int(value) if is_whole else value
 
 
 def _listed(value: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from errno import ENOENT
@@ -226,4 +227,4 @@ def read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str,
         data = file.read(limit + 1)
     if len(data) > limit:
         raise CheckpointError(f"{path}: over the limit of {limit} bytes")
-    return strict_object(data, str(path), depth=64, constants=constants)
+    return strict_object(data.removeprefix(BOM_UTF8), str(path), depth=64, constants=constants)   # editors of Windows add it

@@ -18,7 +18,7 @@ from qdsl.compiler.spec.source import Problems, did_you_mean
 from qdsl.core.numbers import KNOWN_TYPES, find_number, near_type
 from qdsl.core.shapes import ANY
 
-MAX_PROGRAMS = 128
+MAX_PROGRAMS = 160
 
 
 def list_programs(spec: Spec, problems: Problems) -> list[Program]:

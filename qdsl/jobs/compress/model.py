@@ -62,12 +62,12 @@ class Model:
     @property
     def config(self) -> dict[str, Any]:
         """The model's config.json, {} without one."""
-        return dict(json.loads(self.texts.get("config.json", "{}")))
+        return dict(json.loads(self.texts.get("config.json", "{}").encode()))    # bytes may begin with a byte order mark
 
     @property
     def index(self) -> dict[str, Any]:
         """The index of the files, {} without one."""
-        return dict(json.loads(self.texts.get(self.index_name, "{}")))
+        return dict(json.loads(self.texts.get(self.index_name, "{}").encode()))
 
     @property
     def has_settings(self) -> bool:
