@@ -49,8 +49,7 @@ SAMPLE = ("deepseek_v3", "falcon", "gemma3_text", "gpt_oss", "granitemoehybrid",
           "qwen3_next")
 STEP = 7                                                         # between the cases that are taken
 # Cases that classes cannot compute, or that only some architectures mean something by; all others have to be computed.
-REFUSED = {"norms of queries and keys", "a new key", "fewer heads of keys", "normed steps", "parallel",
-           "attention below 0"}                                  # torch's attention takes no scale below 0
+REFUSED = {"norms of queries and keys", "a new key", "fewer heads of keys", "normed steps", "parallel"}
 # Keys by whose 0 llama.cpp computes no numbers.  Looking ahead, where a class cannot.  Scales of Bamba, which are Granite's.
 REFUSED_OF = {*((name, case) for name, keys in table()["undefined"].items() for case, own in gguf_cases.VALUES.items()
                 if any(own.get(key) == 0 for key in keys)), *((name, "both ways") for name in table()["causal"]),
@@ -90,10 +89,35 @@ def test_logits_are_those_of_llama_cpp_or_the_file_is_refused(model_type: str, t
     assert {name for name in names if checked(model_type, name, tmp_path) is not None}
 
 
+def test_windows_of_0_that_llama_cpp_does_not_answer(tmp_path: Path) -> None:
+    """NaN is recorded for four types, and nothing for two at which it ends; the refusal names the key, and that."""
+    key, case = "attention.sliding_window", "no windows"
+    refused = {name for name, keys in table()["undefined"].items() if key in keys}
+    silent = {name for name, own in ANSWERS.items() if case not in own}
+    assert refused == {name for name, own in ANSWERS.items() if own.get(case, []) is None} | silent == {
+        "afmoe", "cohere2", "cohere2_moe", "exaone_moe", "gemma2", "llama4_text"} and silent == {"afmoe", "llama4_text"}
+    path = gguf_cases.write_case(tmp_path / "model.gguf", gguf_cases.tiny("gemma2"), gguf_cases.cases()[case])
+    with pytest.raises(LoadError, match=r"gemma2\.attention\.sliding_window is 0: llama\.cpp computes no numbers by it"):
+        plugin.from_pretrained(path)
+
+
+@pytest.mark.parametrize(("type", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_norms_of_two_bytes(type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As the same numbers in F32.  llama.cpp ends: 'binary_op: unsupported types: dst: f32, src0: f32, src1: f16'."""
+    own, logits = gguf_cases.tiny("llama"), []
+    rounded = {name: tensor.to(dtype).float() if "_norm.weight" in name else tensor for name, tensor in own.tensors.items()}
+    for types in ({"_norm.weight": type}, {}):
+        path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, tensors=rounded), gguf_cases.Case(types=types))
+        with torch.no_grad():
+            logits.append(plugin.from_pretrained(path, dtype=torch.float32)(torch.tensor([gguf_cases.TOKENS])).logits)
+    assert torch.equal(*logits)
+
+
 # What classes have no place for is added to the models, by the key of the config's entry.
 ADDITIONS = {"attention.sliding_window": ("lfm2", "a window"), "rope.freq_base_swa": ("gemma2", "another base of windows"),
              "biases": ("mixtral", "biases of attention"), "expert_gating_func": ("cohere2_moe", "scaled experts"),
              "scales": ("llama", "scales of weights"), "attention.causal": ("gemma2", "both ways"),
+             "attention.scale": ("granite", "attention below 0"),
              "attention.layer_norm_epsilon": ("olmo", "another epsilon of means"),
              "attention.layer_norm_rms_epsilon": ("minicpm3", "another epsilon"),
              "rope.dimension_count": ("gemma", "a partial width and attention"),

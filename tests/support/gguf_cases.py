@@ -114,6 +114,10 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "attention factor of 0": {"rope.scaling.attn_factor": 0.0},
     "one group": {"expert_group_count": 1, "expert_group_used_count": 1},
     "gated by roots": {"expert_gating_func": 4}, "gated by another": {"expert_gating_func": 9},
+    "a base of 1 and yarn": {"rope.freq_base": 1.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                             "rope.scaling.original_context_length": 32},
+    "a base of 1 and yarn of long texts": {"rope.freq_base": 1.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                                           "rope.scaling.original_context_length": 4096},
     "a new key": {"attention.of_next_year": 2.0},
 }
 # By what model types of one architecture are told apart, beside their numbers.

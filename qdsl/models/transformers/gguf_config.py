@@ -44,7 +44,8 @@ WIDTH = "attention.key_length"
 RMS, PARALLEL = "rms_norm_eps", "use_parallel_residual"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 CLAMP = "clip_qkv"
-POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale")
+POSITIVE = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+ATTENTION_SCALE = "attention.scale"
 QKV = ("attn_q", "attn_k", "attn_v")
 # Layers of which llama.cpp reads a scale of the product, and those of which it then uses it for some model types only.
 SCALED = (*QKV, "attn_output", "attn_qkv", "ssm_in", "ssm_out")
@@ -153,6 +154,8 @@ def _added(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> Iterator[t
             yield "rotated_layers", rotated
     if metadata.get(CAUSAL) is False:
         yield CAUSAL, False
+    if metadata.get(ATTENTION_SCALE, 0) < 0:
+        yield ATTENTION_SCALE, metadata[ATTENTION_SCALE]
     if own.model_type in table()["sinks"] and metadata.get(KEY) == 0:
         yield KEY, 0
     if own.model_type in table()["routers"] and metadata.get("expert_count") and (rule := _routing_rule(metadata, own, config)):
@@ -288,9 +291,9 @@ def _with_defaults(metadata: Mapping[str, Any], own: GgufMap) -> dict[str, Any]:
     defaults = {key: value for key, value in DEFAULTS.items() if is_read(key, own.architecture)}
     if metadata.get(HEADS) and not metadata.get(KV_HEADS):
         defaults[KV_HEADS] = metadata[HEADS]
-    scale = "attention.scale"
-    if is_read(scale, own.architecture) and not metadata.get(scale) and isinstance(heads := metadata.get(HEADS), int) and heads:
-        defaults[scale] = (metadata.get("attention.key_length") or metadata["embedding_length"] // heads) ** -0.5
+    is_open = is_read(ATTENTION_SCALE, own.architecture) and not metadata.get(ATTENTION_SCALE)
+    if is_open and isinstance(heads := metadata.get(HEADS), int) and heads:
+        defaults[ATTENTION_SCALE] = (metadata.get("attention.key_length") or metadata["embedding_length"] // heads) ** -0.5
     return {**metadata, **{key: value for key, value in defaults.items() if not metadata.get(key)}}
 
 

@@ -129,8 +129,8 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
 
 
 def _check_base(file: GgufFile, base: float, kind: str) -> None:
-    """Raises LoadError for a base without frequencies, or by which yarn has no borders."""
-    if base <= 0 or (base == 1 and kind == "yarn"):
+    """Raises LoadError for a base without frequencies."""
+    if base <= 0:
         raise LoadError(f"{file.path}: the base of rotary embeddings is {base}, by which none are computed")
 
 
@@ -159,8 +159,10 @@ def _latent_attention(attention: float, scale: float, kind: str, multiplier: flo
 
 def _unscaled_shares(width: int, base: float, length: int, fast: float, slow: float) -> list[float]:
     """How much of each frequency yarn leaves as it is, from 0 to 1: high frequencies whole, those of long waves nothing."""
-    first, last = (width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (fast, slow))
-    low, high = max(0, math.floor(first)), min(width - 1, math.ceil(last))
+    waves, grown = [width * math.log(length / (turns * 2 * math.pi)) for turns in (fast, slow)], 2 * math.log(base)
+    first, last = (own / grown if grown else math.copysign(math.inf, own) for own in waves)
+    low = max(0, first if math.isinf(first) else math.floor(first))
+    high = min(width - 1, last if math.isinf(last) else math.ceil(last))
     return [1 - min(1.0, max(0.0, (place - low) / max(0.001, high - low))) for place in range(width // 2)]
 
 
