@@ -6,7 +6,7 @@ approximate functions are rounded to nearest here.
 """
 
 from qdsl.analyze.execute.machine import Finding, Options
-from qdsl.analyze.execute.program import ExecutionError
+from qdsl.analyze.execute.ptx import ExecutionError
 from qdsl.analyze.execute.run_launch import Execution, execute, execute_ptx
 from qdsl.runtime.libraries.call import Call
 

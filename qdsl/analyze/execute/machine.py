@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qdsl.analyze.execute.memory import Fault, GlobalMemory, Indices, InFlight
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
-from qdsl.analyze.execute.program import ExecutionError, Instruction, Program
+from qdsl.analyze.execute.ptx import ExecutionError, Instruction, Program
 from qdsl.analyze.execute.races import Clocks, ShadowMemory, Threads, is_ordered_in_program
 
 WARP = 32

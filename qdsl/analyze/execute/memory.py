@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.analyze.execute.numbers import UNSIGNED
-from qdsl.analyze.execute.program import ExecutionError
+from qdsl.analyze.execute.ptx import ExecutionError
 
 Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]

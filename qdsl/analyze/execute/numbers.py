@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.analyze.execute.program import ExecutionError
+from qdsl.analyze.execute.ptx import ExecutionError
 from qdsl.core.numbers import FLOATS as NUMBERS
 from qdsl.core.numbers import Number
 

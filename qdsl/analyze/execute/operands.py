@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qdsl.analyze.execute import program as ptx
+from qdsl.analyze.execute import ptx
 from qdsl.analyze.execute.machine import At, Batch, Step
 from qdsl.analyze.execute.memory import Indices
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits

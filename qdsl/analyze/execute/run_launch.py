@@ -13,17 +13,17 @@ import numpy as np
 from torch import Tensor
 
 from qdsl.analyze.compile import compile_with_triton, runtime_values, specialize_arguments
-from qdsl.analyze.execute import access, conversions, groups, scalar, warps
+from qdsl.analyze.execute import async_ops, conversion_ops, memory_ops, thread_ops, warp_ops
 from qdsl.analyze.execute.machine import WARP, Batch, Finding, Log, Options
 from qdsl.analyze.execute.memory import GlobalMemory
 from qdsl.analyze.execute.operands import steps_of
-from qdsl.analyze.execute.program import ExecutionError, Program, parse
+from qdsl.analyze.execute.ptx import ExecutionError, Program, parse
 from qdsl.analyze.execute.races import Clocks, ShadowMemory
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.libraries.call import Call
 
 THREADS = 8192                                                   # approximate threads per batch
-OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers their instructions
+OPCODES = (memory_ops, conversion_ops, async_ops, thread_ops, warp_ops)         # importing them registers their instructions
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from qdsl.analyze.execute.numbers import (
     sum_to_odd,
 )
 from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, split_pairs
-from qdsl.analyze.execute.program import type_bits
-from qdsl.analyze.execute.scalar import BITWISE
+from qdsl.analyze.execute.ptx import type_bits
+from qdsl.analyze.execute.thread_ops import BITWISE
 
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}

@@ -13,13 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.analyze.execute.access import check_dependent, check_in_flight, global_load, shared_store
 from qdsl.analyze.execute.machine import WARP, At, Batch, Step
 from qdsl.analyze.execute.memory import Indices, InFlight
+from qdsl.analyze.execute.memory_ops import check_dependent, check_in_flight, global_load, shared_store
 from qdsl.analyze.execute.numbers import UNSIGNED, Bits
 from qdsl.analyze.execute.operands import Context, Source, Target, broadcast, opcode
-from qdsl.analyze.execute.program import Immediate, Operand, Register, Vector
-from qdsl.analyze.execute.warps import WIDTHS, Matrix, a_tile, fragment, mma_product, numbers_of, result_words, word_elements
+from qdsl.analyze.execute.ptx import Immediate, Operand, Register, Vector
+from qdsl.analyze.execute.warp_ops import (
+    WIDTHS,
+    Matrix,
+    a_tile,
+    fragment,
+    mma_product,
+    numbers_of,
+    result_words,
+    word_elements,
+)
 
 WARP_GROUP = 128                                                 # threads
 

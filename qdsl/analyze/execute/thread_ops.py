@@ -12,7 +12,7 @@ from qdsl.analyze.execute import numbers
 from qdsl.analyze.execute.machine import At, Batch, Step
 from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, Floats, decode, encode, flushed, is_float
 from qdsl.analyze.execute.operands import Context, Source, broadcast, element, joined, opcode, split_pairs
-from qdsl.analyze.execute.program import Vector, type_bits
+from qdsl.analyze.execute.ptx import Vector, type_bits
 
 # -- moves and bits ------------------------------------------------------------------------------------------------------
 

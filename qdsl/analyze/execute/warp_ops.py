@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.analyze.execute.access import shared_load, shared_store
 from qdsl.analyze.execute.machine import WARP, At, Batch, Options, Step
+from qdsl.analyze.execute.memory_ops import shared_load, shared_store
 from qdsl.analyze.execute.numbers import SIGNED, TABLES, UNSIGNED, Bits, decode, encode, flushed
 from qdsl.analyze.execute.operands import Context, Source, broadcast, opcode
-from qdsl.analyze.execute.program import ExecutionError
+from qdsl.analyze.execute.ptx import ExecutionError
 
 Matrix = NDArray[np.float64]
 GROUP, MEMBER = np.arange(WARP) // 4, np.arange(WARP) % 4       # of a lane: the row, and the columns, of a fragment

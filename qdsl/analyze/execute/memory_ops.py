@@ -11,7 +11,7 @@ from qdsl.analyze.execute.machine import WARP, At, Batch, Step
 from qdsl.analyze.execute.memory import Allocation, Indices
 from qdsl.analyze.execute.numbers import SIGNED, UNSIGNED, Bits, decode, encode, is_float
 from qdsl.analyze.execute.operands import Context, broadcast, element, joined, opcode, split_pairs
-from qdsl.analyze.execute.program import Address, Symbol, type_bits
+from qdsl.analyze.execute.ptx import Address, Symbol, type_bits
 from qdsl.analyze.execute.races import ShadowMemory
 
 SECTOR, BANKS = 32, 32                                           # bytes; banks of 4 bytes
