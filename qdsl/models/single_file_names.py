@@ -37,7 +37,7 @@ def model_on_meta(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None
         torch.set_default_dtype(default)
 
 
-def mapped(cls: Any, model: Any, file: Source, config: Mapping[str, Any]) -> MappedSource:
+def mapped_source(cls: Any, model: Any, file: Source, config: Mapping[str, Any]) -> MappedSource:
     """A file under the names of a model: its own names, or those that the library's converter for the class gives."""
     names, sizes = set(model.state_dict()), shapes(file)
     errors: list[LoadError] = []

@@ -163,7 +163,7 @@ def test_decoded_experts(module: Any, dtype: torch.dtype, many: bool, monkeypatc
     rows = torch.randint(9, (offsets[-1] + 1,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with NoWaiting(), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the host waits for a tensor"))
-        out = experts._by_tiles(x, packed, borders, bias, True, 128, rows)
+        out = experts._product_by_tiles(x, packed, borders, bias, True, 128, rows)
     assert calls == [(256, 256)] * 3 if many else [(256, 256), (128, 256)]
     dense = module.dequantize(packed, dtype).cpu().double().unflatten(0, (6, 128))
     wide, own = x.cpu().double()[rows.cpu()], bias.cpu().double()

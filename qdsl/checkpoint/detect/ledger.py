@@ -188,7 +188,7 @@ def _account(registry: Producers, method: str) -> Account:
     """The settings that a producer's own file, and the common one, declare; and those that all readers understand."""
     keys = registry.keys(method)
     params = {name for format in descriptions() for name in format.params} if method == OWN else ()
-    account = _joined([registry.of(method), *(own for own in registry.every if own.common)], headers=False)
+    account = _joined_accounts([registry.of(method), *(own for own in registry.every if own.common)], headers=False)
     lists = dict.fromkeys((*keys.skipped, *keys.only, *params))
     own = registry.of(method)
     grouped = () if own.groups is None else {*own.groups.weights} - {*own.inert, *keys.patterns, *keys.layers}
@@ -197,10 +197,10 @@ def _account(registry: Producers, method: str) -> Account:
 
 @cache
 def _header_account(registry: Producers) -> Account:
-    return _joined([producer for producer in registry.every if producer.header is not None], headers=True)
+    return _joined_accounts([producer for producer in registry.every if producer.header is not None], headers=True)
 
 
-def _joined(every: Sequence[Producer], headers: bool) -> Account:
+def _joined_accounts(every: Sequence[Producer], headers: bool) -> Account:
     """What producers declare together; the first one counts.  headers: by their rules for headers, else those for configs."""
     kinds: dict[str, Kind | None] = {}
     for own in every:

@@ -162,7 +162,7 @@ def quantizations(folder: Folder) -> list[Quantization]:
     if quantized:                                                # which decide; nested ones may be of a part of the model
         quantized[0].findings += [finding for own in nested for finding in own.findings]
     quantized = quantized or nested
-    return [*quantized, *(quantization(data, source, "", budget, modules) for source, data in in_headers(folder))]
+    return [*quantized, *(quantization(data, source, "", budget, modules) for source, data in header_settings(folder))]
 
 
 def _nested(config: Mapping[str, Any], start: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
@@ -172,7 +172,7 @@ def _nested(config: Mapping[str, Any], start: tuple[str, ...] = ()) -> Iterator[
             yield from [((*start, key), value)] if key == METADATA else _nested(value, (*start, key))
 
 
-def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def header_settings(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Settings in the files' own metadata, with their place."""
     for file in folder.files():
         if METADATA in file.header.metadata:

@@ -19,7 +19,7 @@ from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.producers import producers
-from qdsl.checkpoint.detect.quantization import LEFT_ALONE, in_headers, quantization
+from qdsl.checkpoint.detect.quantization import LEFT_ALONE, header_settings, quantization
 from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.detect.transforms import OWN_TRANSFORMS
 from qdsl.checkpoint.files.folder import Folder
@@ -125,7 +125,7 @@ def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[st
         else:                                                    # an unused place of the producer's settings
             del container[keys[-1]]
             wholes[file] = whole if file == CONFIG else {}
-    headers = [settings for _, settings in in_headers(folder)]
+    headers = [settings for _, settings in header_settings(folder)]
     has_settings = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
     is_unplaced = all(_settings_at(wholes[CONFIG], place.at)[0] is None
                       for place, _ in producers().places if place.file == CONFIG)

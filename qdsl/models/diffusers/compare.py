@@ -14,7 +14,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.jobs.gguf.mixes import Tensor
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.mapped_source import MappedSource
-from qdsl.models.single_file_names import mapped, model_on_meta
+from qdsl.models.single_file_names import mapped_source, model_on_meta
 
 
 class DecodedModel:
@@ -58,5 +58,5 @@ def decoded_pair(file: Path, folder: Path) -> tuple[DecodedModel, DecodedModel]:
     model = model_on_meta(cls, config, torch.float32)
     own: Source = FolderSource(Folder(folder))
     identity = {name: TensorRule((name,)) for name in model.state_dict()}
-    return (DecodedModel(mapped(cls, model, GgufSource(file), config)),
+    return (DecodedModel(mapped_source(cls, model, GgufSource(file), config)),
             DecodedModel(MappedSource(own, identity, model, origin="the folder's names", has_experts=False)))

@@ -22,7 +22,7 @@ from qdsl.models.base import Base, check_described, complete, stored_config
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
 from qdsl.models.names import Names
 from qdsl.models.private_apis import float32_modules, single_file_class
-from qdsl.models.single_file_names import mapped, model_on_meta, shapes
+from qdsl.models.single_file_names import mapped_source, model_on_meta, shapes
 from qdsl.models.transformers.config import QdslConfig
 
 REMEDY = ("pass base=, a folder or repository of the model that it was made of; to load a pipeline, pass the folder to "
@@ -61,7 +61,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
         quantizer = QdslDiffusersQuantizer(options, pre_quantized=True)
         if isinstance(file, FolderSource) and has_own_names:
             complete(file, Names(model), settings, fetch)
-        source = file if has_own_names else mapped(cls, model, file, settings)
+        source = file if has_own_names else mapped_source(cls, model, file, settings)
         quantizer.fill(model, Checkpoint(path, {"": source}), device, float32_modules(cls))
     model.is_quantized, model.quantization_method, model.hf_quantizer = True, options.quant_method, quantizer
     return model.eval()

@@ -22,7 +22,7 @@ from qdsl.checkpoint.files.references import local_path
 from qdsl.models.base import check_described, stored_config
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.served import Served, source_tensors
-from qdsl.models.single_file_names import mapped, model_on_meta
+from qdsl.models.single_file_names import mapped_source, model_on_meta
 from qdsl.models.vllm.config import QdslConfig
 
 TRANSFORMER = "transformer"                                      # the folder of a pipeline whose model is quantized
@@ -51,7 +51,7 @@ class DiffusionConfig(QdslConfig):
         settings = json.loads((self.folder / "config.json").read_text())
         cls = getattr(diffusers, settings["_class_name"])
         source = GgufSource(self.verified(local_path(str(self.gguf_model))))
-        return mapped(cls, model_on_meta(cls, settings, None), source, settings)
+        return mapped_source(cls, model_on_meta(cls, settings, None), source, settings)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method that serves a module; None for vLLM's own."""

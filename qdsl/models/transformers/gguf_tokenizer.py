@@ -364,7 +364,7 @@ def _space_normalizers(vocabulary: Vocabulary) -> Iterator[Any]:
     yield normalizers.Replace(" ", SPACE)
 
 
-def _backward(vocabulary: Vocabulary) -> Tokenizer:
+def _backward_search(vocabulary: Vocabulary) -> Tokenizer:
     """The tokens with the best sum of rounded scores, searched from the end of a text."""
     numbers = numbers_of(vocabulary)
     if not _has_bytes(vocabulary, numbers):
@@ -416,7 +416,7 @@ def _longest(texts: Sequence[str]) -> str:
 
 
 BUILDERS: Mapping[str, Callable[[Vocabulary], Tokenizer]] = {
-    "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram, "backward": _backward,
+    "bpe": _bpe, "spm": _spm, "wordpiece": _wordpiece, "unigram": _unigram, "backward": _backward_search,
     "trie": _trie}
 DECODERS: Mapping[str, Callable[[Vocabulary], Any]] = {
     "bpe": _bpe_decoder, "spm": _spm_decoder, "unigram": _unigram_decoder, "trie": lambda vocabulary: decoders.ByteLevel()}

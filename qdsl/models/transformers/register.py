@@ -29,13 +29,13 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(moe.NAME, moe.experts_forward)
     get = modeling_utils.get_hf_quantizer
     if not hasattr(get, "__wrapped__"):
-        modeling_utils.get_hf_quantizer = _choosing(get)
+        modeling_utils.get_hf_quantizer = _accept_any_producer(get)
         PreTrainedModel.save_pretrained = saving(PreTrainedModel.save_pretrained, QdslHfQuantizer,
                                                  has_adapters,
                                                  {"state_dict": None, "variant": None})
 
 
-def _choosing(get: Any) -> Any:
+def _accept_any_producer(get: Any) -> Any:
     """The library's function that chooses a quantizer, extended to a QdslConfig for any producer."""
     @wraps(get)
     def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
         with torch.no_grad(), on_device(x.device):
             if x.dtype == torch.float64:
                 return _by_batches(x if rows is None else x[rows], packed, device_offsets(offsets, x), bias)
-            return _by_tiles(x, packed, offsets, bias, partial, n, rows)
+            return _product_by_tiles(x, packed, offsets, bias, partial, n, rows)
     return _by_experts(x, packed, offsets, bias, partial, n, mode)
 
 
@@ -192,8 +192,8 @@ def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
         not ops.is_differentiated(x, other)
 
 
-def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, n: int, rows: Tensor | None,
-              ) -> Tensor:
+def _product_by_tiles(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, n: int,
+                      rows: Tensor | None) -> Tensor:
     """The product by kernels whose tiles follow the offsets on the device."""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     m, experts = x.shape[0] if rows is None else rows.shape[0], len(offsets) - 1

@@ -119,7 +119,7 @@ def _quantized_x_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, m
     """The product with x quantized to 8 bits: by a kernel, or without one by dequantizing x and multiplying in float32."""
     scale = _static_scale(mode)
     if not packed.runs_kernels or not launch.has_quantized(x, packed):
-        return packed_linear(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
+        return packed_linear(eight.quantized_and_back(x, packed, scale), packed, bias).to(x.dtype)
     return quantized(x, packed, bias, scale, mode)
 
 

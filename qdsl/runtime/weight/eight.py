@@ -71,7 +71,7 @@ def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) ->
     return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales
 
 
-def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
+def quantized_and_back(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
     """x [M, K] quantized for a weight and dequantized: float32 [M, K], or float64 for float64 x.  scale: a static one."""
     kernel = _own(packed)
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -56,11 +56,11 @@ def number(value, kind: tl.constexpr):
     elif kind == -4:
         return device.e4m3(value)
     else:
-        return (part(value, kind).to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+        return (field_bits(value, kind).to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
 
 
 @triton.jit
-def part(value, kind: tl.constexpr):
+def field_bits(value, kind: tl.constexpr):
     """A stored integer; if other fields share its bytes, the bits of this field, as number() defines kinds."""
     if kind >= 32:
         return (value >> (kind // 32 - 1)) & ((1 << kind % 32) - 1)
@@ -76,7 +76,7 @@ def loaded(plane, at, kind: tl.constexpr):
     places share; the plane is (plane, how many).
     """
     if kind == -5:
-        return tl.load(plane[1] + part(tl.load(plane[0] + at), plane[2]).to(tl.int32)).to(tl.float32)
+        return tl.load(plane[1] + field_bits(tl.load(plane[0] + at), plane[2]).to(tl.int32)).to(tl.float32)
     elif kind == -6:
         return device.scale(tl.load(plane[0] + at.to(tl.uint64) // plane[1]))
     else:

@@ -130,7 +130,7 @@ def less(value, point):
 
 
 @triton.jit
-def matrix(codes: tl.constexpr, w, flip, zero: tl.constexpr, point, width: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
+def w_operand(codes: tl.constexpr, w, flip, zero: tl.constexpr, point, width: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
     """The rows of w in a chunk, or a group of 32 columns, as numbers: codes plus zero, minus a zero point."""
     v00 = numbers(codes, w, 0, 0, flip, zero, point, width, bits, F)
     v01 = numbers(codes, w, 0, 1, flip, zero, point, width, bits, F)
@@ -173,7 +173,7 @@ def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.
         w = short_operand(numbers(codes, words[u // 2], 0, u % 2, flip, zero, point, width, bits, F),
                           numbers(codes, words[u // 2], 1, u % 2, flip, zero, point, width, bits, F))
     else:
-        w = matrix(codes, words if size == 128 else words[u], flip, zero, point, width, bits, F)
+        w = w_operand(codes, words if size == 128 else words[u], flip, zero, point, width, bits, F)
     return tl.dot(w, x)
 
 
