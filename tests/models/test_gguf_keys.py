@@ -107,7 +107,8 @@ def test_norms_of_two_bytes(type: str, dtype: torch.dtype, tmp_path: Path) -> No
     own, logits = gguf_cases.tiny("llama"), []
     rounded = {name: tensor.to(dtype).float() if "_norm.weight" in name else tensor for name, tensor in own.tensors.items()}
     for types in ({"_norm.weight": type}, {}):
-        path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, tensors=rounded), gguf_cases.Case(types=types))
+        changed = dataclasses.replace(own, tensors=rounded)
+        path = gguf_cases.write_case(tmp_path / "model.gguf", changed, gguf_cases.Case(types=types))
         with torch.no_grad():
             logits.append(plugin.from_pretrained(path, dtype=torch.float32)(torch.tensor([gguf_cases.TOKENS])).logits)
     assert torch.equal(*logits)

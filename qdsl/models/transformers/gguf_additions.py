@@ -6,7 +6,7 @@ The config's entry `llama_cpp` names it by keys of files, so that a saved folder
 they are not.
 `rope.freq_base_swa`: `rope_parameters` of the layers with a window.  `attention.sliding_window`: of all layers of attention.
 `attention.layer_norm_rms_epsilon` and `attention.layer_norm_epsilon`: of norms to which the class gives its own.
-`attention.causal`: false where tokens see those behind them, too.  `attention.scale`: below 0, for which torch's attention is NaN.
+`attention.causal`: false where tokens see those behind them, too.  `attention.scale`: below 0, where torch's attention is NaN.
 `expert_gating_func`: how experts are chosen and weighed.  `scales`: of Linear layers, by which their products are multiplied.
 `expert_scales`: the same of experts, with a number for each, of the products of `gate`, `up` and `down`.
 `attention.head_count` and `attention.head_count_kv`: of each layer, where they differ.
