@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qdsl.runtime.cpu import dense
+from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.libraries.private_apis import (
     PLAIN,
     gradient_kernel,
@@ -218,13 +220,11 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
 @without_autocast
 def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
     """x [..., K] @ w.T + bias, or x [..., N] @ w if transposed; computed at once, without gradients."""
-    if mode == MATCH_DENSE:
+    is_lossless = packed.layout.streams and packed.device.type == "cpu" and not (transposed or mode)
+    if mode == MATCH_DENSE or (is_lossless and not x.is_contiguous()):       # the bits of torch's sums depend on strides
         return _dense_product(x, packed, bias, transposed)
     if packed.has_branch:
         return _computed_sum(x, packed, bias, transposed, mode)
-    if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
-        # torch also rounds the product before it adds the bias.
-        return computed(x, packed, None, transposed, mode).add_(bias)
     with torch.no_grad(), on_device(x.device):                   # stored tensors may require gradients
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # works for K = 0
         if not transposed:
@@ -240,7 +240,8 @@ def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: b
 def _dense_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool) -> Tensor:
     """The product by torch with the whole decoded weight, in x's dtype: the order of sums depends on the number of rows."""
     with torch.no_grad(), on_device(x.device):
-        weight = decode_into(packed, empty(packed.shape, x.dtype, packed.device))
+        kept = dense.kept_decoded(packed) if packed.order is None and cpu.has_decoded_copy(x, packed) else None
+        weight = decode_into(packed, empty(packed.shape, x.dtype, packed.device)) if kept is None else kept
         if transposed:                                           # as autograd multiplies gradients
             out = x.reshape(-1, packed.shape[0]) @ weight
         else:
