@@ -9,13 +9,14 @@
 
     aqlm: 2.00403 bits per weight
 
-Built from the spec aqlm_1x16 (sha256 57253af2c45fb12e) by qdsl 0.1.0.
+Built from the spec aqlm_1x16 (sha256 1f7be4cbadaaf5fb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import vector_kmeans
 from qdsl.runtime import Format, Kernels, Storage, Variant, entries
 from qdsl.runtime.libraries.triton import tl, triton
 
@@ -43,6 +44,15 @@ def decode(q: Tensor, cb: Tensor, s: Tensor, out: Tensor | None = None) -> Tenso
     return torch.mul(cb, s, out=out).flatten(1)
 
 
+def encode(weight: Tensor, *, real: str, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: vectors of a stored table by k-means of runs of rows or columns, in units of the
+    largest of a row where rows have scales; codes of the nearest vectors; of two tables each is fitted to what the other
+    leaves.  importance: float32 [K].
+    """
+    q, s, cb = vector_kmeans(weight, code="u16", scale=real, levels=real, rows=1, columns=8, importance=importance)
+    return {"q": q, "s": s, "cb": cb}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -64,13 +74,13 @@ VARIANT = Variant(
     storages={
         "aqlm": Storage(unpack_aqlm, pack_aqlm, Kernels(_decode_aqlm, rows="N", units="K", last="k")),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 PROGRAM = {
     "name": "aqlm_1x16", "title": "AQLM 1x16, for 8 columns a row of a codebook of 65536, and a scale per row",
     "source": "aqlm checkpoints (QuantizedLinear, _dequantize_weight)", "formula": "cb[q, k % 8] * s", "bits": "2.004",
-    "digest": "57253af2c45fb12e",
+    "digest": "1f7be4cbadaaf5fb",
     "params": {"real": ("f16", "bf16")},
     "variants": {(): {
         "fields": {"q": ("u16", "N", "K/8"), "cb": ("real", "65536", "8"), "s": ("real", "N")},

@@ -10,13 +10,14 @@
 
     aqlm: 2.00024 bits per weight
 
-Built from the spec aqlm_2x8 (sha256 4e6ca38beb1bd978) by qdsl 0.1.0.
+Built from the spec aqlm_2x8 (sha256 6db760537205e866) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import vector_kmeans
 from qdsl.runtime import Format, Kernels, Storage, Variant, as_type, empty, entries, workspace
 from qdsl.runtime.libraries.triton import tl, triton
 
@@ -52,6 +53,16 @@ def decode(a: Tensor, b: Tensor, cb: Tensor, s: Tensor, out: Tensor | None = Non
     return torch.mul(w, s, out=out).flatten(1)
 
 
+def encode(weight: Tensor, *, real: str, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: vectors of a stored table by k-means of runs of rows or columns, in units of the
+    largest of a row where rows have scales; codes of the nearest vectors; of two tables each is fitted to what the other
+    leaves.  importance: float32 [K].
+    """
+    a, b, s, cb = vector_kmeans(weight, code="u8", residual="u8", scale=real, levels=real, rows=1, columns=8,
+            importance=importance)
+    return {"a": a, "b": b, "s": s, "cb": cb}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -75,13 +86,13 @@ VARIANT = Variant(
     storages={
         "aqlm": Storage(unpack_aqlm, pack_aqlm, Kernels(_decode_aqlm, rows="N", units="K", last="k")),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 PROGRAM = {
     "name": "aqlm_2x8", "title": "AQLM 2x8, for 8 columns the sum of a row of each of two codebooks of 256, and a scale per row",
     "source": "aqlm checkpoints (QuantizedLinear, _dequantize_weight)", "formula": "(cb[0, a, k % 8] + cb[1, b, k % 8]) * s",
-    "bits": "2.0002", "digest": "4e6ca38beb1bd978",
+    "bits": "2.0002", "digest": "6db760537205e866",
     "params": {"real": ("f16", "bf16")},
     "variants": {(): {
         "fields": {"a": ("u8", "N", "K/8"), "b": ("u8", "N", "K/8"), "cb": ("real", "2", "256", "8"), "s": ("real", "N")},

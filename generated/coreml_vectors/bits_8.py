@@ -35,8 +35,9 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: vectors of the one stored table by k-means of runs of rows or columns; codes of the
-    nearest vectors.  importance: float32 [K].
+    """Fields for a float weight [N, K]: vectors of a stored table by k-means of runs of rows or columns, in units of the
+    largest of a row where rows have scales; codes of the nearest vectors; of two tables each is fitted to what the other
+    leaves.  importance: float32 [K].
     """
     q, lut = vector_kmeans(weight, code="u8", levels=level_type, rows=4, columns=1, importance=importance)
     return {"q": q, "lut": lut}

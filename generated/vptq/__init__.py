@@ -11,7 +11,7 @@
 
     vptq: 2.00391 bits per weight at bits = 16, 1.75098 at 14, 1.50024 at 12
 
-Built from the spec vptq (sha256 e3739c43a64c7570) by qdsl 0.1.0.
+Built from the spec vptq (sha256 07fd4dc38caecf6b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -22,7 +22,7 @@ from . import bits_16, bits_14, bits_12
 PROGRAM = {
     "name": "vptq", "title": "VPTQ, indices of vectors of 8 rows, columns in an order of their own",
     "source": "VPTQ vptq/layers/vqlinear.py VQuantLinear, vptq/utils/pack.py pack_index, vptq/ops/quant_gemm.py dequant; one codebook",
-    "formula": "round(round(cb[q, n % 8] * a, type) + b, type)", "bits": "1.5002 to 2.0039", "digest": "e3739c43a64c7570",
+    "formula": "round(round(cb[q, n % 8] * a, type) + b, type)", "bits": "1.5002 to 2.0039", "digest": "07fd4dc38caecf6b",
     "params": {"bits": (16, 14, 12), "type": ("bf16", "f16")},
     "by": ("bits",),
     "variants": {

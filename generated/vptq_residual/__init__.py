@@ -14,7 +14,7 @@
     vptq: 3.00392 bits per weight at bits = 16, more = 8, rows = 8, 1.50392 at 16, 8, 16, 4.00781 at 16, 16, 8, 2.00781 at 16, 16,
         16, 2 at 8, 8, 8, 1 at 8, 8, 16, 3.00392 at 8, 16, 8, 1.50392 at 8, 16, 16
 
-Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
+Built from the spec vptq_residual (sha256 eb92c13f621a725c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -27,7 +27,7 @@ PROGRAM = {
     "name": "vptq_residual", "title": "VPTQ, indices of vectors and of residuals, columns in an order of their own",
     "source": "VPTQ vptq/layers/vqlinear.py VQuantLinear, vptq/utils/pack.py pack_index, vptq/ops/quant_gemm.py dequant; one codebook",
     "formula": "round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)", "bits": "1 to 4.0078",
-    "digest": "38c0437c3b026833",
+    "digest": "eb92c13f621a725c",
     "params": {"bits": (16, 8), "more": (8, 16), "rows": (8, 16), "type": ("bf16", "f16")},
     "by": ("bits", "more", "rows"),
     "variants": {

@@ -2,13 +2,14 @@
 
     w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)
 
-Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
+Built from the spec vptq_residual (sha256 eb92c13f621a725c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import vector_kmeans
 from qdsl.runtime import Kernels, Storage, Variant, as_type, entries, integer, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.libraries.triton import tl, triton
@@ -49,6 +50,16 @@ def decode(cb: Tensor, rs: Tensor, q: Tensor, r: Tensor, p: Tensor | None = None
     return rounded(w, type, out).flatten(0, 1)
 
 
+def encode(weight: Tensor, *, type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: vectors of a stored table by k-means of runs of rows or columns, in units of the
+    largest of a row where rows have scales; codes of the nearest vectors; of two tables each is fitted to what the other
+    leaves.  importance: float32 [K].
+    """
+    q, r, cb, rs = vector_kmeans(weight, code="u16", residual="u16", levels=type, residuals=type, rows=16, columns=1,
+            importance=importance)
+    return {"q": q, "r": r, "cb": cb, "rs": rs}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -83,5 +94,5 @@ VARIANT = Variant(
         "vptq": Storage(unpack_vptq, pack_vptq, Kernels(_decode_vptq, rows="N/8", units="K", last="k", sums=8, lanes=(8,),
                 order=(0, 2, 1))),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )

@@ -77,6 +77,19 @@ def choose_columns(old: Tensor, slopes: Tensor, inner: Tensor, first: Tensor, fa
     return True
 
 
+def nearest_vectors(x: Tensor, count: Tensor, table: Tensor) -> Tensor | None:
+    """The entry [vectors] of a table for each vector of x with the least sum of count * (x - entry)^2; all float64, 2-D.
+
+    None where torch is to do it: without a compiler, for few entries, and on other devices.
+    """
+    functions = None if x.device.type != "cpu" or type(x) is not Tensor or len(table) % LANES else _functions()
+    if functions is None:
+        return None
+    codes = torch.empty(len(x), dtype=torch.int64, device="cpu")
+    functions.nearest_vectors(x.contiguous(), count.contiguous(), table.T.contiguous(), *x.shape, len(table), codes)
+    return codes
+
+
 def _fit_in_c(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried: Sequence[np.float32], flags: tuple[int, ...],
               results: int) -> tuple[Floats, ...] | None:
     """What a search finds for blocks [elements, blocks] and the weights of their errors; None where numpy is to do it."""

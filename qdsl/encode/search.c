@@ -235,3 +235,35 @@ void choose_columns(const float *old /* columns * rows */, float *slopes /* colu
         for (int64_t c = 0; c < columns; c++) save(slopes + c * rows, slope[c], rows, row);
     }
 }
+
+/* For each vector the first entry of a table [columns, entries] with the least sum of count * (x - entry)^2. */
+void nearest_vectors(const double *x /* vectors * columns */, const double *count /* vectors * columns */,
+                     const double *table /* columns * entries */, int64_t vectors, int64_t columns, int64_t entries,
+                     int64_t *codes /* vectors */) {
+    typedef double vd __attribute__((vector_size(32)));          /* wider ones are taken apart where a machine has none */
+    typedef int64_t vl __attribute__((vector_size(32)));
+    const vl lanes = {0, 1, 2, 3};
+    for (int64_t v = 0; v < vectors; v++, x += columns, count += columns) {
+        vd best = __builtin_inf() - (vd){0};
+        vl at = {0};
+        for (int64_t e = 0; e < entries; e += LANES) {
+            vd cost[LANES / 4] = {0}, entry;
+            for (int64_t c = 0; c < columns; c++)
+                #pragma GCC unroll 4
+                for (int i = 0; i < LANES / 4; i++) {            /* sums in registers */
+                    memcpy(&entry, table + c * entries + e + 4 * i, sizeof entry);
+                    entry = x[c] - entry;
+                    cost[i] += entry * entry * count[c];
+                }
+            #pragma GCC unroll 4
+            for (int i = 0; i < LANES / 4; i++) {
+                const vl less = cost[i] < best;
+                best = (vd)((vl)cost[i] & less | (vl)best & ~less);
+                at = (lanes + e + 4 * i) & less | at & ~less;
+            }
+        }
+        int first = 0;
+        for (int i = 1; i < 4; i++) if (best[i] < best[first] || (best[i] == best[first] && at[i] < at[first])) first = i;
+        codes[v] = at[first];
+    }
+}

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 SCALARS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
-DTYPES = {"float": "float32", **{f"{sign}int{bits}_t": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}}
+DTYPES = {"float": "float32", "double": "float64",
+          **{f"{sign}int{bits}_t": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}}
 OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 PARAMETER = re.compile(r"(?P<const>const )?(?P<type>\w+) (?P<pointer>\*?)(?P<name>\w+)(?: /\* (?P<least>.+) \*/)?")

@@ -24,7 +24,8 @@ from tests.support.formats import SHIPPED, module
 
 # K is a multiple of all blocks but those of any_precision, and N of all rows of tiles
 SHAPE = (128, 512)
-LONG = {"any_precision": 1024}
+LENGTHS = {"any_precision": 1024, "aqlm_1x16": 8, "aqlm_2x8": 64, "vptq": 8, "vptq_residual": 64}
+OPTIONS = {"vptq": {"bits": 12}, "vptq_residual": {"bits": 8, "more": 8}}  # larger tables hold all vectors of a small weight
 OF_CACHES = ("fp8_ds_mla",)                                      # rows of 512 columns
 
 
@@ -53,11 +54,11 @@ def loss(format: Format, packed: object, weight: Tensor, hessian: Hessian) -> fl
 
 @pytest.mark.parametrize("path", with_quantizer(), ids=lambda path: path.stem)
 def test_the_loss_is_less_than_that_of_rounding(path: Path) -> None:
-    """At most three quarters of it."""
-    format, (weight, hessian) = module(path).FORMAT, layer(LONG.get(path.stem, SHAPE[1]))
-    packed = quantize(format, weight, hessian)
-    before, after = (loss(format, one, weight, hessian) for one in (format.quantize(weight), packed))
-    assert after <= 0.75 * before
+    """At most three quarters of it, unless a table holds all vectors of the weight."""
+    format, (weight, hessian), options = module(path).FORMAT, layer(LENGTHS.get(path.stem, SHAPE[1])), OPTIONS.get(path.stem, {})
+    packed = quantize(format, weight, hessian, **options)
+    before, after = (loss(format, one, weight, hessian) for one in (format.quantize(weight, **options), packed))
+    assert after <= (0.75 if before > 1e-4 * hessian.loss(weight) else 1) * before
 
 
 def test_a_last_block_may_be_shorter() -> None:
@@ -80,10 +81,10 @@ def test_a_last_block_may_be_shorter() -> None:
 @pytest.mark.parametrize("path", with_quantizer(), ids=lambda path: path.stem)
 def test_independent_inputs_take_the_nearest_codes(path: Path) -> None:
     """No other code of a weight is nearer, with the scales that were chosen."""
-    k = LONG.get(path.stem, SHAPE[1])
+    k = LENGTHS.get(path.stem, SHAPE[1])
     format, (weight, _) = module(path).FORMAT, layer(k)
     independent = Hessian(torch.eye(k), k)
-    packed, _ = quantize_clipped(format, weight[:128], independent.importance, {})
+    packed, _ = quantize_clipped(format, weight[:128], independent.importance, OPTIONS.get(path.stem, {}))
     code = code_field(packed.variant)
     if not code:
         pytest.skip("codes are of several weights")
@@ -102,7 +103,7 @@ def test_rounded_weights_stay_while_codes_are_solved() -> None:
     weight, hessian = layer()
     shared = []
     for path in with_quantizer():
-        if path.stem in LONG:
+        if path.stem in LENGTHS:
             continue
         format = module(path).FORMAT
         packed, fields = quantize_clipped(format, weight[:128], hessian.importance, {})
@@ -207,7 +208,7 @@ def test_columns_without_inputs_and_few_samples_are_factored() -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     x[:, 7] = 0
     matrix = x.T @ x / 5
-    upper = factor(matrix)
+    upper, _ = factor(matrix)
     assert bool(torch.isfinite(upper).all()) and torch.equal(upper, upper.triu()) and bool((upper.diagonal() == 1).all())
     damped = matrix + 0.01 * (matrix.trace() + 1) / 64 * torch.eye(64)
     damped[7, 7] += 1

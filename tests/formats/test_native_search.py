@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from qdsl.encode import native, search
+from qdsl.encode import native, search, vectors
 from qdsl.generated import iq1_s, iq2_xxs, q2_0, q4_0, q4_k, q5_0, q8_0, q8_1, tq1_0
 from qdsl.host import library
 from qdsl.runtime.weight.packed import FormatError
@@ -121,3 +121,14 @@ def test_searches_that_numpy_has_to_do() -> None:
     assert native.fit_signed(x[:64], x[:64], -32, 31, [np.float32(-32)]) is not None
     library.choose("never")
     assert native.fit_signed(x[:64], x[:64], -32, 31, [np.float32(-32)]) is None
+
+
+def test_the_nearest_vectors_are_those_of_torch() -> None:
+    """Of entries that are as near, the first."""
+    drawn = torch.Generator().manual_seed(7)
+    table = torch.randint(-3, 4, (64, 3), generator=drawn).double()
+    x = torch.randint(-6, 7, (500, 3), generator=drawn).double() / 2
+    count = torch.rand(500, 3, generator=drawn, dtype=torch.float64)
+    codes = native.nearest_vectors(x, count, table)
+    library.choose("never")
+    assert codes is not None and torch.equal(vectors.nearest_vectors(x, count, table), codes)

@@ -54,34 +54,60 @@ def of_all(reading: Reading, weight: npt.NDArray[np.float32], roles: Mapping[str
     return {**fields, levels: np.array(table)}
 
 
-def of_vectors(reading: Reading, weight: npt.NDArray[np.float32], code: str, levels: str, importance: Any) -> dict[str, Codes]:
-    """Codes, and the stored table of vectors that k-means finds, from vectors at even distances in rows of vectors."""
-    entries, length = reading.stored_tables[levels]
-    shape = {f.name.value: oracle.field_shape(reading.spec, f, reading.env) for f in reading.spec.fields}[code]
-    rows, columns = (extent // count for extent, count in zip(reading.shape, shape, strict=True))
-    places = [[(rows * t + i, columns * u + j) for i in range(rows) for j in range(columns)] for t, u in np.ndindex(*shape)]
-    vectors = [[float(weight[place]) for place in own] for own in places]
-    counts = [[1.0 if importance is None else float(importance[k]) for _, k in own] for own in places]
+def of_vectors(reading: Reading, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
+    """Codes, scales of rows, and the stored tables of vectors that k-means finds, each from vectors at even distances."""
+    shapes = {f.name.value: oracle.field_shape(reading.spec, f, reading.env) for f in reading.spec.fields}
+    own = [roles[role] for role in ("code", "residual") if role in roles]
+    names = [roles["levels"], roles.get("residuals", roles["levels"])][:len(own)]
+    rows, columns = (extent // count for extent, count in zip(reading.shape, shapes[own[0]], strict=True))
+    fields = {name: np.zeros(reading.stored_tables[name], np.int64) for name in names}
+    scales = [1.0] * reading.shape[0]
+    if "scale" in roles:
+        stored = [schemes.stored_scale(np.abs(row).max(), reading.kind(roles["scale"])) for row in weight]
+        fields[roles["scale"]], scales = np.array([word for word, _ in stored]), [float(scale) for _, scale in stored]
+    places = [[(rows * t + i, columns * u + j) for i in range(rows) for j in range(columns)]
+              for t, u in np.ndindex(*shapes[own[0]])]
+    vectors = [[float(weight[n, k]) / scales[n] if scales[n] else 0.0 for n, k in part] for part in places]
+    columns_count = [1.0] * reading.shape[1] if importance is None else [float(count) for count in importance]
+    counts = [[columns_count[k] * (scales[n] * scales[n]) for n, k in part] for part in places]
+    tables: list[list[list[float]]] = [[]] * len(own)
+    parts, chosen, few = [[[0.0] * len(at) for at in places]] * len(own), [[0]] * len(own), [False] * len(own)
+    for turn in range(4 if len(own) == 2 else 1):
+        for i, name in enumerate(names):
+            wanted = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(vectors, parts[1 - i], strict=True)] \
+                if len(own) == 2 else vectors
+            entries, kind = reading.stored_tables[name][-2], reading.kind(name)
+            if turn == 0:                                        # all vectors where they are few; further entries repeat the last
+                distinct = wanted if len(wanted) <= entries else sorted([list(x) for x in {*map(tuple, wanted)}])
+                few[i] = len(distinct) <= entries
+                tables[i] = distinct if few[i] else [wanted[(2 * e + 1) * len(wanted) // (2 * entries)] for e in range(entries)]
+            tables[i] = tables[i] if few[i] else fitted(wanted, counts, tables[i], 4 if len(own) == 2 else 12)
+            words = [[nearest_code(kind, np.float32(v)) for v in entry] for entry in tables[i]]
+            tables[i] = [[float(value(kind, word)) for word in entry] for entry in words]
+            chosen[i] = nearest_vectors(wanted, counts, tables[i])
+            parts[i] = [tables[i][code] for code in chosen[i]]
+            fields[name][(i,) if fields[name].ndim == 3 else ...] = words + words[-1:] * (entries - len(words))
+    return {**fields, **{name: np.array(codes).reshape(shapes[name]) for name, codes in zip(own, chosen, strict=True)}}
 
-    def nearest(table: list[list[float]]) -> list[int]:
-        costs = ([added((a - b) * (a - b) * count for a, b, count in zip(own, entry, by, strict=True)) for entry in table]
-                 for own, by in zip(vectors, counts, strict=True))
-        return [row.index(min(row)) for row in costs]
 
-    distinct = vectors if len(vectors) <= entries else sorted([list(own) for own in {*map(tuple, vectors)}])
-    few = len(distinct) <= entries                               # further entries repeat the last vector
-    table = list(distinct) if few else [vectors[(2 * i + 1) * len(vectors) // (2 * entries)] for i in range(entries)]
-    for _ in range(0 if few else 12):
-        chosen, moved = nearest(table), [list(entry) for entry in table]
+def fitted(vectors: list[list[float]], counts: list[list[float]], table: list[list[float]], rounds: int) -> list[list[float]]:
+    """A table after rounds of Lloyd's algorithm."""
+    for _ in range(rounds):
+        chosen, moved = nearest_vectors(vectors, counts, table), [list(entry) for entry in table]
         for i, entry in enumerate(moved):
             own = [n for n, at in enumerate(chosen) if at == i]
-            for d in range(length):
+            for d in range(len(entry)):
                 total = added(counts[n][d] for n in own)
                 entry[d] = added(vectors[n][d] * counts[n][d] for n in own) / total if total > 0 else entry[d]
         table = moved
-    words = [[nearest_code(reading.kind(levels), np.float32(v)) for v in entry] for entry in table]
-    stored = [[float(value(reading.kind(levels), word)) for word in entry] for entry in words]
-    return {code: np.array(nearest(stored)).reshape(shape), levels: np.array(words + words[-1:] * (entries - len(words)))}
+    return table
+
+
+def nearest_vectors(vectors: list[list[float]], counts: list[list[float]], table: list[list[float]]) -> list[int]:
+    """The nearest entry of each vector."""
+    costs = ([added((a - b) * (a - b) * count for a, b, count in zip(own, entry, by, strict=True)) for entry in table]
+             for own, by in zip(vectors, counts, strict=True))
+    return [row.index(min(row)) for row in costs]
 
 
 def added(values: Iterable[float]) -> float:

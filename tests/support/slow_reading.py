@@ -230,7 +230,7 @@ class Reading:
         if scheme == "kmeans":
             return slow_levels.of_blocks(self, weight, code, str(arguments["levels"]), importance)
         if scheme == "vector_kmeans":
-            return slow_levels.of_vectors(self, weight, code, str(arguments["levels"]), importance)
+            return slow_levels.of_vectors(self, weight, roles, importance)
         if scheme == "scaled_kmeans":
             return slow_levels.of_all(self, weight, roles, importance)
         if scheme.startswith("least_squares"):

@@ -25,7 +25,7 @@ from qdsl.core.schemes import KINDS, SCHEMES, Scheme
 
 Constants = dict[str, Constant]
 Options = dict[str, str | int | float]
-LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
+LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"), ("code", "residual"))    # roles of blocks of one size
 MOST_FIELDS = 5                                                  # of decode, to look for the scheme that inverts it
 ALIKE = (("scale", "choice"), ("code", "sign"))                  # of schemes that need no particular values
 
@@ -96,7 +96,9 @@ def _match_decode(program: Program, scheme: Scheme, roles: Mapping[str, str]) ->
     """The constants of the first pattern of the scheme that matches decode; None if none does."""
     for i, pattern in enumerate(scheme.patterns):
         parsed = g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
-        constants = _match_pattern(program, roles, parsed, _without_column_factor(program))
+        if set(g.names(parsed)) & {*scheme.roles} - {*roles}:
+            continue
+        constants = _match_pattern(program, roles, parsed, _without_defaults(program, roles, program.values[-1]))
         if constants is not None:
             return {**constants, scheme.which: i} if scheme.which else constants
     return None
@@ -141,23 +143,14 @@ def _inverting_calls(program: Program, roles: Mapping[str, str]) -> Iterator[str
                 yield f"{name}({', '.join([*(f'{role}={field}' for role, field in chosen.items()), *further])})"
 
 
-def _without_column_factor(program: Program) -> Value:
-    """Decode without a factor of columns whose default is 1, because a scheme does not choose it."""
-    value = program.values[-1]
-    if program.affine is None or not program.affine.columns or value.op not in ("*", "/"):
-        return value
-    name = program.affine.columns.removeprefix("/")
-    left, right = (program.values[arg] for arg in value.args)
-    is_missing = name in program.unstored and program.unstored[name].is_const and program.unstored[name].const == 1
-    if is_missing and _is_field(program, right, name):
-        return left
-    return right if is_missing and _is_field(program, left, name) else value
-
-
-def _is_field(program: Program, value: Value, name: str) -> bool:
-    while value.op == "float":
-        value = program.values[value.args[0]]
-    return value.op == "field" and value.name == name
+def _without_defaults(program: Program, roles: Mapping[str, str], value: Value) -> Value:
+    """Decode without factors whose default is 1 and summands whose default is 0, because a scheme does not choose them."""
+    inner, neutral = _before_rounding(program, value), {"*": 1, "/": 1, "+": 0, "-": 0}
+    sides = [program.values[arg] for arg in inner.args] if inner.op in neutral else []
+    for own, other in (sides, sides[::-1])[:2 if inner.op in ("*", "+") else 1] if sides else ():
+        if _has_default(program, roles, _before_rounding(program, other), neutral[inner.op]):
+            return _without_defaults(program, roles, own)
+    return value
 
 
 def _check_options(call: g.CallExpr, scheme: Scheme, options: Options, constants: Constants, code: Number, problems: Problems,
@@ -268,12 +261,16 @@ def _check_levels(program: Program, call: g.CallExpr, roles: Mapping[str, str], 
 
 def _check_entries(program: Program, call: g.CallExpr, roles: Mapping[str, str], problems: Problems) -> None:
     """Adds a problem unless a stored table has a level for every code."""
-    code, levels = (program.field(roles[role]) for role in ("code", "levels"))
-    if levels.table[0] != 1 << code.bits:
-        problems.add(call.span, f"'{call.name}' needs a level for every code: '{levels.name}' has {levels.table[0]}, and "
-                                f"'{code.name}' is {code.kind}")
+    for role, table in (("code", "levels"), ("residual", "residuals" if "residuals" in roles else "levels")):
+        code, levels = program.field(roles.get(role, roles["code"])), program.field(roles[table])
+        if role in roles and (levels.table[-2:][0] != 1 << code.bits or levels.table[:-2] not in ((), (2,))):
+            problems.add(call.span, f"'{call.name}' needs a level for every code: '{levels.name}' has "
+                                    f"{' x '.join(map(str, levels.table[:-1] or levels.table))}, and '{code.name}' is "
+                                    f"{code.kind}")
     if "scale" in roles and levels.index:
         problems.add(call.span, f"'{call.name}' chooses one table for all of the weight, and '{levels.name}' is of blocks")
+    if "scale" in roles and len(levels.table) > 1 and [str(i) for i in program.field(roles["scale"]).index] != ["n"]:
+        problems.add(call.span, f"'{call.name}' chooses a scale for every row, and '{roles['scale']}' is of other blocks")
 
 
 def _check_sums(program: Program, call: g.CallExpr, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
@@ -340,9 +337,10 @@ def _match_pattern(program: Program, roles: Mapping[str, str], pattern: g.Expr, 
             return {word: int(number)} if number is not None and number == int(number) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
-        case g.Subscript(word, (row, *columns)) if word in roles:
-            op = "row" if columns else "entry"
-            is_entry = value.op == op and value.name == roles[word] and len(program.field(value.name).table) == 1 + len(columns)
+        case g.Subscript(word, index) if word in roles:
+            (*planes, row), op = (index, "entry") if len(index) == 1 else (index[:-1], "row")
+            is_entry = value.op == op and value.name == roles[word] and len(program.field(value.name).table) == len(index)
+            is_entry &= [value.const] * len(planes) == [plane.value for plane in planes if isinstance(plane, g.Number)]
             return _match_pattern(program, roles, row, program.values[value.args[0]]) if is_entry else None
         case g.Subscript(word, (row, *columns)):
             shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
@@ -388,7 +386,7 @@ def _match_factors(program: Program, roles: Mapping[str, str], pattern: g.Expr, 
     if number != 1 and not free:
         return None
     parts = [part for part in wanted if not isinstance(part, g.Number) and not (isinstance(part, g.Name) and part.name in free)]
-    varying = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
+    varying = [factor for factor in factors if factor.op != "const" and not _has_default(program, roles, factor, 1)]
     if len(parts) != len(varying):
         return None
     matches = (_match_all(program, roles, order, varying) for order in permutations(parts))
@@ -433,9 +431,10 @@ def _evaluate(program: Program, value: Value, numbers: Mapping[str, float]) -> f
     return float(*arguments) if value.op == "float" else OPS[value.op].value(*arguments)
 
 
-def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
+def _has_default(program: Program, roles: Mapping[str, str], value: Value, number: int) -> bool:
+    """Whether a value is a field that a scheme does not choose, and that is this number where it is not stored."""
     default = program.unstored.get(value.name) if value.op == "field" and value.name not in roles.values() else None
-    return default is not None and default.is_const and default.const == 1
+    return default is not None and default.is_const and default.const == number
 
 
 def _match_all(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value],

@@ -24,7 +24,7 @@ class Hessian:
 
     lower: Tensor
     rows: int = 0
-    factors: dict[bool, Tensor] = field(default_factory=dict, repr=False)
+    factors: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     is_whole: bool = True
 
     @classmethod
@@ -55,7 +55,7 @@ class Hessian:
         """The columns, those with the largest mean squares first."""
         return self.matrix.diagonal().argsort(dim=0, descending=True, stable=True)
 
-    def factor(self, is_sorted: bool) -> Tensor:
+    def factor(self, is_sorted: bool) -> tuple[Tensor, Tensor]:
         """`factor` of the matrix, its columns sorted by `order`, or as they are."""
         if is_sorted not in self.factors:
             order = self.order
@@ -83,8 +83,8 @@ def inverting(columns: int) -> int:
     return (4 + 3 * 8) * columns ** 2
 
 
-def factor(hessian: Tensor) -> Tensor:
-    """R, upper triangular float32 [K, K] with ones on its diagonal, with R D R^T = the damped Hessian for a diagonal D.
+def factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """R, D: upper triangular float32 [K, K] with ones on its diagonal, and [K], with R diag(D) R^T = the damped Hessian.
 
     An error e of a row of the weight so costs the sum of squares of e R, by D: that of column k is none where e[k] is minus what
     the columns before it add, e[:k] R[:k, k].  The damping doubles until Cholesky's decomposition exists.  A column without
@@ -103,6 +103,5 @@ def factor(hessian: Tensor) -> Tensor:
         added = wanted
         lower, failed = torch.linalg.cholesky_ex(matrix)
         if not int(failed):
-            upper: Tensor = (lower / lower.diagonal()).float().flip(0, 1)
-            return upper
+            return (lower / lower.diagonal()).float().flip(0, 1), lower.diagonal().square().float().flip(0)
     raise FormatError(f"the Hessian of a layer has no factor, even with {added / mean:g} of its mean diagonal added")

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import find_number, number
+from qdsl.encode.blocks import quotients
+from qdsl.encode.vectors import nearest_vectors
 from qdsl.runtime.weight.layout import Variant
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import decode_fields
 
+TURNS = 6                                                        # in which codes of two tables are chosen, each for the other's
 LEAST_BLOCK = 8                                                  # columns per value of a field; shorter runs are vectors
 
 
@@ -70,38 +73,69 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The vectors that codes stand for, of a few rows of a column each: float32 [codes, rows].
+    """Codes of vectors of `rows` rows or `step` columns: a weight is its row's scale [N, 1] times the sum of the tables' entries.
 
-    codes: those of the weights [K, N / rows], which `choose` fills in.
+    tables: of each code, float32 [codes, numbers of a vector].  fields: the codes by name, which `choose` fills in.
     """
 
-    values: Tensor
-    codes: Tensor
+    tables: list[Tensor]
+    fields: dict[str, Tensor]
+    scale: Tensor
+    rows: int
+    step: int
 
-    def choose(self, columns: Tensor, old: Tensor, slopes: Tensor, inner: Tensor) -> Tensor:
-        """Choose the codes of some columns in order, as `affine.Columns.choose` does."""
-        changes, half = torch.empty_like(slopes), self.values.square().sum(1) / 2
-        for place, column in enumerate(columns.tolist()):
-            wanted = old[place] + slopes[place] / inner[place, place]
-            chosen = torch.addmm(half, wanted.view(-1, self.values.shape[1]), self.values.T, alpha=-1).argmin(1)
-            self.codes[column] = chosen
-            changes[place] = self.values[chosen].flatten() - old[place]
-            slopes[place + 1:].addr_(inner[place, place + 1:], changes[place], alpha=-1)
+    def choose(self, columns: Tensor, old: Tensor, slopes: Tensor, inner: Tensor, pivots: Tensor) -> Tensor:
+        """Choose the codes of some columns in order, as `affine.Columns.choose` does; of two tables by turns.
+
+        pivots [columns]: by how much each adds to the loss; those of a vector's columns weigh its distances.
+        """
+        changes = torch.empty_like(slopes)
+        for place in range(0, len(columns), self.step):
+            run = slice(place, place + self.step)
+            own, block = inner[run, run], int(columns[place]) // self.step
+            wanted = old[run] + torch.linalg.solve_triangular(own.T, slopes[run], upper=False)
+            target, tables = quotients(wanted.T, self.scale).reshape(-1, self.tables[0].shape[1]), self.tables
+            if self.step > 1:                                    # so that plain distances are those of the loss
+                metric = own * pivots[run].sqrt()
+                target, tables = target @ metric, [table @ metric for table in tables]
+            target, tables = target.double(), [table.double() for table in tables]
+            parts, counts = [torch.zeros_like(target)] * len(tables), torch.ones_like(target)
+            for turn in range(1 if len(tables) == 1 else TURNS):
+                at = turn % len(tables)
+                codes = nearest_vectors(target - sum(parts[:at] + parts[at + 1:]), counts, tables[at])
+                parts[at] = tables[at][codes]
+                list(self.fields.values())[at][:, block] = codes
+            chosen = [table[codes[:, block].long()] for table, codes in zip(self.tables, self.fields.values(), strict=True)]
+            changes[run] = (torch.stack(chosen).sum(0).view(-1, self.step) * self.scale).T - old[run]
+            slopes[run.stop:].addmm_(inner[run, run.stop:].T, changes[run], alpha=-1)
         return changes
 
 
-def vectors(packed: PackedWeight, fields: Mapping[str, Tensor]) -> tuple[str, Vectors] | None:
-    """The field whose codes are of vectors of rows in a table of the whole weight, and these; None for another format."""
-    codes = [name for name in fields if any(axis.dim in ("N", "K", "N*K") for axis in packed.variant.fields[name].axes)]
-    by = {axis.dim: axis.by(packed.sizes) for name in codes for axis in packed.variant.fields[name].axes}
-    kind = find_number(packed.variant.fields[codes[0]].type) if len(codes) == 1 else None
-    if kind is None or by.keys() != {"N", "K"} or by["K"] != 1 or by["N"] == 1:
+def vectors(packed: PackedWeight, fields: Mapping[str, Tensor]) -> Vectors | None:
+    """The codes of vectors in tables of the whole weight; None for another format."""
+    kinds = packed.variant.fields
+    by = {name: {axis.dim: axis.by(packed.sizes) for axis in kinds[name].axes} for name in fields if kinds[name].type != "index"}
+    own, tables, scales = ([name for name, steps in by.items() if steps.keys() & {"N", "K", "N*K"} == dims]
+                           for dims in ({"N", "K"}, set(), {"N"}))
+    if not own or not tables or any(by[name] != by[own[0]] for name in own) or len(own) + len(tables) + len(scales) < len(by):
         return None
-    [code], rows = codes, by["N"]
-    every = torch.arange(kind.high + 1, dtype=torch.int32, device=fields[code].device).to(fields[code].dtype)
-    values = torch.empty(rows, len(every), dtype=torch.float32, device=every.device)
-    decode_fields(packed.variant, {**fields, code: every[None]}, packed.sizes, values)
-    return code, Vectors(values.T.contiguous(), torch.empty_like(fields[code].T))
+    rows, step = by[own[0]]["N"], by[own[0]]["K"]
+    if (rows == 1) == (step == 1) or len(scales) > 1:
+        return None
+    device, none = fields[own[0]].device, {name: torch.zeros_like(fields[name][:1, :1]) for name in own}
+    unit = {name: torch.ones_like(fields[name][:1]) for name in scales}
+    matrices = []
+    for name in own:
+        kind = find_number(kinds[name].type)
+        assert kind is not None
+        every = torch.arange(kind.high + 1, dtype=torch.int32, device=device).to(fields[name].dtype)[None]
+        values = torch.empty(rows, step * every.shape[1], dtype=torch.float32, device=device)
+        decode_fields(packed.variant, {**fields, **{key: one.expand_as(every) for key, one in none.items()}, **unit, name: every},
+                      packed.sizes, values)
+        matrices.append(values.view(rows, -1, step).transpose(0, 1).flatten(1))
+    matrices[1:] = [table - matrices[0][0] for table in matrices[1:]]
+    scale = fields[scales[0]].float()[:, None] if scales else torch.ones(packed.shape[0], 1, device=device)
+    return Vectors(matrices, {name: torch.empty_like(fields[name]) for name in own}, scale, rows, step)
 
 
 def levels(packed: PackedWeight, fields: Mapping[str, Tensor], code: str, choices: Tensor) -> Levels:

@@ -56,7 +56,8 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
         if code:
             solved = quantize_codes(packed, fields, code, weight, hessian)
         elif own := vectors(packed, fields):
-            solved = format.pack({**fields, own[0]: _solve(own[1], weight, hessian)}, packed.storage, **packed.params)
+            _solve(own, weight, hessian)
+            solved = format.pack({**fields, **own.fields}, packed.storage, **packed.params)
         else:
             solved = _chunked(format, packed, weight, hessian, options)
     state = Descent(solved, weight, hessian)
@@ -75,21 +76,25 @@ def quantize_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, w
         part = packed.cut("N", start, stop)
         own = packed.format.unpack(part)
         chosen = levels(part, own, code, choices) if kind is None else Columns.of(part, own, code, kind)
-        codes[start:stop] = _solve(chosen, weight[start:stop], hessian).view(codes.dtype)
+        _solve(chosen, weight[start:stop], hessian)
+        codes[start:stop] = chosen.codes.T.contiguous().view(codes.dtype)
     return packed.format.pack({**fields, code: codes}, packed.storage, **packed.params)
 
 
-def _solve(chosen: Columns | Levels | Vectors, weight: Tensor, hessian: Hessian) -> Tensor:
-    """The codes of rows [rows, K], column by column, those with the largest inputs first."""
-    order, factor = hessian.order, hessian.factor(is_sorted=True)
+def _solve(chosen: Columns | Levels | Vectors, weight: Tensor, hessian: Hessian) -> None:
+    """Choose the codes of rows [rows, K]: column by column, those with the largest inputs first, or runs of columns in order."""
+    is_sorted = not isinstance(chosen, Vectors) or chosen.step == 1
+    order = hessian.order if is_sorted else torch.arange(weight.shape[1], device=weight.device)
+    factor, pivots = hessian.factor(is_sorted)
     work = weight.T[order].contiguous()                          # [K, rows], columns in the order
     slopes = torch.zeros_like(work)
     for start in range(0, len(work), STEP):
         own = slice(start, min(start + STEP, len(work)))
-        changes = chosen.choose(order[own], work[own], slopes[own], factor[own, own])
+        inner = factor[own, own]
+        changes = chosen.choose(order[own], work[own], slopes[own], inner, pivots[own]) if isinstance(chosen, Vectors) else \
+            chosen.choose(order[own], work[own], slopes[own], inner)
         slopes[own.stop:].addmm_(factor[own, own.stop:].T, changes, alpha=-1)
         progress.advance_units(changes.numel())
-    return chosen.codes.T.contiguous()
 
 
 def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hessian, options: Mapping[str, Any],
@@ -98,7 +103,7 @@ def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hess
     step = packed.step("K")
     if step >= weight.shape[1] or packed.variant.cuts[1] == "1":
         return packed
-    factor = hessian.factor(is_sorted=False)
+    factor, _ = hessian.factor(is_sorted=False)
     slopes, parts = torch.zeros_like(weight.T), []
     for start in range(0, len(slopes), step):
         own = slice(start, min(len(slopes), start + step))

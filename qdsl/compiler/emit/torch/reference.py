@@ -117,11 +117,11 @@ def _types(program: Program, encode: Encode) -> list[str]:
 def _column_arguments(program: Program, encode: Encode, run: Index | None) -> list[str]:
     """The numbers of rows and columns that share values of the fields."""
     roles = {role: program.field(name) for role, name in encode.roles.items()}
+    if "levels" in roles and len(roles["levels"].table) > 1:     # of vectors
+        return [f"{word}={_block_extent(program, roles['code'], axis)}" for word, axis in (("rows", "n"), ("columns", "k"))]
     scale, across = roles.get("scale") or roles.get("levels"), SCHEMES[encode.scheme].across
     if scale is None:
         return []
-    if len(scale.table) > 1:                                     # of vectors
-        return [f"{word}={_block_extent(program, roles['code'], axis)}" for word, axis in (("rows", "n"), ("columns", "k"))]
     rows, axes = ("1", 2) if run is not None else (_block_extent(program, scale, "n"), len(scale.index))
     around = across or run is not None
     arguments = [f"rows={rows}"] if around else []
