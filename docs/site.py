@@ -88,7 +88,7 @@ def main() -> None:
     for path in shipped():
         format_pages.write(path, OUT / "formats")
     write_reference()
-    for name in ("extra.css", "iframe-worker.js"):
+    for name in ("extra.css", "iframe-worker.js", "search.js"):
         shutil.copyfile(ROOT / "docs" / name, OUT / name)
 
 

@@ -56,7 +56,8 @@ def test_the_site_needs_no_server_and_no_other_site(site: Path) -> None:
     """Search in pages that are opened from files needs a worker without a server, which the theme would load from elsewhere."""
     config = (ROOT / "mkdocs.yml").read_text()
     assert "offline:" in config and "polyfills: [iframe-worker.js]" in config and "font: false" in config
-    assert "IFrameWorker" in (site / "iframe-worker.js").read_text() and (site / "extra.css").is_file()
+    assert "IFrameWorker" in (site / "iframe-worker.js").read_text()
+    assert (site / "extra.css").is_file() and (site / "search.js").is_file()
     assert (ROOT / "NOTICE").read_text().count("docs/iframe-worker.js") == 1
 
 
