@@ -29,6 +29,8 @@ from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report, compare
 
+__all__ = ["AdapterError", "MergeReport", "merge"]
+
 # Variants of LoRA whose merged weight does not depend on x, by the names of peft's classes.
 MERGEABLE = ("NoneType", "DoraLinearVariant", "DoraEmbeddingVariant", "VeloraLinearVariant", "MiCALinearVariant",
              "MiCAEmbeddingVariant")

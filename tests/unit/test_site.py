@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names["main"].__globals__.update(OUT=out, shipped=lambda: shipped)
     names["main"]()
     return out
+
+
+def test_public_modules_list_their_names() -> None:
+    """The reference shows what `__all__` has; of a module without it also what is imported and private."""
+    modules = runpy.run_path(str(ROOT / "docs" / "site.py"))["MODULES"]
+    files = [origin for name in modules if (spec := find_spec(name)) and (origin := spec.origin)]
+    assert len(files) == len(modules) > 4
+    assert [name for name in files if not re.search(r"^__all__ = ", Path(name).read_text(), re.MULTILINE)] == []
 
 
 def test_links_lead_to_files(site: Path) -> None:
