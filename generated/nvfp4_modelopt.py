@@ -15,7 +15,7 @@
     mlx: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_modelopt (sha256 49d1de39a339b0a1) by qdsl 0.1.0.
+Built from the spec nvfp4_modelopt (sha256 62d0dede6da98cbb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -308,7 +308,7 @@ VARIANT = Variant(
 PROGRAM = {
     "name": "nvfp4_modelopt", "title": "NVFP4, 4-bit floats with an 8-bit float per 16 times a scale of the whole weight",
     "source": "ModelOpt NVFP4 (weight_scale_2), torchao NVFP4Tensor (per_tensor_scale), comfy-kitchen TensorCoreNVFP4Layout",
-    "formula": "s * g * q", "bits": "4.5", "digest": "49d1de39a339b0a1",
+    "formula": "s * g * q", "bits": "4.5", "digest": "62d0dede6da98cbb",
     "detect": {"claimed": ["comfyui"]},
     "variants": {(): {
         "fields": {"s": ("e4m3", "N", "ceil(K/16)"), "g": ("f32",), "q": ("e2m1", "N", "K")},

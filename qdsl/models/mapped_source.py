@@ -84,7 +84,8 @@ class MappedSource:
                 count = len(row_order(rule.rows, self.config, rows)) * columns
             if len(shapes) < len(rule.sources):
                 problems.append(f"{shown(name)} needs {', '.join(own for own in rule.sources if own not in shapes)}, too")
-            elif count != math.prod(self._shapes[name]):
+            elif count != math.prod(self._shapes[name]) or any(_is_turned(shape, self._shapes[name], rule)
+                                                               for shape in shapes.values()):
                 stored = ", ".join(f"{shown(source)} {list(shape)}" for source, shape in shapes.items())
                 problems.append(f"{shown(name)} is {list(self._shapes[name])} in the model, and the file has {stored}")
         return problems
@@ -300,6 +301,13 @@ def layers_by_tensor(file: Source) -> dict[str, Layer | None]:
         names |= {full: None for leaf, full in layer.others.items() if leaf not in (INPUT_SCALE, UNUSED, "weight")
                   and full not in layer.transform_tensors}
     return names
+
+
+def _is_turned(stored: Sequence[int], wanted: Sequence[int], rule: TensorRule) -> bool:
+    """Whether a tensor of as many axes as its parameter has other columns, without axes of length 1."""
+    stored, wanted = ([extent for extent in shape if extent != 1] for shape in (stored, wanted))
+    is_comparable = len(stored) == len(wanted) > 1 and not rule.elements and rule.rows != LATENT
+    return is_comparable and stored[-1] != wanted[-2 if rule.transposed else -1]
 
 
 def logical_shape(file: Source, name: str, layer: Layer | None) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.checkpoint.report.contents import contents
 from qdsl.cli import app
-from qdsl.generated import fp8_tensor
+from qdsl.generated import fp8_tensor, nvfp4_modelopt
+from qdsl.models.plan import LoadError
 from qdsl.runtime.gpu import launch
 
 FP8 = torch.float8_e4m3fn
@@ -48,6 +49,37 @@ def new(weight: Tensor) -> dict[str, Tensor]:
     scale = weight.abs().max() / 448
     return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.5),
             "comfy_quant": bytes_of_json(SETTINGS)}
+
+
+@pytest.mark.parametrize("said", [b"\0" * 8, b"{}"], ids=["zeros", "empty"])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "nvfp4"])
+def test_tensors_of_json_that_say_nothing(kind: str, said: bytes, tmp_path: Path) -> None:
+    """Beside plain weights and FP8 (ComfyUI#15410); beside codes of four bits nothing says their order."""
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    tensors = {"plain": {"weight": weight.bfloat16()}, "scaled": {**new(weight)},
+               "nvfp4": dict(nvfp4_modelopt.quantize(weight, "comfyui").tensors)}[kind]
+    tensors |= {"comfy_quant": torch.tensor(list(said), dtype=torch.uint8)}
+    write(tmp_path / "model.safetensors", {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()})
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False))
+    if kind == "nvfp4":
+        with pytest.raises(LoadError, match=r"comfy_quant': not JSON|not known"):
+            qdsl.load_weights_(model, tmp_path, {LAYER: "0"})
+        return
+    qdsl.load_weights_(model, tmp_path, {LAYER: "0"})
+    assert torch.equal(model.float()(torch.eye(64)).t(), expected(tensors))
+
+
+def test_codes_beside_layers_with_json(tmp_path: Path) -> None:
+    """NVFP4 of ComfyUI has ModelOpt's names and shapes: in a file of ComfyUI's, a layer without JSON is refused."""
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    named = {f"a.{name}": tensor for name, tensor in new(weight).items()}
+    own = dict(nvfp4_modelopt.quantize(weight, "comfyui").tensors)
+    own["weight_scale"] = own["weight_scale"].view(128, 4)       # as files have it
+    write(tmp_path / "model.safetensors", {**named, **{f"b.{name}": tensor for name, tensor in own.items()}})
+    with Folder(tmp_path) as folder:
+        found = {layer.name: layer for layer in layers(folder).layers}
+    assert found["a"].format == "fp8_tensor"
+    assert found["b"].why == "the tensors fit nvfp4_modelopt.modelopt, and nothing says that they are that"
 
 
 FILES = {"cast": cast, "old": old, "new": new}

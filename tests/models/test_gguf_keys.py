@@ -230,6 +230,20 @@ def test_tokens_are_as_many_as_rows(tmp_path: Path) -> None:
         plugin.from_pretrained(path)
 
 
+@pytest.mark.parametrize(("model_type", "keys", "turned", "sentence"), [
+    ("llama", {}, "blk.1.attn_k.weight", r"k_proj\.weight' is \[96, 192\] in the model, and the file has .* \[192, 96\]"),
+    ("llama", {"rope.freq_base": float("nan")}, "", "the base of rotary embeddings is nan"),
+    ("mixtral", {"expert_used_count": 0}, "", "expert_used_count is 0 of 5 experts"),
+    ("mixtral", {"expert_used_count": 6}, "", "expert_used_count is 6 of 5 experts")])
+def test_files_without_an_answer(model_type: str, keys: dict[str, Any], turned: str, sentence: str, tmp_path: Path) -> None:
+    """A matrix with its axes the other way round has as many numbers; no expert leaves numbers that look right."""
+    own = gguf_cases.tiny(model_type)
+    tensors = {name: tensor.t().contiguous() if name == turned else tensor for name, tensor in own.tensors.items()}
+    path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, tensors=tensors), gguf_cases.Case(keys))
+    with pytest.raises(LoadError, match=sentence):
+        plugin.from_pretrained(path)
+
+
 def test_sampling_of_a_file(tmp_path: Path) -> None:
     own = gguf_cases.tiny("llama")
     for temperature, samples in ((0.5, True), (0.0, False)):

@@ -46,6 +46,7 @@ class Collector:
         self.header_claims = HeaderClaims(folder)
         self.names = TensorNames(formats, self.header_claims)
         self.layer_tensors = [header.tensor for header in producers().headers if header.tensor]
+        self.has_layer_tensors = any(name.rpartition(".")[2] in self.layer_tensors for name in folder.names())
         markers = scale_markers()
         self.has_scale_marker = any(name.rpartition(".")[2] in markers for name in folder.names())
         every = [tensor for format in formats for tensor in format.tensors]

@@ -17,6 +17,7 @@ from qdsl.core.producer import Header
 
 TEXT_LIMIT = 1 << 16                                             # most characters of metadata per weight
 DEPTH = 16
+CODES = ("U8", "I8")                                             # dtypes of codes, whose order only settings tell
 PREFIX = "_weight_"                                                 # prefix of a weight's tensors, in aliases
 
 
@@ -76,10 +77,15 @@ class HeaderClaims:
         return _settings(text.encode(), where)
 
     def _of_layer(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
-        """The settings of a module from its own tensor, else from the key for all layers; None without any."""
+        """The settings of a module from its own tensor, else from the key for all layers; None without any.
+
+        A tensor of zeros or of an empty object says nothing beside numbers, as ComfyUI's files have it.
+        """
         for leaf in (header.tensor for header in self._headers if header.tensor and header.tensor in tensors):
             file = self._folder.file(tensors[leaf])
-            return _settings(file.start(tensors[leaf], TEXT_LIMIT), f"{file.path}: tensor {shown(tensors[leaf])}")
+            is_coded = "weight" in tensors and self._folder.entry(tensors["weight"]).dtype in CODES
+            if (text := file.start(tensors[leaf], TEXT_LIMIT).rstrip(b"\0")) not in (b"", b"{}") or is_coded:
+                return _settings(text, f"{file.path}: tensor {shown(tensors[leaf])}")
         layer = next((layers[name] for header, layers in reversed(self._layers) for prefix in header.prefixes
                       if module.startswith(prefix) and (name := module.removeprefix(prefix)) in layers), None)
         return dict(layer) if isinstance(layer, Mapping) else None if layer is None else {"format": str(layer)}

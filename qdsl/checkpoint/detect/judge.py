@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from qdsl.checkpoint.detect.collect import Collector, Module
-from qdsl.checkpoint.detect.fit import Candidate, Evidence, nearest_miss
+from qdsl.checkpoint.detect.fit import Candidate, Evidence, candidates_of, nearest_miss
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
 from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
-from qdsl.core.stored import Description, resolve_default
+from qdsl.core.stored import Description, LayoutMismatch, resolve_default
 
 UNFILLED = 0xFFFFFFFF                                             # an index of -1, as compressed-tensors initialises it
 ENOUGH = 64                                                      # elements whose zeros cannot be chance
@@ -65,7 +66,8 @@ class Judge:
         agreement = self._agreement(candidates, settings)
         strong, weak = agreement.strong, agreement.weak
         if module.claims is None:
-            if not (open_to_all := [candidate for candidate in candidates if not self._needs_a_word(candidate, settings)]):
+            open_to_all = [candidate for candidate in candidates if not self._needs_a_word(candidate, settings)]
+            if not open_to_all or (not settings and self._fits_claimed(module, open_to_all)):
                 return Layer(module.name, others=module.tensors, by=scheme.by,
                              why=f"the tensors fit {candidates[0].label}, and nothing says that they are that")
             candidates, weak = open_to_all, [candidate for candidate in weak if candidate in open_to_all]
@@ -163,6 +165,18 @@ class Judge:
         storage = candidate.fit.storage
         return storage in candidate.format.claimed and all(own.storage != storage for own in self._readings(candidate, settings))
 
+    def _fits_claimed(self, module: Module, candidates: Sequence[Candidate]) -> bool:
+        """Whether a layer without JSON, in a file in which other layers have some, also fits a storage that only JSON names."""
+        for candidate in candidates if self.collector.has_layer_tensors else ():
+            for storage in candidate.format.claimed:
+                with suppress(LayoutMismatch):
+                    return bool(candidates_of(candidate.format, self._evidence(module), storage))
+        return False
+
+    def _evidence(self, module: Module) -> Evidence:
+        contents = self.collector.contents(module.tensors)
+        return Evidence(self.collector.read_entries(module, contents), contents, module.claims, module.shape)
+
     def _is_spoken_of(self, candidate: Candidate, settings: Mapping[str, Any]) -> bool:
         """Whether settings of this kind have a rule for the format."""
         own = same(settings.get("quant_method"), OWN)
@@ -181,9 +195,7 @@ class Judge:
         for reading in self._readings(candidate, settings)[:1]:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
             wrong_settings = ", ".join(f"{key} = {at(settings, key)}" for key in sorted(key for key in wrong if key))
-        contents = self.collector.contents(module.tensors)
-        evidence = Evidence(self.collector.read_entries(module, contents), contents, module.claims, module.shape)
-        why = "" if wrong_settings else str(nearest_miss(self.collector.formats, evidence, [settings], True, ""))
+        why = "" if wrong_settings else str(nearest_miss(self.collector.formats, self._evidence(module), [settings], True, ""))
         parts = [f"{self.source} says {wrong_settings or brief(settings)}", f"the tensors fit {candidate.label}", why]
         return "; ".join(filter(None, parts))
 

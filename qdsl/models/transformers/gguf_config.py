@@ -38,6 +38,7 @@ DEFAULTS = {"expert_weights_scale": 1.0, "expert_weights_norm": False, "embeddin
             "logit_scale": 1.0, "expert_group_count": 1, "expert_group_used_count": 1}
 COUNTS = ("feed_forward_length", HEADS)                          # 0 in files of models that have none
 CAUSAL, GATE, NORMED, SCALE = "attention.causal", "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
+EXPERT_COUNT, USED = "expert_count", "expert_used_count"
 GROUPS, CHOSEN = "expert_group_count", "expert_group_used_count"
 SOFTMAX, SIGMOID = 1, 2                                          # gates
 WIDTH = "attention.key_length"
@@ -307,6 +308,9 @@ def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -
         raise LoadError(f"{file.path}: has {tokens.count} tokens, and {EMBEDDING} {rows} rows: llama.cpp loads no such file")
     if isinstance(heads := metadata.get(HEADS), int) and heads > metadata["embedding_length"] and not metadata.get(WIDTH):
         raise LoadError(f"{place} has {heads} heads of attention for {metadata['embedding_length']} numbers")
+    used, every = ((value if isinstance(value, list) else [value]) for value in (metadata.get(USED), metadata.get(EXPERT_COUNT)))
+    if every[0] and any(own is not None and not 0 < own <= max(every) for own in used):
+        raise LoadError(f"{place}.{USED} is {metadata[USED]} of {every[0]} experts, by which llama.cpp computes nothing")
     if wrong := next((key for key in POSITIVE if isinstance(value := metadata.get(key, 0), float) and value < 0), ""):
         raise LoadError(f"{place}.{wrong} is {metadata[wrong]}: it is below 0")
     if own.model_type in table()["causal"] and metadata.get(CAUSAL) is False:

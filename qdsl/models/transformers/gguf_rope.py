@@ -130,7 +130,7 @@ def rotary(file: GgufFile, architecture: str, width: int, is_local: bool = False
 
 def _check_base(file: GgufFile, base: float, kind: str) -> None:
     """Raises LoadError for a base without frequencies."""
-    if base <= 0:
+    if not base > 0:                                             # NaN, too
         raise LoadError(f"{file.path}: the base of rotary embeddings is {base}, by which none are computed")
 
 
