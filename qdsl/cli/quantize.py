@@ -41,7 +41,7 @@ Component = Annotated[list[str] | None, _folder("--component", help="A model of 
 Shard = Annotated[str | None, _folder("--shard", help=shared.SHARD_HELP)]
 Imatrix = Annotated[Path | None, _gguf("--imatrix", help="How much columns matter, as llama-imatrix writes it.")]
 Power = Annotated[float | None, _gguf("--imatrix-power", min=0, max=1, help="To which power importances count: 1 is ggml's "
-                                      "measure, 0 none; by default 0.5 for IQ3, else 1.")]
+                                      "measure, 0 none; by default 0.5 for IQ3, else 1, and 1 with --method gptq.")]
 Pure = Annotated[bool, _gguf("--pure", help="One type for all matrices.")]
 TensorType = Annotated[list[str] | None, _gguf("--tensor-type", help="PATTERN=TYPE for tensors whose names the regular "
                                                "expression is found in; the first that fits counts.")]
@@ -99,8 +99,8 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                 output=output_type and mixes.type_named(output_type),
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
-    if imatrix_power is not None and imatrix is None:
-        fail("--imatrix-power is the exponent of importances: give them with --imatrix", 2)
+    if imatrix_power is not None and imatrix is None and run is None:
+        fail("--imatrix-power is the exponent of importances: give them with --imatrix, or --calibrate", 2)
     _quantize_to_gguf(file, options, out, imatrix, imatrix_power, arch, requantize, jobs, force, dry_run, svg, allow_unknown,
                       as_json, run)
 

@@ -201,6 +201,9 @@ def test_importance_alone_lessens_the_weighted_error() -> None:
         plain, weighted = (((format.dequantize(packed, torch.float32) - weight).square() * hessian.importance).sum()
                            for packed in (format.quantize(weight), quantize(format, weight, hessian, IMPORTANCE)))
         assert weighted < 0.99 * plain
+        without, equal = (quantize(format, weight[:8], inputs, IMPORTANCE, power=power) for inputs, power in
+                          ((hessian, 0), (Hessian(torch.eye(SHAPE[1])), 1)))
+        assert torch.equal(format.dequantize(without), format.dequantize(equal))
 
 
 def test_columns_without_inputs_and_few_samples_are_factored() -> None:

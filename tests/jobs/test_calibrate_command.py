@@ -113,6 +113,14 @@ def test_types_that_need_importances_take_those_of_the_text() -> None:
     assert Path("1.gguf").read_bytes() == Path("2.gguf").read_bytes()
 
 
+def test_importances_of_the_text_count_to_a_power() -> None:
+    for power in ((), ("--imatrix-power", "1"), ("--imatrix-power", "0")):
+        options = (*CALIBRATED, "--one-shot", "--method", "importance", *power)
+        assert run("quantize", "model", "--type", "Q4_0", *options, "--out", f"{''.join(power[1:])}.gguf").exit_code == 0
+    plain, one, none = (Path(f"{power}.gguf").read_bytes() for power in ("", "1", "0"))
+    assert plain == one != none
+
+
 def test_a_broken_run_continues_with_the_blocks_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("quantize", "model", *FOLDER, *CALIBRATED, "--out", "whole").exit_code == 0
     saved: list[str] = []

@@ -36,19 +36,20 @@ STEP = 128                                                       # columns whose
 SCALES, CODES = 1 / 8, 1 / 2                                     # of the time; the rest is spent on all fields once more
 
 
-def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPTQ, **options: Any) -> PackedWeight:
+def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPTQ, power: float = 1, **options: Any,
+             ) -> PackedWeight:
     """Quantizes a float weight [N, K] so that the outputs for the inputs of `hessian` change least.
 
-    method: GPTQ, or IMPORTANCE to choose scales alone by the mean squares of columns.  options: those of the format's `quantize`,
-    storage too.  Returns round to nearest where the compensated weight has the larger loss.  Raises FormatError for a format that
-    has no quantizer, and as `quantize` does.
+    method: GPTQ, or IMPORTANCE to choose scales alone by the mean squares of columns.  power: their exponent.  options: those of
+    the format's `quantize`, storage too.  Returns round to nearest where the compensated weight has the larger loss.  Raises
+    FormatError for a format that has no quantizer, and as `quantize` does.
     """
     if weight.shape[1:] != hessian.matrix.shape[1:]:
         raise FormatError(f"{format.name}: the weight has {weight.shape[1]} columns, and its inputs had {len(hessian.matrix)}")
     weight = weight.detach().float()
     trials = 1 if any(variant.importance for variant in format.variants.values()) else 1 + len(CLIPS)
     with progress.step_share((1 if method == IMPORTANCE else SCALES) * weight.numel(), trials):
-        packed, fields = quantize_clipped(format, weight, hessian.importance, options)
+        packed, fields = quantize_clipped(format, weight, hessian.importance ** power, options)
     if method == IMPORTANCE:
         return packed
     code = code_field(packed.variant)
@@ -59,7 +60,7 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
             _solve(own, weight, hessian)
             solved = format.pack({**fields, **own.fields}, packed.storage, **packed.params)
         else:
-            solved = _chunked(format, packed, weight, hessian, options)
+            solved = _chunked(format, packed, weight, hessian, power, options)
     state = Descent(solved, weight, hessian)
     if solved is not packed and hessian.loss(format.dequantize(packed, torch.float32).sub_(weight)) < state.loss:
         state = Descent(packed, weight, hessian)
@@ -97,7 +98,7 @@ def _solve(chosen: Columns | Levels | Vectors, weight: Tensor, hessian: Hessian)
         progress.advance_units(changes.numel())
 
 
-def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hessian, options: Mapping[str, Any],
+def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hessian, power: float, options: Mapping[str, Any],
              ) -> PackedWeight:
     """The weight quantized by runs of columns; the error of each run is carried to those that follow."""
     step = packed.step("K")
@@ -108,7 +109,7 @@ def _chunked(format: Format, packed: PackedWeight, weight: Tensor, hessian: Hess
     for start in range(0, len(slopes), step):
         own = slice(start, min(len(slopes), start + step))
         wanted = torch.linalg.solve_triangular(factor[own, own].T, slopes[own], upper=False)
-        part = format.quantize((weight.T[own] + wanted).T.contiguous(), importance=hessian.importance[own], **options)
+        part = format.quantize((weight.T[own] + wanted).T.contiguous(), importance=hessian.importance[own] ** power, **options)
         parts.append(part)
         changes = format.dequantize(part, torch.float32).T - weight.T[own]
         slopes[own.stop:].addmm_(factor[own, own.stop:].T, changes, alpha=-1)

@@ -72,7 +72,8 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     """Write the GGUF file of a plan; returns the error of each quantized tensor, measured on the stored weights.
 
     force: whether an existing file is replaced.
-    power: the exponent of importances when scales are chosen, 0 to 1; None for that of the type (IMATRIX_POWERS, else 1).
+    power: the exponent of importances when scales are chosen, 0 to 1; None for that of the type (IMATRIX_POWERS, else 1), and for
+    1 where codes are compensated.
     tell: progress in bytes, after each tensor.  Memory: some chunks for each process.
     calibration: tensors whose inputs it knows are quantized by them.
     Re-run to resume with the first tensor that is not complete.
@@ -81,7 +82,8 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     check_output(out, source.path, *source.paths, *([imatrix.path] if imatrix else []))
     _check(plan, options, imatrix, calibration.layers.keys() if calibration else ())
     inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
-    powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
+    usual = {} if calibration and calibration.method == solve.GPTQ else IMATRIX_POWERS
+    powers = {step.type: usual.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix or calibration}
     resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers,
                            *([calibration.what] if calibration else [])), inputs,
                     {step.tensor.name: source.ranges(step.tensor.name) for step in plan.steps}, force=force)
@@ -209,7 +211,7 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
     try:
         if task.moments is not None:
             folder, layer, method = task.moments
-            packed = solve.quantize(module.FORMAT, weight, store.Moments(folder)[layer], method)
+            packed = solve.quantize(module.FORMAT, weight, store.Moments(folder)[layer], method, task.power)
         else:
             importance = None if task.importance is None else _counted(task.importance, task.power)
             packed = module.quantize(weight, **({} if importance is None else {"importance": importance}))
