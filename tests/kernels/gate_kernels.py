@@ -42,8 +42,8 @@ class Gate:
         return f"{self.format}.{self.storage}-{self.rows}" + (f"-{self.shape[0]}x{self.shape[1]}" if self.shape else "")
 
     def limits_on(self, arch: str) -> tuple[tuple[str, float], ...]:
-        """Those of an architecture; of sm_100, for the time that compiling takes, those of the last type alone."""
-        return () if arch not in self.archs else self.limits[-1:] if arch == "sm_100" else self.limits
+        """Those of an architecture; of all but sm_90, for the time that compiling takes, those of the last type alone."""
+        return () if arch not in self.archs else self.limits if arch == "sm_90" else self.limits[-1:]
 
     @property
     def kernel(self) -> str:

@@ -13,6 +13,7 @@ from qdsl.analyze.check.spec_bits import AGAIN, digit_fields, field_bits, size_e
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import Kernels, PackedWeight
 from qdsl.runtime.gpu import launch, tiles
+from qdsl.runtime.weight.arrays import power
 from tests.support.covering import ALL, WALK, covering, kernels
 from tests.support.formats import (
     Case,
@@ -144,8 +145,10 @@ def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch)
 
     Of scales that many weights share, halves of every exponent, the first and the last of each among them.
     """
-    if INTERPRETED:
-        monkeypatch.setattr(tiles, "UNITS", 1 << 17)             # large tiles: the interpreter pays by the program
+    if INTERPRETED:                                              # large tiles: the interpreter pays by the program
+        monkeypatch.setattr(tiles, "UNITS", 1 << 17)
+        monkeypatch.setattr(tiles, "WEIGHTS", 1 << 17)
+        monkeypatch.setattr(tiles, "unit_tile", lambda last, rows, units, size: (min(power(rows), 4096), min(power(units), 16)))
     for name, field in random_fields(case, smallest(case)).items():
         values = every_value(case, name, field.dtype)
         for packed in holding(case, name, values):

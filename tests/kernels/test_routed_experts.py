@@ -79,7 +79,7 @@ def layer_operations(monkeypatch: pytest.MonkeyPatch, run: Any, x: torch.Tensor,
     return out, counter.names, launches
 
 
-@pytest.mark.parametrize("tokens, count", [(1, 16), (7, 5), (40, 4)])
+@pytest.mark.parametrize("tokens, count", [(1, 16), (7, 5), (24, 2)])
 @pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("is_input_weighted", [False, True])
 @pytest.mark.skipif(not INTERPRETED, reason="counts operations around interpreted kernels")
@@ -90,7 +90,7 @@ def test_a_layer_sorts_its_pairs_in_one_launch(tokens: int, count: int, is_mappe
     Weights of inputs take four operations of torch more: a product, its rounding, the rows in order, and ones for the sum.
     """
     case, generator = next(c for c in CASES if c.path.stem == "q4_0"), torch.Generator().manual_seed(tokens)
-    up, down = (Experts(experts_of(case, count, n, 128), count) for n in (256, 128))
+    up, down = (Experts(experts_of(case, count, n, 128), count) for n in (128, 64))
     x, ids = x_of(tokens, 128, torch.float16), torch.rand(tokens, count + 2, generator=generator).topk(2).indices
     weights = torch.rand(tokens, 2, generator=generator)
     places = torch.tensor([-1, *range(count), -1]) if is_mapped else None
@@ -98,7 +98,7 @@ def test_a_layer_sorts_its_pairs_in_one_launch(tokens: int, count: int, is_mappe
 
     def run(x: torch.Tensor, offsets: Offsets, rows: torch.Tensor | None) -> torch.Tensor:
         inner = up(x, offsets, None, is_mapped, rows)
-        return down(inner[:, :128].contiguous(), offsets, None, is_mapped)
+        return down(inner, offsets, None, is_mapped)
 
     out, names, launches = layer_operations(monkeypatch, run, x, count, weights, ids, places, is_input_weighted)
     own = [name for name in names if not name.startswith(("aten.clone", "aten.slice", "aten.new_zeros"))]      # of `run`
