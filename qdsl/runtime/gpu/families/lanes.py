@@ -239,6 +239,13 @@ class TileGemm(MatrixUnitFamily):
         base = (0 if codes.signed else -128) if codes.bits == 8 and not is_half else codes.base[place]     # lanes.whole_bytes
         return {**constants, "POINT": None, "BASE": base, "ONES": bool(base or options.exact or options.sums)}
 
+    def loads_ahead(self, constants: Mapping[str, Any], device: torch.device) -> bool:
+        """Whether an iteration loads the next chunk's scales: on Blackwell, whose loop waits for each product before them.
+
+        Not where groups are shorter: by counts nothing is saved.  Not where weights are scaled, which always does.
+        """
+        return constants["scale"] is not None and constants["SIZE"] == 128 and target(device).capability == 10
+
     def calls(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Config) -> Iterator[Call]:
         x = yield from scaled(x, packed)
         (m, k), n, split = x.shape, packed.shape[0], config["SPLIT"]
@@ -248,7 +255,9 @@ class TileGemm(MatrixUnitFamily):
         scratch = scratch_of(blocks * columns, split * rows * config["BM"], x.device) if split > 1 else ()
         # Recorded and tuned configurations leave SCALED out.
         yield Call(tile_gemm, (lane_tensors(packed), x, bias, out, *(scratch or (None, None)), m, n, k,
-                               strides.pitch(packed)), {"SCALED": 0, **constants, "F": TYPES[x.dtype], **config},
+                               strides.pitch(packed)),
+                   {"SCALED": 0, **constants, "F": TYPES[x.dtype], **config,
+                    "AHEAD": not config.get("SCALED") and self.loads_ahead(constants, x.device)},
                    self.grid(packed, m, config), {"num_warps": config["W"], "num_stages": config["STAGES"]},
                    weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
 

@@ -26,6 +26,7 @@ A program multiplies R tiles of 16 * W rows of w with BM rows of x.  A warp grou
   their order along K, so that every run gives the same bits.
 - There is no programmatic dependent launch as in skinny: all copies of the pipeline would wait for the previous launch, and the
   first words are a small part of a program's time.
+- AHEAD: an iteration loads the scales of the next chunk.  On sm_100 one that loads its own waits for them after its product.
 - WHOLE: with a constant K and no partial tiles, addresses differ by constants, which saves 0.2 instructions per weight.
 
 Elsewhere the same lines compile for mma (sm_80, sm_89, sm_120) and for tcgen05 (sm_100): decoded weights pass through shared
@@ -58,6 +59,18 @@ def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: t
     return tile.points(plane, group_numbers.blocks(at[0], rows), count, at[1], columns, at[3], at[4], at[5])
 
 
+@triton.jit
+def numbers_of_groups(tensors, fields: tl.constexpr, first, chunk, N, stored, SIZE: tl.constexpr, R: tl.constexpr,
+                      W: tl.constexpr, whole: tl.constexpr):
+    """The numbers of a chunk's groups in R tiles of rows from `first` on, a tuple for each tile and group."""
+    numbers = ()
+    for r in tl.static_range(R):
+        n = tile.tile_of_rows(first + 16 * W * r, W, N, whole)
+        for u in tl.static_range(128 // SIZE):
+            numbers = numbers + (group_numbers.values(tensors, fields, (n, chunk * 128 + u * SIZE, N, stored), field),)
+    return numbers
+
+
 @triton.jit(do_not_specialize=["M"])
 def tile_gemm(
     tensors, x, bias, out, parts, arrivals, M, N, K, pitch,
@@ -65,7 +78,7 @@ def tile_gemm(
     finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, POINT: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
     ZERO: tl.constexpr, ONES: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, F: tl.constexpr,
+    UNROLL: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
@@ -76,6 +89,8 @@ def tile_gemm(
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, R * 16 * W, BM], and arrivals, int32 [tiles],
     zeros before and after the launch.
+
+    AHEAD: an iteration loads the numbers of the next chunk's groups, else those of its own.
 
     SCALED: weights are scaled and rounded to F, as `dequantize` does, and all of K adds to one sum.  Else they are exact.  ONES:
     something is added to scaled numbers.
@@ -97,9 +112,15 @@ def tile_gemm(
         acc = scaled_tiles.sums(tensors, x, at, acc, first, begin, end, N, stored, flips, words, numbers, scale, finish, FIELDS,
                                 ROW_FIELDS, WIDTH, BITS, SPANS, UNIT, BASE, ONES, R, W, STAGES, F)
     else:
+        ready = ()
+        if AHEAD:
+            ready = numbers_of_groups(tensors, FIELDS, first, begin, N, stored, SIZE, R, W, WHOLE)
         for chunk in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
             columns = tile.parts(x + chunk * 128, at, SIZE)
-            new = ()
+            new, following = (), ()
+            if AHEAD:
+                later = tl.minimum(chunk + 1, end - 1)
+                following = numbers_of_groups(tensors, FIELDS, first, later, N, stored, SIZE, R, W, WHOLE)
             for r in tl.static_range(R):
                 row = tile.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
                 n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
@@ -118,12 +139,15 @@ def tile_gemm(
                         if scale is None and r == 0:
                             ones += sums
                     if scale is not None:
-                        values = group_numbers.values(tensors, FIELDS, (n, column, N, stored), field)
+                        if AHEAD:
+                            values = ready[r * (128 // SIZE) + u]
+                        else:
+                            values = group_numbers.values(tensors, FIELDS, (n, column, N, stored), field)
                         total = scale(values, sum, sums, BASE, total)
                     else:
                         total += sum
                 new = new + (total,)
-            acc = new
+            acc, ready = new, following
     new = ()
     for r in tl.static_range(R):
         sum = acc[r]
