@@ -17,16 +17,16 @@ from typing import Any
 from torch import Tensor
 
 from qdsl.core import places
-from qdsl.jobs.demo import read
+from qdsl.jobs.demo import quickly_quantizes, read
 from qdsl.runtime import FormatError
 
 
 def rows(matrices: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """A row for each variant that has a quantizer."""
+    """A row for each variant that has a quantizer which takes seconds."""
     for path in places.shipped():
         module = importlib.import_module(f"qdsl.generated.{path.stem}")
         for key, variant in module.FORMAT.variants.items():
-            if variant.encode is not None:
+            if quickly_quantizes(variant):
                 params = dict(zip(module.FORMAT.by, key, strict=True))
                 yield {"format": path.stem, "params": params, **measured(module, next(iter(variant.storages)), params, matrices)}
 

@@ -26,6 +26,7 @@ from qdsl.core.numbers import find_number
 from qdsl.host.files import make_folder, write_text
 from qdsl.jobs.example import installed
 from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight.layout import Variant
 from qdsl.runtime.weight.match import torch_dtype
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ Say = Callable[[str], None]
 
 SHIPPED = Path("tests", "data", "weights", "minilm_layer0_bf16.safetensors")
 MOST_WEIGHTS = 1 << 26                                           # of one's own file: more would take minutes
+MOST_ENTRIES = 1 << 8                                            # of a table that weights choose: more take minutes
 ROWS = 16                                                        # of the x that linear is measured with
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -134,10 +136,16 @@ def _rows(name: str, module: ModuleType, matrices: Mapping[str, Tensor], say: Sa
             yield {"format": name, "storage": storage, "params": chosen, **_measured(module, storage, chosen, matrices, say)}
 
 
+def quickly_quantizes(variant: Variant) -> bool:
+    """Whether a format has a quantizer, and no stored table of many entries."""
+    sizes = [axis.words for field in variant.fields.values() for axis in field.axes if axis.dim == "1"]
+    return variant.encode is not None and max(sizes, default=0) <= MOST_ENTRIES
+
+
 def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str], matrices: Mapping[str, Tensor],
               say: Say) -> dict[str, Any]:
     """Size, signal to noise, exactness and times, summed over the matrices that the storage can represent."""
-    quantizes = module.FORMAT.variant(module.FORMAT.complete(params)).encode is not None
+    quantizes = quickly_quantizes(module.FORMAT.variant(module.FORMAT.complete(params)))
     bits = weights = 0
     signal = noise = error = 0.0
     exact = True
@@ -258,8 +266,9 @@ def answer_cells(row: Mapping[str, Any]) -> list[str]:
 
 HEADS = ["format", "bits", "KiB", "SNR dB", "pack", "error", "quantize", "linear"]
 LEGEND = f"""
-bits: per weight.  SNR: weights against the original; -: no quantizer yet, measured on random codes.  pack: whether packing
-what unpack returns gives the same bytes.  error: of linear against float64 on the same weights, root mean square, relative.
+bits: per weight.  SNR: weights against the original; -: no quantizer yet, or one that takes minutes, measured on random codes.
+pack: whether packing what unpack returns gives the same bytes.  error: of linear against float64 on the same weights, root mean
+square, relative.
 Times are milliseconds on this CPU for all matrices; linear with {ROWS} rows of x."""
 
 
