@@ -27,9 +27,9 @@ FORMATS = [path.stem for path in SHIPPED]
 
 
 def columns_of(name: str) -> int:
-    """1024 columns, or as many as the format fixes."""
+    """1024 columns, few where k-means would take time, or as many as the format fixes."""
     variant = next(iter(module_of(name).FORMAT.variants.values()))
-    return next(iter(variant.storages.values())).fixed.get("K", 1024)
+    return next(iter(variant.storages.values())).fixed.get("K", 16 if name.startswith(("aqlm", "vptq")) else 1024)
 
 LAYERS = ["fp8_block", "fp8_tensor", "int8_channel", "nf4", "q4_0", "hlane"]
 
@@ -47,7 +47,8 @@ for inside in (False, True):
         if variant.encode is None:
             continue
         fixed = next(iter(variant.storages.values())).fixed
-        weight = torch.randn(128, fixed.get("K", 1024), device="cpu")  # any_precision takes K by 1024
+        columns = 16 if name.startswith(("aqlm", "vptq")) else 1024    # k-means takes time; any_precision takes K by 1024
+        weight = torch.randn(128, fixed.get("K", columns), device="cpu")
         with torch.device("meta" if inside else "cpu"):
             packed = module.quantize(weight)
             decoded = module.dequantize(packed, torch.float32)
