@@ -84,8 +84,8 @@ def find(name: str) -> Path:
         if path.is_file() and path.suffix not in CHECKPOINT_FILES:
             return path
     near = similar_names(key.removesuffix(".yaml"), [path.stem for path in (*shipped(), *own)])
+    expected = "expected a file, or a name that `qdsl list` prints"
     if Path(name).is_dir() or name.endswith(CHECKPOINT_FILES):
-        raise UnknownSpec(f"'{name}' is no spec: `qdsl.open` and `qdsl inspect` read checkpoints")
+        raise UnknownSpec(f"'{name}' is no spec: `qdsl.open` and `qdsl inspect` read checkpoints; {expected}")
     kind = "file" if name.endswith((".yaml", ".yml")) else "spec"
-    raise UnknownSpec(f"no {kind} '{name}': expected a file, or a name that `qdsl list` prints"
-                      + (f"; did you mean {listed(near, 'or')}?" if near else ""))
+    raise UnknownSpec(f"no {kind} '{name}': {expected}" + (f"; did you mean {listed(near, 'or')}?" if near else ""))

@@ -103,7 +103,7 @@ def test_a_producer_that_has_no_settings_for_the_storage(tmp_path: Path, to: str
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("producer", "near"), [("compressed_tensors", "compressed-tensors"), ("gptqq", "gptq")])
+@pytest.mark.parametrize(("producer", "near"), [("compresed-tensors", "compressed-tensors"), ("gptqq", "gptq")])
 def test_a_producer_that_is_none(producer: str, near: str) -> None:
     with pytest.raises(RewriteError, match=rf"no producer '{producer}'; did you mean {near}"):
         target.parse_conversion("fp8_tensor", True, {}, (), producer=producer)

@@ -83,7 +83,7 @@ def test_every_word_of_values_is_used_and_completes(word: str) -> None:
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ("convert in --to gptq", {"gptq_v1", "gptq_v2", "gptq_p"}), ("quantize in --type q4_k_", {"Q4_K_S", "Q4_K_M"}),
-    ("quantize in --format int_group.aw", {"int_group.awq", "int_group.awq_gemv"}), ("show q4_", {"q4_0", "q4_1", "q4_k"}),
+    ("quantize in --format int_group.awq_g", {"int_group.awq_gemv"}), ("show q4_", {"q4_0", "q4_1", "q4_k"}),
     ("quantize in --tensor-type attn_v=q6", {"attn_v=Q6_K"}), ("compress in --format d", {"df11"}),
     ("dequantize in --dtype b", {"bf16"}), ("quantize in --producer aw", {"awq"}), ("check no/such/", set()),
     ("inspect mod", set()), ("quantize in --imatrix im", set())])
