@@ -63,9 +63,9 @@ def test_commands_of_the_guide(tmp_path: Path) -> None:
     (tmp_path / "SmolLM2" / "config.json").write_text("{}")
     guide = (ROOT / "docs" / "language" / "detection.md").read_text()
     [block] = [block for block in re.findall(r"```sh\n(.*?)```", guide, re.DOTALL) if "QDSL_SPECS" in block]
-    variable, *lines = block.splitlines()
-    name, _, folder = variable.removeprefix("export ").partition("=")
-    environment = {**os.environ, name: folder, "QDSL_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    variables = dict(re.findall(r"^export (\w+)=(\S*)", block, re.MULTILINE))
+    lines = [line for line in block.splitlines() if not line.startswith("export ")]
+    environment = {**os.environ, **variables, "QDSL_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", RUN, "\n".join(lines)], cwd=tmp_path, env=environment, capture_output=True,
                             text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

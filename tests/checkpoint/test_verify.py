@@ -62,7 +62,8 @@ def test_what_differs_is_said(tmp_path: Path) -> None:
         "h: dtype F32 and F16", "none: shape [0, 4] and [4, 0]", "only_a: only in A: F32 [1]",
         "w: 2 of 24 elements differ, the first at [1, 0, 2]: 14.0 (0x41600000) and -1.0 (0xbf800000)",
         "z: 1 of 2 elements differ, the first at [1]: 0.0 (0x00000000) and -0.0 (0x80000000)",
-        "only_b: only in B: F32 [1]", "differences: 6"]
+        "only_b: only in B: F32 [1]",
+        "differences: 6; --decoded compares the weights that layers stand for, whatever their layouts"]
     data = json.loads(verify(a, b, "--json").stdout)
     assert not data["equal"] and data["differences"][3] == {
         "tensor": "w", "kind": "values", "a": "14.0 (0x41600000)", "b": "-1.0 (0xbf800000)", "differing": 2, "elements": 24,
