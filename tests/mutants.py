@@ -224,7 +224,7 @@ EQUAL: dict[str, dict[str, str]] = {
     },
     "super_blocks": {
         "halves.blocks.record: pad:64 pad:32 -> pad:32 pad:64": "96 bits are skipped",
-        "pairs.interleave_words.record: pad:64 pad:32 -> pad:32 pad:64": "96 bits are skipped",
+        "pairs.words.record: pad:64 pad:32 -> pad:32 pad:64": "96 bits are skipped",
     },
     "marlin_tiles": {
         "marlin.words: i32[t<K / 16, u<N / 64 word] -> i32[t<ceil(K / 16), u<N / 64 word]": ALSO_ELSEWHERE,

@@ -51,14 +51,14 @@ def new(weight: Tensor) -> dict[str, Tensor]:
             "comfy_quant": bytes_of_json(SETTINGS)}
 
 
-@pytest.mark.parametrize("said", [b"\0" * 8, b"{}"], ids=["zeros", "empty"])
+@pytest.mark.parametrize("content", [b"\0" * 8, b"{}"], ids=["zeros", "empty"])
 @pytest.mark.parametrize("kind", ["plain", "scaled", "nvfp4"])
-def test_tensors_of_json_that_say_nothing(kind: str, said: bytes, tmp_path: Path) -> None:
+def test_tensors_of_json_that_say_nothing(kind: str, content: bytes, tmp_path: Path) -> None:
     """Beside plain weights and FP8 (ComfyUI#15410); beside codes of four bits nothing says their order."""
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     tensors = {"plain": {"weight": weight.bfloat16()}, "scaled": {**new(weight)},
                "nvfp4": dict(nvfp4_modelopt.quantize(weight, "comfyui").tensors)}[kind]
-    tensors |= {"comfy_quant": torch.tensor(list(said), dtype=torch.uint8)}
+    tensors |= {"comfy_quant": torch.tensor(list(content), dtype=torch.uint8)}
     write(tmp_path / "model.safetensors", {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()})
     model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False))
     if kind == "nvfp4":
@@ -77,9 +77,9 @@ def test_codes_beside_layers_with_json(tmp_path: Path) -> None:
     own["weight_scale"] = own["weight_scale"].view(128, 4)       # as files have it
     write(tmp_path / "model.safetensors", {**named, **{f"b.{name}": tensor for name, tensor in own.items()}})
     with Folder(tmp_path) as folder:
-        found = {layer.name: layer for layer in layers(folder).layers}
-    assert found["a"].format == "fp8_tensor"
-    assert found["b"].why == "the tensors fit nvfp4_modelopt.modelopt, and nothing says that they are that"
+        by_name = {layer.name: layer for layer in layers(folder).layers}
+    assert by_name["a"].format == "fp8_tensor"
+    assert by_name["b"].why == "the tensors fit nvfp4_modelopt.modelopt, and nothing says that they are that"
 
 
 FILES = {"cast": cast, "old": old, "new": new}

@@ -82,7 +82,7 @@ def test_a_build_removes_files_of_removed_parameter_values(tmp_path: Path) -> No
     out = tmp_path / "out"
     list(build(spec, out))
     (out / "int_group" / "notes.py").write_text("mine = 1\n")
-    spec.write_text(spec.read_text().replace("bits: [4, 2, 3, 5, ", "bits: [4, 2, 3, ").replace("bits: [3, 5, ", "bits: [3, "))
+    spec.write_text(spec.read_text().replace("3, 5, ", "3, "))
     changes = {written.path.name: written.change for written in build(spec, out)}
     assert changes["bits_5.py"] == "removed" and "notes.py" not in changes
     assert sorted(path.name for path in (out / "int_group").iterdir()) == [

@@ -66,7 +66,8 @@ class Clock(TorchDispatchMode):
         return result
 
 
-def solved(clock: Clock, format: Any, weight: Tensor, hessian: Any, method: str = "", **options: Any) -> Any:
+def solved(clock: Clock, format: Any, weight: Tensor, hessian: Any, method: str = "", power: float = 1,
+           **options: Any) -> Any:
     """A stand-in for solving: as much work, in parts, and the codes of rounding."""
     for _ in range(4):
         clock.now += 1e-5 * weight.numel()

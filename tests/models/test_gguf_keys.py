@@ -217,7 +217,7 @@ def test_blocks_that_predict_further_tokens(model_type: str, tmp_path: Path) -> 
 def test_gates_of_files_that_state_none(layers: int, tokens: int, gate: int | None) -> None:
     """llama.cpp takes sigmoids for files of GLM 4.7 Flash alone, which early converters wrote without the key."""
     config = SimpleNamespace(num_hidden_layers=layers, vocab_size=tokens, n_group=1, routed_scaling_factor=1.0)
-    rule = gguf_config._routing({"expert_weights_norm": True}, GgufMap.read(FOLDER / "glm4_moe_lite.json"), config)
+    rule = gguf_config._routing_rule({"expert_weights_norm": True}, GgufMap.read(FOLDER / "glm4_moe_lite.json"), config)
     assert rule.get("gate") == gate
 
 
@@ -230,15 +230,15 @@ def test_tokens_are_as_many_as_rows(tmp_path: Path) -> None:
         plugin.from_pretrained(path)
 
 
-@pytest.mark.parametrize(("model_type", "keys", "turned", "sentence"), [
+@pytest.mark.parametrize(("model_type", "keys", "transposed", "sentence"), [
     ("llama", {}, "blk.1.attn_k.weight", r"k_proj\.weight' is \[96, 192\] in the model, and the file has .* \[192, 96\]"),
     ("llama", {"rope.freq_base": float("nan")}, "", "the base of rotary embeddings is nan"),
     ("mixtral", {"expert_used_count": 0}, "", "expert_used_count is 0 of 5 experts"),
     ("mixtral", {"expert_used_count": 6}, "", "expert_used_count is 6 of 5 experts")])
-def test_files_without_an_answer(model_type: str, keys: dict[str, Any], turned: str, sentence: str, tmp_path: Path) -> None:
+def test_files_without_an_answer(model_type: str, keys: dict[str, Any], transposed: str, sentence: str, tmp_path: Path) -> None:
     """A matrix with its axes the other way round has as many numbers; no expert leaves numbers that look right."""
     own = gguf_cases.tiny(model_type)
-    tensors = {name: tensor.t().contiguous() if name == turned else tensor for name, tensor in own.tensors.items()}
+    tensors = {name: tensor.t().contiguous() if name == transposed else tensor for name, tensor in own.tensors.items()}
     path = gguf_cases.write_case(tmp_path / "model.gguf", dataclasses.replace(own, tensors=tensors), gguf_cases.Case(keys))
     with pytest.raises(LoadError, match=sentence):
         plugin.from_pretrained(path)

@@ -134,7 +134,7 @@ def vectors(packed: PackedWeight, fields: Mapping[str, Tensor]) -> Vectors | Non
                       packed.sizes, values)
         matrices.append(values.view(rows, -1, step).transpose(0, 1).flatten(1))
     matrices[1:] = [table - matrices[0][0] for table in matrices[1:]]
-    scale = fields[scales[0]].float()[:, None] if scales else torch.ones(packed.shape[0], 1, device=device)
+    scale = fields[scales[0]].float()[:, None] if scales else torch.ones(packed.shape[0], 1, dtype=torch.float32, device=device)
     return Vectors(matrices, {name: torch.empty_like(fields[name]) for name in own}, scale, rows, step)
 
 
