@@ -69,8 +69,8 @@ class SliceCut:
         return sorted({lane.skip for lane in self.lanes})
 
     @property
-    def lane_width(self) -> str:
-        """If adjacent lanes fill a byte, their width and order for spread and joined; else ''."""
+    def spread_arguments(self) -> str:
+        """What `spread` and `joined` take besides a tensor, where adjacent lanes fill a byte: their width and order; else ''."""
         shifts, width = [lane.shift for lane in self.lanes], self.part.width
         if self.container != 1 or self.part.places or len(self.bits) != 1 or len(self.skips) != 1:
             return ""

@@ -218,9 +218,9 @@ def _slice_value(program: Program, field: Field, cuts: SliceCut, skip: int, spli
     has_sign = is_view and any(lane.shift + cuts.part.width < 8 * cuts.container for lane in lanes)
     if cuts.part.places:
         return _shifted_digits(field, cuts, split, lanes).permute(order)
-    if cuts.lane_width and field.bits <= 8 and split.labels[-1] == cuts.bits[0]:
+    if cuts.spread_arguments and field.bits <= 8 and split.labels[-1] == cuts.bits[0]:
         text = ts.strip_parens(_masked_text(field, cuts.part, split.text))
-        return Chain(f"joined({text}, {cuts.lane_width}).squeeze(-1)", split.labels[:-1]).permute(order)
+        return Chain(f"joined({text}, {cuts.spread_arguments}).squeeze(-1)", split.labels[:-1]).permute(order)
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
     if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
         lane = split.pick({cuts.bits[0]: "i"})

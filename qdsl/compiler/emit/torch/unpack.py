@@ -191,8 +191,8 @@ def _unpack_lanes(field: Field, tensor: Tensor, cuts: SliceCut, records: Chain, 
     sources = {skip: _view_container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
     is_transposed = BYTES in records.labels[:-1]
-    if cuts.lane_width and not is_transposed and _label_place(one.labels, cuts.bits[0]) == len(one.labels):
-        neighbours = Chain(f"spread({one.text}, {cuts.lane_width})", (*one.labels, cuts.bits[0]))
+    if cuts.spread_arguments and not is_transposed and _label_place(one.labels, cuts.bits[0]) == len(one.labels):
+        neighbours = Chain(f"spread({one.text}, {cuts.spread_arguments})", (*one.labels, cuts.bits[0]))
         return neighbours if field.bits <= 8 else neighbours.call("to(torch.int32)")
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
         # Extracting runs of a few bytes is slow if they are apart; one copy joins them.
