@@ -6,7 +6,7 @@ have torch's names: 'float8_e4m3fn'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import product
@@ -202,6 +202,11 @@ class Description:
     def layout(self, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Stored]:
         """The tensors of a storage for these parameters."""
         return self.variants[self.key(params)][storage]
+
+    def missing_scales(self, storage: str, params: Mapping[str, int | str], names: Container[str]) -> list[str]:
+        """Optional tensors of a parameter's type that are not among `names`: without them a weight is taken for a plain cast."""
+        return [name for name, stored in self.layout(storage, params).items()
+                if stored.optional and stored.dtype in self.params and name not in names]
 
     def key(self, params: Mapping[str, int | str]) -> tuple[int | str, ...]:
         """The choice of the parameters named in `by`."""

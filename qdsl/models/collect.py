@@ -25,7 +25,7 @@ from qdsl.models.transforms import transform_tensors, transforms_of
 from qdsl.runtime.libraries.private_apis import non_persistent_buffers
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.transforms import LayerTransform
-from qdsl.runtime.weight.convert import default_tensors
+from qdsl.runtime.weight.convert import default_tensors, with_scales
 from qdsl.runtime.weight.device_dtypes import as_stored
 from qdsl.runtime.weight.layout import PLANAR
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -238,7 +238,7 @@ class Collector:
             raise SaveError(f"layer {shown(name)}: {weight.format.name}.{weight.storage} cannot be written as {storage}: {error}"
                             ) from None
         dtypes = stored.dtypes                                   # a device may hold bytes in place of 8-bit floats
-        stored = stored.derive({own: as_stored(tensor, dtypes[own]) for own, tensor in stored.tensors.items()})
+        stored = with_scales(stored.derive({own: as_stored(tensor, dtypes[own]) for own, tensor in stored.tensors.items()}))
         absent = [] if record is None else [key for key in record.tensors if key not in stored.tensors]
         return stored.derive({**stored.tensors, **default_tensors(stored, absent)}) if absent else stored
 

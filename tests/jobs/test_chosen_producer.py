@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import qdsl
 from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.jobs.convert import run, target
+from qdsl.jobs.demo import quickly_quantizes
 from qdsl.jobs.engine import RewriteError
 from tests.jobs.test_quantize_folder import COLUMNS, ROWS, check_opens, drawn, expected, plain_folder, quantize
 from tests.support import folders
@@ -107,3 +109,32 @@ def test_a_producer_that_has_no_settings_for_the_storage(tmp_path: Path, to: str
 def test_a_producer_that_is_none(producer: str, near: str) -> None:
     with pytest.raises(RewriteError, match=rf"no producer '{producer}'; did you mean {near}"):
         target.parse_conversion("fp8_tensor", True, {}, (), producer=producer)
+
+
+NOT_WRITTEN = {"fp8_ds_mla": "K = 512"}                           # formats of weights of one width
+SMALL = {"vptq": {"bits": 12}, "vptq_residual": {"bits": 8, "more": 8}}      # tables, in place of large ones
+
+
+def quantizers() -> list[str]:
+    """Formats with a quantizer that loses something; without those whose tables take minutes."""
+    variants = {name: own.variant(own.complete({})) for name in dir(qdsl.generated) if (own := qdsl.load(name).FORMAT)}
+    return [name for name, own in variants.items() if name in SMALL or (own.copies is None and quickly_quantizes(own))]
+
+
+@pytest.mark.parametrize("name", quantizers())
+def test_a_quantized_folder_fills_the_model(name: str, tmp_path: Path) -> None:
+    """By the settings and names that are written for each format; or nothing is written, and the reason said."""
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(128, 1024)})
+    aim = target.parse_conversion(name, True, SMALL.get(name, {}), ())
+    if name in NOT_WRITTEN:
+        with pytest.raises(RewriteError, match=f"nothing to quantize: .*{NOT_WRITTEN[name]}"):
+            run.quantize(path, aim, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return
+    run.quantize(path, aim, tmp_path / "out")
+    model, again = (torch.nn.ModuleDict({"up": torch.nn.Linear(1024, 128, bias=False)}) for _ in range(2))
+    assert qdsl.load_weights_(model, tmp_path / "out").packed == {"up": f"{name}.{aim.storage}"}
+    quantized = torch.nn.ModuleDict({"up": torch.nn.Linear(1024, 128, bias=False)})
+    qdsl.quantize_(quantized, name, **SMALL.get(name, {}))
+    qdsl.save_model(quantized, tmp_path / "saved")
+    assert qdsl.load_weights_(again, tmp_path / "saved").packed == {"up": f"{name}.{aim.storage}"}

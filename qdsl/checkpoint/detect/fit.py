@@ -36,9 +36,7 @@ class Candidate:
     @property
     def has_scale(self) -> bool:
         """Whether every scale is stored; without scales a weight is a plain cast."""
-        layout = self.format.layout(self.fit.storage, self.fit.params)
-        return not any(stored.optional and stored.dtype in self.format.params and name not in self.fit.tensors
-                       for name, stored in layout.items())
+        return not self.format.missing_scales(self.fit.storage, self.fit.params, self.fit.tensors)
 
     @property
     def label(self) -> str:

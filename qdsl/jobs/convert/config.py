@@ -281,9 +281,16 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     fit = [rule for rule in rules if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage
            and rule.get("where", {}).items() <= params.items()
            and same(plan.aim.producer or rule["quant_method"], rule["quant_method"])
-           and (_is_own(rule, method, plan) or not any("." in key for key in rule))]     # nested settings are only read
+           and (_is_own(rule, method, plan) or not _is_only_read(rule))]
     return [full for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
             if (full := _completed_rule(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
+
+
+def _is_only_read(rule: Mapping[str, Any]) -> bool:
+    """Whether settings are nested, or a producer says all of each layer apart."""
+    layers = producers().keys(rule["quant_method"]).layers.values()
+    says_nothing = "with" not in rule and not rule.keys() - {*ABOUT_RULE, "quant_method"}
+    return any("." in key for key in rule) or (says_nothing and any(settings.complete for settings in layers))
 
 
 def check_producer(folder: Folder, plan: Plan) -> None:

@@ -367,11 +367,13 @@ def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tu
     """The tensors of a quantized weight, which do not depend on its numbers.  Raises FormatError for a wrong shape."""
     import torch
 
+    from qdsl.runtime.weight.convert import with_scales
+
     params = {name: value for name, value in options if name in format.params}
     whole = format.empty(shape, storage, "meta", (), **params)
     rows = min(shape[0], whole.step("N"))
     ones = torch.ones(rows, shape[1], dtype=torch.float32, device="cpu")
-    return _stored(whole, format.quantize(ones, storage, **dict(options)), False)
+    return _stored(whole, with_scales(format.quantize(ones, storage, **dict(options))), False)
 
 
 def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:

@@ -151,9 +151,9 @@ def converted_weight(weight: PackedWeight, layer: Layer, aim: Conversion, amax: 
     amax: the largest magnitude of all weights that share its super-scale.  floats: `weight_values` of the weight.  expert: its
     number in a layer of experts.
     """
-    if aim.is_exact(layer):
-        from qdsl.runtime.weight.convert import with_indices
+    from qdsl.runtime.weight.convert import with_indices, with_scales
 
+    if aim.is_exact(layer):
         return with_indices(weight.format.convert(weight, aim.storage))
     options: dict[str, Any] = {**aim.options, **({} if amax is None else {"amax": amax})}
     floats = weight_values(weight) if floats is None else floats
@@ -163,9 +163,9 @@ def converted_weight(weight: PackedWeight, layer: Layer, aim: Conversion, amax: 
         moments = store.Moments(Path(aim.moments))
         name = layer.name if layer.experts is None else f"{layer.name}.{expert}"
         if name in moments:
-            return solve.quantize(layer_format(layer, aim), floats, moments[name], str(aim.calibration["method"]),
-                                  storage=aim.storage, **options)
-    return layer_format(layer, aim).quantize(floats, aim.storage, **options)
+            return with_scales(solve.quantize(layer_format(layer, aim), floats, moments[name], str(aim.calibration["method"]),
+                                              storage=aim.storage, **options))
+    return with_scales(layer_format(layer, aim).quantize(floats, aim.storage, **options))
 
 
 def weight_values(weight: PackedWeight) -> torch.Tensor:

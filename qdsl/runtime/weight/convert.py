@@ -54,6 +54,12 @@ def with_indices(packed: PackedWeight) -> PackedWeight:
     return packed.derive({name: tensors[name] for name in packed.described if name in tensors})
 
 
+def with_scales(packed: PackedWeight) -> PackedWeight:
+    """A weight as files store it: with scales that are 1 and summands that are 0, without which it is taken for a plain cast."""
+    missing = packed.format.description.missing_scales(packed.storage, packed.params, packed.tensors)
+    return packed.derive({**packed.tensors, **default_tensors(packed, missing)}) if missing else packed
+
+
 def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
     """The tensors that another storage omits because their fields have only default values."""
     if not layout.omits or packed.order is not None:
