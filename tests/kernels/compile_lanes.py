@@ -46,7 +46,7 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
                 [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))
                 row = report(call, arch)
                 opcodes = {op.split(".")[0] for op, count in row.opcodes.items() if (op, count) != ("SHFL.BFLY", shuffles(call))}
-                yield {"kernel": f"{case} {row.kernel} {len(x)}", "opcodes": sorted(opcodes),
+                yield {"kernel": f"{case} {row.kernel} {len(x)}", "family": call.family, "opcodes": sorted(opcodes),
                        "hot": row.hot, "spills": row.spills, "tensor": sorted(row.tensor), "loads": row.loads}
 
 

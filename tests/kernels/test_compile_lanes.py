@@ -9,7 +9,9 @@ import json
 
 import pytest
 
+from qdsl.runtime.gpu import costs
 from tests.kernels.compile_lanes import compiled_for
+from tests.kernels.test_gates import MATRIX
 from tests.support import compiling
 
 # Moves between lanes or through shared memory, and conversions of integers, which a quarter of the lanes can do at once.
@@ -28,7 +30,7 @@ def test_every_format(arch: str) -> None:
         slow = SLOW & set(row["opcodes"])
         if "tile_gemm" in row["kernel"]:                            # on the way in weights and x pass through shared memory
             assert not slow & {"SHFL", "I2F"}, row
-            assert any(op.startswith(("HGMMA", "UTCHMMA")) for op in row["tensor"]), row
         else:
             assert not slow and any("128" in load for load in row["loads"]), row
+        assert MATRIX[costs.matrix_unit(row["family"], arch)] in {op.split(".")[0] for op in row["tensor"]}, row
         assert row["spills"] <= SPILLS, row

@@ -261,7 +261,33 @@ def test_configurations_that_the_table_lacks_follow_from_near_ones(monkeypatch: 
     assert (wide.warps, wide.step, wide.trip) == (8, 2 * exact.step, exact.trip)
     assert costs.kernel_cost(packed, "tile_gemm", {"R": 2, "W": 4, "BM": 48}, "sm_90") == entry["tile_gemm", 2, 32, 0]
     assert costs.kernel_cost(packed, "gemv", ROW, "sm_89") == costs.kernel_cost(packed, "gemv", ROW, "sm_120")
-    assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.medians("gfx942")["gemv", 1, 0, 0]
+    assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.medians("gemv", "gfx942")["gemv", 1, 0, 0]
+
+
+@pytest.mark.parametrize("arch", devices.ARCHS)
+@pytest.mark.parametrize("kind", writer.KINDS)
+def test_counts_stand_in_for_kernels_of_the_same_instructions(kind: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a storage has counts of a kind for one architecture alone, and medians where it has none."""
+    for other in devices.ARCHS:
+        monkeypatch.setattr(costs, "counts", lambda storage, other=other: {other: {(kind, 1, 16, 0): COST}})
+        counted = costs.counted_on("q4_0.planar", kind, arch)
+        assert counted is None or (counted == other and costs.matrix_unit(kind, other) == costs.matrix_unit(kind, arch))
+    columns = [(name, cost) for name, key, cost in costs.parsed(costs.TABLE.read_text())[0] if key[0] == kind]
+    same = [cost for name, cost in columns if costs.matrix_unit(kind, name) == costs.matrix_unit(kind, arch)]
+    assert all(cost in same for cost in costs.medians(kind, arch).values()) or not same
+
+
+def test_counts_of_ampere_take_no_kernel_from_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage with counts of `tile_gemm` for sm_80 alone has the candidates of one without any."""
+    own, h200 = costs.counts("q4_0.planar"), GPUS["h200"]
+    few = {key: cost for key, cost in own["sm_80"].items() if key[2] <= 16}
+    others = {arch: {key: cost for key, cost in entry.items() if key[0] != "tile_gemm"} for arch, entry in own.items()}
+    ways = []
+    for entries in (others, {**others, "sm_80": few}):
+        monkeypatch.setattr(costs, "counts", lambda storage, entries=entries: entries)
+        with configure.assumed(9, h200.multiprocessors, h200):
+            ways.append([way for way in plan.candidates(weight(), 64, X, torch.device("meta")) if way.kind == "tile_gemm"])
+    assert ways[0] == ways[1] and any(way.config["BM"] > 16 for way in ways[0])
 
 
 def test_the_shipped_table_is_small_and_what_was_counted() -> None:

@@ -6,11 +6,13 @@ import json
 
 import pytest
 
+from qdsl.runtime.gpu import costs
 from tests.kernels.gate_kernels import GATES
 from tests.support import compiling
 
 # Moves between lanes or through shared memory, and conversions of integers, which a quarter of the lanes can do at once.
 SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F")
+MATRIX = {"mma": "HMMA", "wgmma": "HGMMA", "tcgen05": "UTCHMMA"}   # opcodes by the unit of costs.matrix_unit
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -27,10 +29,10 @@ def test_gates(arch: str) -> None:
                 and (op, count) != ("SHFL.BFLY", row["shuffles"])}
         if row["picked"] == "tile_gemm":                         # x passes through shared memory, and weights on the way in
             slow = {op for op in slow if op.split(".")[0] not in ("LDS", "LDSM")}
-            if not any(op.startswith("HGMMA") for op in row["tensor"]):
-                wrong.append(f"{what}: no HGMMA among {row['tensor']}")
         elif not any("128" in op for op in row["loads"]):
             wrong.append(f"{what}: weights are loaded by {row['loads']}")
+        if {op.split(".")[0] for op in row["tensor"]} != {MATRIX[costs.matrix_unit(row["picked"], arch)]}:
+            wrong.append(f"{what}: other matrix instructions than the counts assume: {row['tensor']}")
         if row["hot"] > row["limit"]:
             wrong.append(f"{what}: {row['hot']:.3f} instructions per weight, at most {row['limit']}")
         if row["spills"]:

@@ -47,6 +47,7 @@ DECODED = 1 << 28                                                # bytes of a we
 TABLE = Path(__file__).with_name("costs.txt")
 FIRST, SAME, ABSENT = "#", "!", "~"                              # the letter of 0; counts of the kernel before; no counts
 MANY = '"'                                                       # before a letter: no counts of so many kernels
+UNIT_KINDS = ("gemm", "tile_gemm")                               # kinds whose instructions depend on Arch.unit
 STEPS = 7                                                        # letters per factor of e in cycles: they are within 8 %
 
 
@@ -197,7 +198,7 @@ def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch
     """Counts of a storage's kernel, a Candidate's kind or 'dequantize', from the table's nearest one; medians if it has none."""
     storage, (_, r, columns, scaled), warps = storage_key(packed), kernel_key(kind, config), _warps(config)
     counted = counted_on(storage, kind, arch)
-    every = medians(arch) if counted is None else counts(storage)[counted]
+    every = medians(kind, arch) if counted is None else counts(storage)[counted]
     entry = {key: cost for key, cost in every.items() if key[0] == kind}
     nearest = min(entry, key=lambda key: (key[3] != scaled, abs(key[2] - columns), abs(key[1] - r)))
     return _with_warps(entry[nearest], warps)
@@ -249,11 +250,12 @@ def variant_key(arch: str, key: Key, warps: int) -> str:
 
 
 @cache
-def medians(arch: str) -> dict[Key, Cost]:
-    """The medians of all storages by kernel_key: of the most similar architecture that was counted, else of another maker's."""
-    order = [*similar_archs(arch), *(name for name in ARCHS if ARCHS[name].is_nvidia == ARCHS[arch].is_nvidia), *ARCHS]
-    best_first = sorted(_table()[0], key=lambda column: order.index(column[0]))
-    return {key: cost for _, key, cost in reversed(best_first)}
+def medians(kind: str, arch: str) -> dict[Key, Cost]:
+    """A kind's medians of all storages by kernel_key: of the most similar counted architecture, else of another maker's."""
+    order = [*similar_archs(kind, arch), *(name for name in ARCHS if ARCHS[name].is_nvidia == ARCHS[arch].is_nvidia), *ARCHS]
+    columns = [column for column in _table()[0] if column[1][0] == kind]
+    nearest = min((name for name, _, _ in columns), key=order.index)
+    return {key: cost for name, key, cost in reversed(columns) if name == nearest}
 
 
 @cache
@@ -295,22 +297,23 @@ def decoded(columns: Sequence[Column], letters: Mapping[str, str], storage: str)
 def counted_on(storage: str, kind: str, arch: str) -> str | None:
     """The architecture whose counts are used for `arch`: itself or a similar one; None if only medians apply."""
     own = counts(storage)
-    return next((name for name in similar_archs(arch) if any(key[0] == kind for key in own.get(name, ()))), None)
+    return next((name for name in similar_archs(kind, arch) if any(key[0] == kind for key in own.get(name, ()))), None)
 
 
-def similar_archs(arch: str) -> tuple[str, ...]:
-    """Architectures whose counts are used for `arch`, the best first.
+def similar_archs(kind: str, arch: str) -> tuple[str, ...]:
+    """Architectures whose counts of a kind are used for `arch`, the best first.
 
     sm_89 and sm_120 have GeForce matrix units, a quarter as fast as those of sm_80.
     """
-    return {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_120", "sm_80"), "sm_90": ("sm_90", "sm_80"),
-            "sm_100": ("sm_100", "sm_90", "sm_80"), "sm_120": ("sm_120", "sm_89", "sm_80"), "sm_75": ("sm_80",),
-            "gfx942": ("gfx942",), "gfx950": ("gfx942",)}.get(arch, ())
+    similar = {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_120", "sm_80"), "sm_90": ("sm_90", "sm_80"),
+               "sm_100": ("sm_100", "sm_90", "sm_80"), "sm_120": ("sm_120", "sm_89", "sm_80"), "sm_75": ("sm_80",),
+               "gfx942": ("gfx942",), "gfx950": ("gfx942",)}.get(arch, ())
+    return tuple(name for name in similar if matrix_unit(kind, name) == matrix_unit(kind, arch))
 
 
-def matrix_unit(arch: str) -> str:
-    """The instruction of NVIDIA's matrix units for which Triton compiles a product: wgmma, tcgen05 or mma."""
-    return {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(arch, "mma")
+def matrix_unit(kind: str, arch: str) -> str:
+    """The matrix instruction of a kind's kernels: that of the architecture's large tiles, or mma on all."""
+    return ARCHS[arch].unit if kind in UNIT_KINDS else "mma"
 
 
 def _with_warps(cost: Cost, warps: int) -> Cost:

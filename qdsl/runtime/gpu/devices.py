@@ -21,7 +21,7 @@ class Arch:
     """The limits of an SM: registers, warps, programs, and shared memory in bytes.
 
     capability: the compute capability times 10; 0 for AMD.  warp: threads per warp.  reserved: bytes of shared memory per program
-    that the driver takes.
+    that the driver takes.  unit: the instruction for which Triton compiles a product of large tiles.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Arch:
     registers: int = 65536
     warp: int = WARP
     reserved: int = RESERVED
+    unit: str = "mma"
 
     @property
     def is_nvidia(self) -> bool:
@@ -80,12 +81,12 @@ ARCHS = {arch.name: arch for arch in (
     Arch("sm_75", 75, warps=32, programs=16, shared=64 << 10, reserved=0),
     Arch("sm_80", 80, warps=64, programs=32, shared=164 << 10),
     Arch("sm_89", 89, warps=48, programs=24, shared=100 << 10),
-    Arch("sm_90", 90, warps=64, programs=32, shared=228 << 10),
-    Arch("sm_100", 100, warps=64, programs=32, shared=228 << 10),
+    Arch("sm_90", 90, warps=64, programs=32, shared=228 << 10, unit="wgmma"),
+    Arch("sm_100", 100, warps=64, programs=32, shared=228 << 10, unit="tcgen05"),
     Arch("sm_120", 120, warps=48, programs=24, shared=100 << 10),
-    Arch("gfx942", 0, warps=32, programs=32, shared=64 << 10, registers=131072, warp=64, reserved=0),
-    Arch("gfx950", 0, warps=32, programs=32, shared=160 << 10, registers=131072, warp=64, reserved=0),
-    Arch("gfx1201", 0, warps=64, programs=32, shared=128 << 10, registers=196608, reserved=0),
+    Arch("gfx942", 0, warps=32, programs=32, shared=64 << 10, registers=131072, warp=64, reserved=0, unit="mfma"),
+    Arch("gfx950", 0, warps=32, programs=32, shared=160 << 10, registers=131072, warp=64, reserved=0, unit="mfma"),
+    Arch("gfx1201", 0, warps=64, programs=32, shared=128 << 10, registers=196608, reserved=0, unit="wmma"),
 )}
 GPUS = {gpu.name: gpu for gpu in (
     Gpu("t4", "T4", "sm_75", 40, 1.59, 320, 65, 4),

@@ -218,11 +218,9 @@ class TileGemm(MatrixUnitFamily):
         return (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid
 
     def has_registers(self, candidate: Candidate, packed: PackedWeight, arch: str) -> bool:
-        """The same; needs counts for the matrix unit that it is compiled for, unless that is Hopper's."""
-        counted = costs.counted_on(costs.storage_key(packed), self.name, arch)
-        if arch != "sm_90" and (counted is None or costs.matrix_unit(counted) != costs.matrix_unit(arch)):
-            return False
-        return super().has_registers(candidate, packed, arch)
+        """The same; needs counts, unless the matrix unit is Hopper's."""
+        is_counted = costs.counted_on(costs.storage_key(packed), self.name, arch) is not None
+        return (is_counted or arch == "sm_90") and super().has_registers(candidate, packed, arch)
 
     def rows_without_counts(self, packed: PackedWeight) -> int:
         return 32 if has_short_groups(packed) else 128
