@@ -6,16 +6,20 @@ would run.  So the specialisation, and with it the cache entry, is the same by c
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 from bench.gpu.device import DeviceInfo, launches_for
+from qdsl.runtime.gpu.devices import ARCHS, RESERVED
 from qdsl.runtime.libraries.call import Call
 
 
@@ -52,6 +56,28 @@ class AbsentDriver:
         return GPUTarget("cuda" if isinstance(self.arch, int) else "hip", self.arch, self.warp)
 
 
+class CarriedDriver(AbsentDriver):
+    """In place of Triton's driver where kernels are loaded and launched: it keeps their binaries by name, and runs none."""
+
+    def __init__(self, arch: int) -> None:
+        super().__init__(arch)
+        self.utils, self.binaries, self.launches = self, dict[str, bytes](), 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": ARCHS[f"sm_{self.arch}"].shared - RESERVED}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        """Module, function, registers, spills and most threads."""
+        self.binaries[name] = kernel
+        return 0, 0, 0, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *arguments: Any) -> None:
+        self.launches += 1
+
+
 _info: DeviceInfo | None = None
 
 
@@ -81,6 +107,31 @@ def compile_job(job: Job) -> CompileResult:
     except Exception as error:                                   # of the launches themselves
         errors.append(f"{type(error).__name__}: {error}")
     return CompileResult(launches, time.monotonic() - begun, "; ".join(errors))
+
+
+def relocate(cache: Path) -> None:
+    """Make Triton find a cache that was filled in another folder: it keeps files by their paths, and compiles what is absent."""
+    for group in cache.glob("*/__grp__*"):
+        names = json.loads(group.read_text())["child_paths"]
+        group.write_text(json.dumps({"child_paths": {name: str(group.parent / name) for name in names}}))
+
+
+def carried(info: DeviceInfo, run: Callable[[], object], calls: Iterable[Call], folder: Path) -> CarriedDriver:
+    """The driver of launches that find their kernels in a folder that was Triton's cache elsewhere; nothing is compiled.
+
+    run: makes the launches, with tensors that have data.  calls: the launches whose kernels this process has in memory.
+    """
+    import triton
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    for call in calls:
+        call.kernel.device_caches.clear()
+    driver = CarriedDriver(info.capability)
+    triton.runtime.driver.set_active(driver)
+    with launches_for(info), patch.dict(os.environ, {"TRITON_CACHE_DIR": str(folder)}), \
+            patch.object(CUDABackend, "add_stages", side_effect=RuntimeError("the kernel is not in the cache")):
+        run()
+    return driver
 
 
 class Ahead:

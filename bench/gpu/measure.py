@@ -35,6 +35,10 @@ def main() -> int:
         print("bench.gpu.measure: needs a CUDA device; --stand-in tries the questions on a CPU", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
+    if not options.stand_in and not options.compile:
+        from bench.gpu.ahead import relocate
+
+        relocate(Path(os.environ.get("TRITON_CACHE_DIR", options.out / "triton")))
     return Session(options.out, 60 * options.minutes, options.stand_in, options.compile).run(
         options.only or (["compile"] if options.compile else list(SECONDS)), options.again)
 
@@ -71,7 +75,7 @@ class Session:
                        f"{seconds:.0f}"]
         command += ["--stand-in"] if self.is_stand_in else []
         command += ["--compile", self.compile] if self.compile else []
-        interprets = self.is_stand_in and name != "executed"      # which compiles, and runs PTX itself
+        interprets = self.is_stand_in and name not in ("compile", "executed")       # these compile
         environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if interprets else {})}
         try:
             code = subprocess.run(command, env=environment, timeout=seconds + START, check=False).returncode
@@ -119,12 +123,17 @@ def _compile(options: argparse.Namespace) -> int:
     from bench.gpu.ahead import Ahead
     from bench.gpu.device import H200, device_info, launches_for
 
+    if options.stand_in:
+        rows = [questions.carried()]
+        report.keep(options.json, report.head(" ".join(sys.argv), H200, False) | {
+            "question": "compile", "rows": rows, "complete": True})
+        return 0
     until = time.monotonic() + options.seconds
-    info = H200 if options.stand_in or options.compile else device_info()
+    info = H200 if options.compile else device_info()
     compiled, errors = 0, list[str]()
     with launches_for(info):
-        jobs = questions.jobs()[:1 if options.stand_in else None]
-    ahead = Ahead(info, 0 if options.stand_in else max(1, (os.cpu_count() or 2) - 1))
+        jobs = questions.jobs()
+    ahead = Ahead(info, max(1, (os.cpu_count() or 2) - 1))
     ahead.submit(jobs)
     for job in jobs:
         result = ahead.wait(job, until - time.monotonic())

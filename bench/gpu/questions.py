@@ -6,9 +6,11 @@ A question yields rows.  It has a few seconds, after which the rest is left out;
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +18,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu import machine
-from bench.gpu.ahead import Job
+from bench.gpu.ahead import Job, compile_job, relocate, start
+from bench.gpu.ahead import carried as load_carried
 from bench.gpu.checks import bound, worst
-from bench.gpu.device import launches_for
+from bench.gpu.device import H200, launches_for
 from bench.gpu.plan import product_calls
 from bench.gpu.weights import Weight, clones, every, fits, large, packed
 from bench.gpu.where import Where
@@ -73,6 +76,27 @@ def jobs() -> list[Job]:
     return [*(Candidates(weight, m) for weight in chosen(STORAGES, SMALL) for m in CHECKED),
             *(Candidates(weight, m, 1) for weight in chosen(STORAGES, large_shape) for m in ROWS),
             *(Candidates(weight, 1, 4, STAGES) for weight in chosen(ONE_ROW, large_shape))]
+
+
+def carried() -> Row:
+    """A product's kernels compiled for an H200 by tensors without data, and loaded by others from a cache that was moved.
+
+    Raises RuntimeError where a launch finds no kernel under its key.
+    """
+    job, own = Candidates(chosen(STORAGES, SMALL)[0], CHECKED[0], 1), packed(chosen(STORAGES, SMALL)[0], seed=1)
+    x = torch.ones(job.rows, SMALL[1], dtype=X)
+    with launches_for(H200):
+        calls = list(job.calls())
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder, "before"), Path(folder, "after")
+        start(H200)
+        with patch.dict(os.environ, {"TRITON_CACHE_DIR": str(before)}):
+            compiled = compile_job(job)
+        relocate(before.rename(after))
+        driver = load_carried(H200, lambda: product.by(plan.best(own, job.rows, X, x.device), x, own), calls, after)
+    machines = {name: int.from_bytes(cubin[18:20], "little") for name, cubin in driver.binaries.items()}
+    return {"compiled": compiled.launches, "launched": driver.launches, "error": compiled.error, "machines": machines,
+            "kernels": sorted({call.kernel.__name__ for call in calls})}
 
 
 def chosen(names: tuple[str, ...], shape: tuple[int, int]) -> list[Weight]:

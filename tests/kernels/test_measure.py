@@ -17,6 +17,9 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="a shell script")
 
 
+CUDA = 190                                                       # the machine of an ELF file for NVIDIA's GPUs
+
+
 def ask(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable}
     environment.pop("TRITON_INTERPRET", None)
@@ -31,6 +34,9 @@ def test_questions_are_answered_once(tmp_path: Path) -> None:
     answer: dict[str, Any] = json.loads((tmp_path / "moe.json").read_text())
     assert answer["complete"] and answer["measured_on"] == "a stand-in" and answer["rows"][0]["off"] < 1e-2
     assert json.loads((tmp_path / measure.STATE).read_text()).keys() == {"compile", "moe"}
+    [loaded] = json.loads((tmp_path / "compile.json").read_text())["rows"]
+    assert not loaded["error"] and loaded["launched"] == loaded["compiled"] > 0
+    assert loaded["machines"] == dict.fromkeys(loaded["kernels"], CUDA)
     (tmp_path / "moe.json").unlink()
     again = ask(tmp_path, *only)
     assert again.returncode == 0 and again.stdout.count("answered before") == 2 and not (tmp_path / "moe.json").exists()
