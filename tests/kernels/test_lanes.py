@@ -14,7 +14,7 @@ from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.families import BY_NAME, lanes
 from qdsl.runtime.torch.linear import as_stored
-from tests.support.covering import ALL, covering, kernels
+from tests.support.covering import ALL, by_turns, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -290,8 +290,7 @@ def test_programs_that_share_k(case: Case, hopper: None) -> None:
         assert not scratch.counters.take(1, packed.device).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), by_turns(COVERING, DTYPES), ids=str)
 def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
     """Columns of a span of 512, one at a time, so that nothing is summed but zeros: each is where it belongs.
 

@@ -79,9 +79,9 @@ def layer_operations(monkeypatch: pytest.MonkeyPatch, run: Any, x: torch.Tensor,
     return out, counter.names, launches
 
 
-@pytest.mark.parametrize("tokens, count", [(1, 16), (7, 5), (24, 2)])
-@pytest.mark.parametrize("is_mapped", [False, True])
-@pytest.mark.parametrize("is_input_weighted", [False, True])
+@pytest.mark.parametrize(("tokens", "count", "is_mapped", "is_input_weighted"), [
+    (1, 16, False, False), (1, 16, True, True), (7, 5, True, False), (7, 5, False, True), (24, 2, False, False),
+    (24, 2, True, True)])
 @pytest.mark.skipif(not INTERPRETED, reason="counts operations around interpreted kernels")
 def test_a_layer_sorts_its_pairs_in_one_launch(tokens: int, count: int, is_mapped: bool, is_input_weighted: bool,
                                                monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,25 @@ def _hasten() -> None:
     def same_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
         return (left, right) if left.shape is right.shape else broadcast(self, left, right)
 
+    check = interpreter.TritonSemantic.binary_op_type_checking_impl
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def kept_check(self: Any, left: Any, right: Any, *flags: bool) -> tuple[Any, Any]:
+        if not isinstance(left, tl.tensor) or left.dtype.is_ptr():
+            return check(self, left, right, *flags)
+        if isinstance(right, tl.tensor):
+            is_one_type = left.dtype.name == right.dtype.name and left.shape is right.shape and not flags
+            return (left, right) if is_one_type else check(self, left, right, *flags)
+        key = type(right), str(right), left.dtype.name, id(left.shape), flags
+        if key not in constants:
+            checked, constant = check(self, left, right, *flags)
+            if checked is not left:
+                return checked, constant
+            constants[key] = constant
+        return left, constants[key]
+
     interpreter.TritonSemantic.broadcast_impl_value = same_shape
+    interpreter.TritonSemantic.binary_op_type_checking_impl = kept_check
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=ALL)
     interpreter._get_np_dtype, interpreter._patch_lang = kept_dtype, patched_once
     tl.block_type.__init__, tl.tensor.__init__ = kept_block, tensor

@@ -85,8 +85,8 @@ def added(own: Settings, *entries: tuple[str, int]) -> Settings:
 def lacking(own: Settings, without: Container[str]) -> Settings:
     """A vocabulary without some tokens."""
     kept = [place for place, token in enumerate(own[GGML + "tokens"].decoded()) if token not in without]
-    return {**own, **{key: Value.of(own[key].type, [own[key].decoded()[place] for place in kept])
-                      for leaf in ("tokens", "token_type", "scores") if (key := GGML + leaf) in own}}
+    lists = {key: own[key].decoded() for leaf in ("tokens", "token_type", "scores") if (key := GGML + leaf) in own}
+    return {**own, **{key: Value.of(own[key].type, [values[place] for place in kept]) for key, values in lists.items()}}
 
 
 def of_model(model: str, own: Settings) -> Settings:
