@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdsl.cli.app import app, fail, json_text, needs, reported, without_controls
-from qdsl.cli.models import Device, DType, MatchDense, check_models, format_name, print_allowed, running
+from qdsl.cli.models import Device, DType, MatchDense, check_models, check_options, format_name, print_allowed, running
 from qdsl.cli.options import AllowUnknown, Force, Json, Params, headed, read_param, refuse_options
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
     else:
         refuse_options(typer_context, IMAGE, f"pipelines of diffusers, and {model} has no model_index.json")
     params = dict(map(read_param, param or ()))
+    if params and format is None:
+        fail("--param is of a format: name it with --format", 2)
     format = format_name(format) if format else None
     check_models(model, against, base=base)
     if prompt is None and not chat:
@@ -96,13 +100,19 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
     _check_options(chat, raw, system, as_json, temperature, top_k, top_p)
     needs("running a language model", "models", "transformers")
     with running():
+        check_options(device, *([(format, params)] if format else []))
         from qdsl.models import language
-        from qdsl.models.generation import Sampling
+        from qdsl.models.generation import Sampling, check_conversation, check_prompt
         from qdsl.models.processor import set_processor
 
         set_processor(threads, exact)
         gc.freeze()                                              # collections need not visit what was imported: 0.25 s
-        loaded = language.load_language_model(model, format, device, dtype, params, match_dense, base, allow_unknown)
+        check: Callable[[LanguageModel], None] | None = None
+        if chat:
+            check = partial(check_conversation, first=prompt, system=system, context=context)
+        elif context is not None or system is not None or not prompt:
+            check = partial(check_prompt, prompt=str(prompt), chat=not raw, system=system, context=context)
+        loaded = language.load_language_model(model, format, device, dtype, params, match_dense, base, allow_unknown, check)
         print_allowed(loaded)
         settings = {"max_new_tokens": max_new_tokens, "context": context, "system": system,
                     "sampling": Sampling(temperature, top_k, top_p, seed)}
@@ -119,6 +129,7 @@ def _check_options(chat: bool, raw: bool, system: str | None, as_json: bool, tem
     for is_wrong, message in ((chat and raw, "--chat needs the chat template, which --raw leaves out"),
                               (raw and system is not None, "--system is for the chat template, which --raw leaves out"),
                               (chat and as_json, "--json prints one answer: leave out --chat"),
+                              (math.isinf(temperature), "--temperature is a number such as 0.7"),
                               (temperature == 0 and top_k is not None, f"--top-k {advice}"),
                               (temperature == 0 and top_p is not None, f"--top-p {advice}")):
         if is_wrong:

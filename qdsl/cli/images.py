@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from qdsl.cli.app import fail, json_text, needs, reported
-from qdsl.cli.models import finite, running
+from qdsl.cli.models import check_options, finite, running
 from qdsl.host.files import check_output, regular_file
 
 
@@ -24,6 +24,8 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
     options = {**options, "size": _size(options["size"])}
     needs("running a pipeline of diffusers", "models,diffusers", "transformers", "diffusers")
     with running():
+        name = quantization["format"]
+        check_options(place["device"], *([(name, quantization["params"])] if name else []))
         from qdsl.host.files import replacing
         from qdsl.host.system import resident_bytes
         from qdsl.models.diffusers import images

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -60,25 +60,30 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         if svg is not None:
             check_output(svg, text, force=force)
         content = read_utf8(text)
+        quantizers = [(name, dict(map(read_param, params))) for name, *params in map(str.split, format)]
+        check_options(device, *quantizers)
         from qdsl.models import evaluate as measure
         from qdsl.models import language
         from qdsl.models.calibrate import token_bytes
 
-        def load(ref: str, form: str | None = None, **options: Any) -> LanguageModel:
-            return language.load_language_model(ref, form, device, language.portable_dtype(ref, dtype), match_dense=match_dense,
-                                                allow_unknown=allow_unknown, **options)
+        chunks: list[Any] = []
+
+        def divide(model: LanguageModel) -> None:
+            if against is None or not chunks:
+                chunks[:] = measure.chunks(model.tokenizer, content, context)
+
+        def load(ref: str, form: str | None = None, params: Mapping[str, Any] | None = None) -> LanguageModel:
+            return language.load_language_model(ref, form, device, language.portable_dtype(ref, dtype), params, match_dense,
+                                                allow_unknown=allow_unknown, check=divide)
 
         base = None if against is None else measure.Base(load(against))
-        chunks = [] if base is None else measure.chunks(base.language.tokenizer, content, context)
         results = []
         width = max(map(len, [*models, *(f"{against} as {form}" for form in format)]))
-        for name, form in [*((name, None) for name in models), *((str(against), form) for form in format)]:
-            quantized, *params = form.split() if form else (None,)
-            loaded = load(name, quantized, params=dict(map(read_param, params)))
+        for name, quantized, params in [*((name, None, {}) for name in models), *((str(against), *of) for of in quantizers)]:
+            loaded = load(name, quantized, params)
             print_allowed(loaded)
-            own = chunks or measure.chunks(loaded.tokenizer, content, context)
-            with progress({SAMPLES: sum(map(token_bytes, own))}):
-                results.append(measure.evaluate(loaded, own, base))
+            with progress({SAMPLES: sum(map(token_bytes, chunks))}):
+                results.append(measure.evaluate(loaded, chunks, base))
             del loaded
             if not as_json:                                      # models may take hours
                 typer.echo(measure.last_row(results, width))
@@ -118,6 +123,23 @@ def check_models(*refs: str | None, base: str | None = None) -> None:
     for ref, target in targets.items():
         if isinstance(target, Path) and not target.exists():
             fail(f"{ref}: no such folder or file{similar(target)}")
+
+
+def check_options(device: str | None, *formats: tuple[str, Mapping[str, Any]]) -> None:
+    """Raises LoadError for a device that this machine lacks, and FormatError for options that the quantizers of formats lack.
+
+    Callers import the libraries that run models afterwards, which takes seconds.
+    """
+    if device is not None:
+        from qdsl.models.plugin import usable_device
+
+        usable_device(device)
+    for name, params in formats:
+        import qdsl
+        from qdsl.checkpoint.detect.targets import with_storage
+
+        format, options = with_storage(name, params)
+        qdsl.load(format).FORMAT.chosen(options)
 
 
 def print_allowed(loaded: LanguageModel) -> None:

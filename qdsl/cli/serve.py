@@ -10,7 +10,7 @@ import typer
 
 from qdsl.cli.app import app, fail, json_text, needs, print_table, reported
 from qdsl.cli.generate import Base, Exact, Threads
-from qdsl.cli.models import Device, DType, Model, check_models, running
+from qdsl.cli.models import Device, DType, Model, check_models, check_options, running
 from qdsl.cli.options import Json
 
 SERVER = ("pydantic", "fastapi", "uvicorn", "openai")            # packages of transformers' server
@@ -69,6 +69,7 @@ def serve(model: Model,
         fail(f"--host {host} --port {port}: {str(error.strerror).partition(' (')[0]}: give another", 2)
     check_models(model, base=base)
     with running():
+        check_options(device)
         from qdsl.models import openai_server
         from qdsl.models.language import load_language_model
         from qdsl.models.processor import arithmetic, set_processor

@@ -81,16 +81,19 @@ def loaded(model: str, sampling: Sampling, device: str | None, fast: bool = Fals
 
     Its numbers are float32 on a CPU; bfloat16 if `fast`, and the CPU multiplies it.
     """
-    from qdsl.models.language import load_language_model
     from qdsl.models.plugin import usable_device
+
+    content, place = sampling.content(), usable_device(device)   # before imports and the model, which take longer
+    from qdsl.models.language import load_language_model
     from qdsl.models.processor import bfloat16_instructions
 
-    content = sampling.content()                                 # before the model, which takes longer
     of_cpu = "bfloat16" if fast and bfloat16_instructions() else "float32"
-    language = load_language_model(model, device=device, dtype=of_cpu if usable_device(device) == "cpu" else "auto")
+    tokens: list[Tensor] = []
+    language = load_language_model(model, device=device, dtype=of_cpu if place == "cpu" else "auto",
+                                   check=lambda language: tokens.extend(
+                                       samples_of(language.tokenizer, content, sampling.samples, sampling.length)))
     if language.packed_layers:
         language.model.dequantize()
-    tokens = samples_of(language.tokenizer, content, sampling.samples, sampling.length)
     return language, [sample.to(language.model.device) for sample in tokens]
 
 

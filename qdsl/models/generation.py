@@ -80,10 +80,56 @@ def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, sa
     conversation = Conversation(language, max_new_tokens, sampling, system, context)
     if chat and conversation.has_template:
         return conversation.answer(prompt, write, stop)
+    with named_errors(f"{language.path}: transformers does not generate with it", *CLEAR):
+        return conversation.generate(_tokens(language, prompt, chat, system), write, stop)
+
+
+def check_prompt(language: LanguageModel, prompt: str, chat: bool = True, system: str | None = None,
+                 context: int | None = None) -> None:
+    """Raises LoadError for a prompt that `generate` refuses by the model's tokenizer alone."""
+    _check_length(language, _tokens(language, prompt, chat, system), context)
+
+
+def check_conversation(language: LanguageModel, first: str | None, system: str | None = None, context: int | None = None) -> None:
+    """Raises LoadError where the tokenizer alone tells that a model has no chats, or that a first message is too long."""
+    if not language.tokenizer.chat_template:
+        raise LoadError(f"{language.path}: has no chat template")
+    if context is not None:
+        check_prompt(language, first or "", True, system, context)
+
+
+def _tokens(language: LanguageModel, prompt: str, chat: bool, system: str | None) -> list[int]:
+    """The tokens of a prompt, by the chat template where there is one and `chat` is set."""
+    if chat and language.tokenizer.chat_template:
+        return _chat_tokens(language, [{"role": "user", "content": prompt}], system)
     if system is not None:
         raise LoadError(f"{language.path}: a system prompt needs a chat template" + (", and it has none" if chat else ""))
-    with named_errors(f"{language.path}: transformers does not generate with it", *CLEAR):
-        return conversation.generate(language.tokenizer(prompt)["input_ids"], write, stop)
+    tokens: list[int] = language.tokenizer(prompt)["input_ids"]
+    return tokens
+
+
+def _chat_tokens(language: LanguageModel, messages: list[dict[str, str]], system: str | None) -> list[int]:
+    """The tokens of a conversation, by the chat template."""
+    tokenizer, path = language.tokenizer, language.path
+    first = [] if system is None else [{"role": "system", "content": system}]
+    text = render(tokenizer.get_chat_template(), [*first, *messages], tokenizer.special_tokens_map, path)
+    ends = tokenizer("")["input_ids"] if gguf_path(path) is not None else []
+    # llama.cpp adds the file's first and last tokens to a chat, too, in place of those that the template has
+    if ends[:1] == [tokenizer.bos_token_id]:
+        text = text.removeprefix(tokenizer.bos_token)
+    if ends[-1:] == [tokenizer.eos_token_id]:
+        text = text.removesuffix(tokenizer.eos_token)
+    tokens: list[int] = tokenizer(text, add_special_tokens=bool(ends))["input_ids"]
+    return tokens
+
+
+def _check_length(language: LanguageModel, prompt: list[int], limit: int | None) -> None:
+    """Raises LoadError for a prompt of no tokens, and for one that a context of `limit` tokens does not hold."""
+    if not prompt:
+        raise LoadError(f"{language.path}: the prompt is empty")
+    if limit is not None and len(prompt) >= limit:
+        raise LoadError(f"{language.path}: a prompt of {len(prompt)} tokens takes a context of {len(prompt) + 1} or more, not "
+                        f"{limit}")
 
 
 @dataclass(eq=False)
@@ -125,33 +171,16 @@ class Conversation:
 
     def _prompt(self) -> list[int]:
         """The tokens of the conversation; of one that is too long without its oldest messages."""
-        tokens = self._tokens()
+        tokens = _chat_tokens(self.language, self._messages, self.system)
         while len(self._messages) > 1 and len(tokens) + min(self.max_new_tokens, self.limit // 2) > self.limit:
             del self._messages[:2]                               # a message and its answer
             self.dropped += 2
-            tokens = self._tokens()
-        return tokens
-
-    def _tokens(self) -> list[int]:
-        tokenizer, path = self.language.tokenizer, self.language.path
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        text = render(tokenizer.get_chat_template(), [*first, *self._messages], tokenizer.special_tokens_map, path)
-        ends = tokenizer("")["input_ids"] if gguf_path(path) is not None else []
-        # llama.cpp adds the file's first and last tokens to a chat, too, in place of those that the template has
-        if ends[:1] == [tokenizer.bos_token_id]:
-            text = text.removeprefix(tokenizer.bos_token)
-        if ends[-1:] == [tokenizer.eos_token_id]:
-            text = text.removesuffix(tokenizer.eos_token)
-        tokens: list[int] = tokenizer(text, add_special_tokens=bool(ends))["input_ids"]
+            tokens = _chat_tokens(self.language, self._messages, self.system)
         return tokens
 
     def generate(self, prompt: list[int], write: Write | None = None, stop: Stop | None = None) -> Generation:
         """Continue a prompt of tokens.  Raises LoadError for one that the context does not hold."""
-        if not prompt:
-            raise LoadError(f"{self.language.path}: the prompt is empty")
-        if len(prompt) >= self.limit:
-            raise LoadError(f"{self.language.path}: a prompt of {len(prompt)} tokens takes a context of {len(prompt) + 1} or "
-                            f"more, not {self.limit}")
+        _check_length(self.language, prompt, self.limit)
         model = self.language.model
         reused = self._keep_common(prompt)
         began = time.perf_counter()

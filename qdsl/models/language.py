@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,11 +90,13 @@ class LanguageModel:
 
 def load_language_model(ref: str, format: str | None = None, device: str | None = None, dtype: str = "auto",
                         params: Mapping[str, Any] | None = None, match_dense: bool = False,
-                        base: str | None = None, allow_unknown: bool = False) -> LanguageModel:
+                        base: str | None = None, allow_unknown: bool = False,
+                        check: Callable[[LanguageModel], object] | None = None) -> LanguageModel:
     """Load a folder, a repository or a GGUF file: packed weights as they are, plain ones plain or quantized in a format.
 
     device: by default a GPU where there is one.  params: of the format's quantizer.  match_dense, allow_unknown: as of
-    `QdslConfig`.  base: the model that packed weights were made of, for what a folder or a GGUF file lacks.
+    `QdslConfig`.  base: the model that packed weights were made of, for what a folder or a GGUF file lacks.  check: is called
+    before weights are loaded, with what has a tokenizer and no model yet, to raise what the tokenizer alone can tell.
 
     Raises LoadError, CheckpointError, OSError.
     """
@@ -110,15 +112,19 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     if base is None and any(path.glob("*.safetensors")) and not (path / "config.json").is_file():
         raise LoadError(f"{ref}: no config.json beside the weights, which says of what model they are")
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
+    wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
+    language = LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), None, 0.0, base)
+    if check is not None:
+        check(language)
     is_gguf = gguf_path(path) is not None
     if is_gguf or base is not None or format is not None or _is_packed(path):
         config = plugin.QdslConfig(format, match_dense=match_dense, allow_unknown=allow_unknown, **(params or {}))
         with named_errors(f"{path}: transformers does not load it", *CLEAR):
-            model = plugin.from_pretrained(path, base=base, quantization_config=config, **options)
+            language.model = plugin.from_pretrained(path, base=base, quantization_config=config, **options)
     else:
-        model = _load_plain(path, options)
-    wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
-    return LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), model, time.perf_counter() - began, base)
+        language.model = _load_plain(path, options)
+    language.seconds = time.perf_counter() - began
+    return language
 
 
 def portable_dtype(ref: str, dtype: str) -> str:

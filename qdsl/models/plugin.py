@@ -72,9 +72,11 @@ def usable_device(device: str | None = None) -> str:
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, dtype=torch.uint8, device=device)
+        is_meta = torch.empty(0, dtype=torch.uint8, device=device).is_meta
     except (RuntimeError, AssertionError) as error:              # torch without CUDA asserts
         raise LoadError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    if is_meta:
+        raise LoadError(f"device {device!r} has no numbers: nothing can be computed on it")
     return device
 
 

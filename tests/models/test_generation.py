@@ -143,9 +143,13 @@ def test_the_arithmetic_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, o
     ("{folder}", 2, "or --chat for a conversation"), ("{folder} x --chat --raw", 2, "which --raw leaves out"),
     ("{folder} x --raw --system y", 2, "--system is for the chat template"), ("{folder} --chat --json", 2, "leave out --chat"),
     ("{folder} x --top-k 5", 2, "give --temperature"), ("{folder} x --top-p 0.5", 2, "give --temperature"),
+    ("{folder} x --temperature inf", 2, "--temperature is a number"), ("{folder} x --param bits=4", 2, "with --format"),
     ("{folder} 123456 --context 4 --raw", 1, "a prompt of 6 tokens takes a context of 7 or more, not 4"),
+    ("{folder} 123456 --context 4", 1, "a context of 11 or more, not 4"), ("{folder} --chat --context 2", 1, "not 2"),
     ("{plain} --chat", 1, "has no chat template"), ("{plain} x --system y", 1, "a system prompt needs a chat template")])
-def test_options_that_contradict(folder: Path, tmp_path: Path, arguments: str, code: int, message: str) -> None:
+def test_options_that_contradict_are_refused_before_a_model_is_loaded(
+        folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, code: int, message: str) -> None:
+    monkeypatch.setattr("qdsl.models.language._load_plain", lambda *_: pytest.fail("the model was loaded"))
     plain = tmp_path / "plain"
     plain.mkdir()
     for path in folder.iterdir():

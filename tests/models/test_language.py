@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import string
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,33 @@ def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Pa
 def test_errors_are_sentences(plain: Path, fp8: Path, text: Path, arguments: str, code: int, message: str) -> None:
     result = run(*arguments.format(plain=plain, fp8=fp8, text=text).split())
     assert result.exit_code == code and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("generate {plain} x --device banana", "device 'banana' cannot be used here"),
+    ("generate {plain} x --device meta", "'meta' has no numbers"),
+    ("generate {plain} x -f q4_0 --param bits=9", "q4_0 has no parameter 'bits'"),
+    ("generate {plain} x -f int_group --param bits=99", "bits"),
+    ("evaluate {plain} --text {text} --device banana", "device 'banana'"),
+    ("evaluate {plain} --text {text} --against {plain} -f nf4,bits=4", "no format"),
+    ("imatrix {plain} {text} -o {text}.gguf --device banana", "device 'banana'"),
+    ("imatrix {plain} {text}.no -o {text}.gguf", "No such file"),
+    ("quantize {plain} -f q4_0 -o {text}.q --calibrate {text} --device banana", "device 'banana'")])
+def test_options_are_judged_before_libraries_are_imported(
+        plain: Path, text: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
+    """transformers takes seconds."""
+    monkeypatch.setitem(sys.modules, "qdsl.models.language", None)
+    result = run(*arguments.format(plain=plain, text=text).split())
+    assert result.exit_code in (1, 2) and message in result.stderr
+
+
+@pytest.mark.parametrize("command", [("evaluate", "--text", "{text}", "-c", 5000), ("imatrix", "{text}", "-o", "{text}.gguf",
+                                                                                    "--length", 5000)])
+def test_a_text_is_judged_before_a_model_is_loaded(plain: Path, text: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   command: tuple[Any, ...]) -> None:
+    monkeypatch.setattr("qdsl.models.language._load_plain", lambda *_: pytest.fail("the model was loaded"))
+    result = run(command[0], plain, *(str(word).format(text=text) for word in command[1:]))
+    assert result.exit_code == 1 and "give more text" in result.stderr
 
 
 @pytest.mark.parametrize("defect, message", [("tensor", "no tensor for model.layers.0.mlp.up_proj.weight"),
