@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import typer
@@ -136,6 +137,13 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> Any:
         """The parameters, with that of --help."""
         return list(map(_worded, super().get_params(ctx)))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """What begins so, with a line of help each: a shell takes a second line for a value."""
+        offered = super().shell_complete(ctx, incomplete)
+        for one in offered:
+            one.help = shorten(one.help, 60, placeholder="...") if one.help else one.help
+        return offered
 
 
 class Group(TyperGroup):

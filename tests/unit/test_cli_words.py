@@ -81,15 +81,30 @@ def test_every_word_of_values_is_used_and_completes(word: str) -> None:
     assert first in [completion.value for completion in completions(word, first[:len(head) + 1].upper() if not head else first)]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
+WORDS = [
     ("convert in --to gptq", {"gptq_v1", "gptq_v2", "gptq_p"}), ("quantize in --type q4_k_", {"Q4_K_S", "Q4_K_M"}),
     ("quantize in --format int_group.awq_g", {"int_group.awq_gemv"}), ("show q4_", {"q4_0", "q4_1", "q4_k"}),
     ("quantize in --tensor-type attn_v=q6", {"attn_v=Q6_K"}), ("compress in --format d", {"df11"}),
     ("dequantize in --dtype b", {"bf16"}), ("quantize in --producer aw", {"awq"}), ("check no/such/", set()),
-    ("inspect mod", set()), ("quantize in --imatrix im", set())])
+    ("inspect mod", set()), ("quantize in --imatrix im", set())]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WORDS)
 def test_a_shell_completes_values(arguments: str, expected: set[str]) -> None:
     """Of files there is nothing to say: the shell completes them where a command does not."""
     env = {"_QDSL_COMPLETE": "complete_bash", "COMP_WORDS": f"qdsl {arguments}",
            "COMP_CWORD": str(len(arguments.split()))}
     result = CliRunner().invoke(app, [], env=env, prog_name="qdsl")
     assert result.exit_code == 0 and set(result.stdout.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish", "powershell"])
+@pytest.mark.parametrize(("arguments", "expected"), [*WORDS, ("quantize in --ty", {"--type", "--types"})])
+def test_other_shells_complete_the_same(shell: str, arguments: str, expected: set[str]) -> None:
+    """A line for each value, with its help in it."""
+    env = {"_QDSL_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": f"qdsl {arguments}", "COLUMNS": "80",
+           "_TYPER_COMPLETE_WORD_TO_COMPLETE": arguments.split()[-1], "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    result = CliRunner().invoke(app, [], env=env, prog_name="qdsl")
+    value = r'"(.*?)"(?::"[^\n]*")?(?=\n|\)\))' if shell == "zsh" else r"^([^\t\n]+?)(?::::.*|\t.*)?$"
+    assert result.exit_code == 0 and {*re.findall(value, result.stdout, re.MULTILINE)} == expected
+    assert shell != "zsh" or expected or result.stdout == "_files\n"
