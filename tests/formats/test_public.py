@@ -322,3 +322,18 @@ def test_a_checkpoint_is_read_like_a_mapping(tmp_path: Path) -> None:
         assert isinstance(checkpoint["up"], PackedWeight) and checkpoint["norm.weight"].shape == (128,)
         with pytest.raises(qdsl.CheckpointError, match=r"no weight '7'; there are '\w+', '\w+', 'norm.bias', 'norm'"):
             checkpoint["7"]
+
+
+X = torch.ones(4, 128)
+
+
+@pytest.mark.parametrize("use", [
+    lambda: X @ PACKED, lambda: PACKED @ X, lambda: PACKED.t(), lambda: PACKED.T, lambda: PACKED * 2, lambda: 2 * PACKED,
+    lambda: X - PACKED,
+    lambda: nn.Parameter(PACKED), lambda: PACKED.float(), lambda: PACKED[0], lambda: list(PACKED)])
+def test_methods_and_operators_of_tensors_say_what_to_call(use: Any) -> None:
+    with pytest.raises((TypeError, AttributeError), match=r"PackedWeight.*`packed\.format\.linear"):
+        use()
+    assert PACKED and not hasattr(PACKED, "detach") and PACKED.format.linear(X, PACKED).shape == (4, 64)
+    with pytest.raises(AttributeError, match=r"^a PackedWeight has no attribute 'nothing'$"):
+        _ = PACKED.nothing

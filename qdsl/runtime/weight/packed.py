@@ -28,6 +28,7 @@ from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableVa
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.layout import Storage, Variant
 from qdsl.runtime.weight.match import stored_dtype
+from qdsl.runtime.weight.no_tensor import NoTensor
 from qdsl.runtime.weight.pickling import MODULES, picklable, unpickled, wrapped
 from qdsl.runtime.weight.picture import picture_of
 from qdsl.runtime.weight.products import Plan
@@ -91,7 +92,7 @@ class WeightFormat(Protocol):
                        partial: bool = False, rows: Tensor | None = None, match_dense: bool = False) -> Tensor: ...
 
 
-class PackedWeight:
+class PackedWeight(NoTensor):
     """A weight [N, K] of a format in one of its storages.
 
     tensors: the storage's tensors by name, in storage order, without missing optional ones.  shape: (N, K).  params: every
