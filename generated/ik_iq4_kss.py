@@ -10,13 +10,14 @@
 
     ik_llama: 4 bits per weight
 
-Built from the spec ik_iq4_kss (sha256 5cb709bf04612b16) by qdsl 0.1.0.
+Built from the spec ik_iq4_kss (sha256 519c3c67cdc6196b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import least_squares_even
 from qdsl.runtime import Format, Kernels, Storage, Table, Variant, as_type, integer, lookup
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.libraries.triton import tl, triton
@@ -83,6 +84,24 @@ def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = Non
         out=out).flatten(1)
 
 
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: as least_squares_nested; bits of a level are exclusive ors of neighbours among the
+    bits of a code, so four levels are chosen together.  importance: float32 [K].
+    """
+    q, h, sc, d = least_squares_even(weight, code="u15", choice="u1", scale="u7", super_scale="f32", columns=32, super_axes=1,
+            super_columns=weight.shape[1],
+            steps=(-127, -125, -123, -121, -119, -117, -115, -113, -111, -109, -107, -105, -103, -101, -99, -97, -95, -93, -91,
+                -89, -87, -85, -83, -81, -79, -77, -75, -73, -71, -69, -67, -65, -63, -61, -59, -57, -55, -53, -51, -49, -47,
+                -45, -43, -41, -39, -37, -35, -33, -31, -29, -27, -25, -23, -21, -19, -17, -15, -13, -11, -9, -7, -5, -3, -1, 1,
+                3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59,
+                61, 63, 65, 67, 69, 71, 73, 75, 77, 79, 81, 83, 85, 87, 89, 91, 93, 95, 97, 99, 101, 103, 105, 107, 109, 111,
+                113, 115, 117, 119, 121, 123, 125, 127),
+            group=(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+            place=(0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 4, 12, 4, 12, 4, 12, 4, 12, 4, 12, 4, 12, 4, 12, 4, 12),
+            windows=LEVELS, importance=importance)
+    return {"q": q, "h": h, "sc": sc, "d": d}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +133,7 @@ VARIANT = Variant(
         "ik_llama": Storage(unpack_ik_llama, pack_ik_llama, Kernels(_decode_ik_llama, rows="N", units="K", last="k",
                 tables=(LEVELS,))),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 PROGRAM = {
@@ -122,7 +141,7 @@ PROGRAM = {
     "title": "ik_llama.cpp IQ4_KSS, 15 bits for four codes of even parity, two tables of levels, scales ahead of rows",
     "source": "ik_llama.cpp ggml-common.h block_iq4_kss, iqk_quantize.cpp dequantize_row_iq4_kss",
     "formula": "d * (2 * sc - 127) * levels[32 * h + 2 * q[n, k // 32, k // 2 % 8] // 2**(8 * (k % 2) + 4 * (k // 16 % 2)) % 32]",
-    "bits": "4", "digest": "5cb709bf04612b16",
+    "bits": "4", "digest": "519c3c67cdc6196b",
     "detect": {"gguf": "IQ4_KSS"},
     "variants": {(): {
         "fields": {"d": ("f32", "N"), "sc": ("u7", "N", "K/32"), "h": ("u1", "N", "K/32"), "q": ("u15", "N", "K/32", "8")},

@@ -45,11 +45,12 @@ class Scheme:
     computed from the codes.  inverts: the decode expressions that it inverts, over roles, optional constants, and tables.
     `level[code]` is a number; `levels[code]` is one of rising integers, or an entry of a stored table if that is a role;
     `grid[code, k]` is an entry of a row; `steps(scale)`, `values(sign, code)` stand for any value that depends only on those
-    fields.  importance: it uses one.  own: options of the format, which callers cannot choose; overridable: numbers that callers
-    may also choose.  which: the argument with the index of the matching expression in `inverts`.  of_integers: options that
-    integer codes also need.  across: a block that shares a scale may span rows of the weight.  of_rows: its super-scale may be of
-    whole rows.  kernel: the function of its name in runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
-    signs: roles, and tables of `inverts`, whose numbers must have both signs, or weights of one sign have no code.
+    fields, and `place()` for any of the column alone.  importance: it uses one.  own: options of the format, which callers
+    cannot choose; overridable: numbers that callers may also choose.  which: the argument with the index of the matching
+    expression in `inverts`.  of_integers: options that integer codes also need.  across: a block that shares a scale may span
+    rows of the weight.  of_rows: its super-scale may be of whole rows.  kernel: the function of its name in
+    runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.  signs: roles, and tables of
+    `inverts`, whose numbers must have both signs, or weights of one sign have no code.
     """
 
     roles: Mapping[str, str]

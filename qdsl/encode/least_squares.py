@@ -18,6 +18,7 @@ from qdsl.encode.rows import ELEMENTS, split_blocks
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.tables import Table
 
 Doubles = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
@@ -67,6 +68,37 @@ def least_squares_nested(weight: Tensor, *, code: str, scale: str, super_scale: 
             per_field(supers, super_axes).contiguous().to(weight.device))
 
 
+@scheme
+@np.errstate(all="ignore")
+def least_squares_even(weight: Tensor, *, code: str, choice: str, scale: str, super_scale: str, columns: int, super_columns: int,
+                       super_axes: int, steps: Sequence[float], windows: Table, group: Sequence[int], place: Sequence[int],
+                       importance: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(codes, choices, scales, super-scales) of w = super_scale * steps[scale] * windows[32 * choice + five bits of a code].
+
+    The five bits begin at bit place[k % columns] of 2 * code of the group[k % columns].  Bit b of a level's number is the
+    exclusive or of bits b and b + 1, so the numbers of a group's four levels have an even count of ones.  Weights get the nearest
+    levels; where the count is odd, the weight whose error grows least gets the nearest level of the other parity.
+    """
+    per = -(-min(super_columns, weight.shape[1]) // columns)
+    blocks = _Blocks(weight, 1, columns, per * columns, importance)
+    order = np.lexsort((place, group))                           # the four weights of each code, those of its low bits first
+    blocks.sort(order)
+    numbers = np.arange(16)
+    tables = [_EvenValues([windows.numbers[start + (i ^ i >> 1 ^ i >> 2 ^ i >> 3)] for i in numbers])
+              for start in range(0, len(windows.numbers), 32)]
+    parts = [_search_nested(x, by, tables, np.array(steps), per, lambda exact: _round_scales(exact, super_scale)) for x, by in
+             blocks.batches(per)]
+    above, scales, choices, chosen = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
+    four = (chosen.reshape(-1, 4, chosen.shape[1]) << 4 * numbers[None, :4, None]).sum(1)
+    for shift in (1, 2, 4, 8):                                   # bit b becomes the exclusive or of all bits from b on
+        four ^= four >> shift
+    stored = torch.from_numpy(four.T >> 1).reshape(weight.shape[0], -1, len(four)).to(torch_dtype(code))
+    supers = cast_scale(torch.from_numpy(above).float().view(weight.shape[0], 1, -1, 1), super_scale)
+    steps_of = per_field(blocks.shared(scales + number(scale).low).to(torch_dtype(scale)), 2).contiguous()
+    return (stored.to(weight.device), *_choices(blocks, choices, choice, 2), steps_of.to(weight.device),
+            per_field(supers, super_axes).contiguous().to(weight.device))
+
+
 class _Blocks:
     """A weight split into blocks, in whole super-blocks of `spread` columns, and the weights of squared errors."""
 
@@ -75,6 +107,10 @@ class _Blocks:
         self.x = split_blocks(weight, spread, self.rows).reshape(-1, self.rows * columns)
         counts = None if importance is None else importance.float().expand(weight.shape)
         self.counts = None if counts is None else split_blocks(counts, spread, self.rows).reshape(self.x.shape)
+
+    def sort(self, order: Places) -> None:
+        """Put the elements of every block into an order."""
+        self.x, self.counts = self.x[:, order], None if self.counts is None else self.counts[:, order]
 
     def batches(self, multiple: int) -> Iterator[tuple[Doubles, Doubles | None]]:
         """Weights and error weights [elements, blocks], in batches of a multiple of `multiple` blocks."""
@@ -132,14 +168,16 @@ class _SortedValues:
         self.middles = (self.values[1:] + self.values[:-1]) / 2
         self.is_symmetric = bool((self.values == -self.values[::-1]).all())
 
-    def nearest(self, x: Doubles, scales: Doubles) -> Places:
-        """Indices of the values nearest to weights / the block's scale, or to 0 for a scale of 0; ties to the lower one."""
-        units = np.divide(x, scales, out=np.zeros_like(x), where=scales != 0)
-        return np.searchsorted(self.middles, units)
+    def nearest(self, x: Doubles, by: Doubles | None, scales: Doubles) -> Places:
+        """Indices of the values nearest to weights / the block's scale, or to 0 for a scale of 0; ties to the lower one.
+
+        by: the weights of squared errors, for values that are not chosen one by one.
+        """
+        return np.searchsorted(self.middles, _units(x, scales))
 
     def error(self, x: Doubles, by: Doubles | None, scales: Doubles) -> Doubles:
         """The squared error of every block."""
-        return _errors(x, by, scales * self.values[self.nearest(x, scales)])
+        return _errors(x, by, scales * self.values[self.nearest(x, by, scales)])
 
     def extremes(self, x: Doubles, is_signed: bool) -> Iterator[Doubles]:
         """The scales for which all weights of a block lie between the extreme values; with both signs if they differ."""
@@ -149,6 +187,35 @@ class _SortedValues:
                 if end and (end > 0) == (end == self.values[-1]):
                     scale = np.maximum(scale, largest / end)
             yield sign * (scale + 0.0)                           # without -0.0
+
+
+class _EvenValues(_SortedValues):
+    """Values of which four adjacent elements of a block have codes with an even count of ones in all."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        super().__init__(values)
+        odd = np.array([int(code).bit_count() % 2 for code in self.codes])
+        self.of_parity = [np.flatnonzero(odd == parity) for parity in (0, 1)]
+
+    def nearest(self, x: Doubles, by: Doubles | None, scales: Doubles) -> Places:
+        """Indices of the values with the least error; of elements that are as cheap to change, the first is changed."""
+        units = _units(x, scales)
+        chosen, errors = [], []
+        for own in self.of_parity:
+            middles = (self.values[own[1:]] + self.values[own[:-1]]) / 2
+            chosen.append(own[np.searchsorted(middles, units)])
+            square = (units - self.values[chosen[-1]]) ** 2
+            errors.append(square if by is None else by * square)
+        is_odd = errors[1] < errors[0]
+        costs = np.abs(errors[1] - errors[0]).reshape(-1, 4, x.shape[1])
+        change = np.arange(4)[None, :, None] == costs.argmin(1)[:, None]
+        wrong = is_odd.reshape(costs.shape).sum(1, keepdims=True) % 2 == 1
+        return np.where(is_odd ^ (change & wrong).reshape(x.shape), chosen[1], chosen[0])
+
+
+def _units(x: Doubles, scales: Doubles) -> Doubles:
+    """Weights / the block's scale; 0 for a scale of 0."""
+    return np.divide(x, scales, out=np.zeros_like(x), where=scales != 0)
 
 
 def _errors(x: Doubles, by: Doubles | None, decoded: Doubles) -> Doubles:
@@ -175,7 +242,7 @@ def _find_best(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValues], 
     trials = [_search_scales(x, by, table, rounded, is_signed) for table in tables]
     choices = np.stack([error for _, error in trials]).argmin(0)
     scales = np.take_along_axis(np.stack([scale for scale, _ in trials]), choices[None], 0)[0]
-    return scales, choices, _nearest_codes(x, tables, choices, scales)[0]
+    return scales, choices, _nearest_codes(x, by, tables, choices, scales)[0]
 
 
 def _search_scales(x: Doubles, by: Doubles | None, table: _SortedValues, rounded: Callable[[Doubles], Doubles], is_signed: bool,
@@ -194,7 +261,7 @@ def _search_scales(x: Doubles, by: Doubles | None, table: _SortedValues, rounded
         for ratio in RATIOS:
             keep_better(extreme * ratio)
     for _ in range(ROUNDS):
-        keep_better(_fit_scales(x, by, table.values[table.nearest(x, scales)]))
+        keep_better(_fit_scales(x, by, table.values[table.nearest(x, by, scales)]))
     return scales, error
 
 
@@ -228,13 +295,13 @@ def _search_nested(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValue
         return blocks.T.reshape(len(best), -1).T
 
     for _ in range(ROUNDS):
-        values = steps[places] * _nearest_codes(x, tables, choices, above.repeat(per) * steps[places])[1]
+        values = steps[places] * _nearest_codes(x, by, tables, choices, above.repeat(per) * steps[places])[1]
         trial = rounded(_fit_scales(joined(x), None if by is None else joined(by), joined(values)))
         scales = trial.repeat(per) * steps[places]
-        total = _block_sums(_errors(x, by, scales * _nearest_codes(x, tables, choices, scales)[1]).reshape(-1, per).T)
+        total = _block_sums(_errors(x, by, scales * _nearest_codes(x, by, tables, choices, scales)[1]).reshape(-1, per).T)
         better = total < best
         best, above = np.where(better, total, best), np.where(better, trial, above)
-    return above, places, choices, _nearest_codes(x, tables, choices, above.repeat(per) * steps[places])[0]
+    return above, places, choices, _nearest_codes(x, by, tables, choices, above.repeat(per) * steps[places])[0]
 
 
 def _choose_steps(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValues], steps: Doubles, alone: Doubles, above: Doubles,
@@ -253,11 +320,12 @@ def _choose_steps(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValues
     return places, choices, error
 
 
-def _nearest_codes(x: Doubles, tables: Sequence[_SortedValues], choices: Places, scales: Doubles) -> tuple[Places, Doubles]:
+def _nearest_codes(x: Doubles, by: Doubles | None, tables: Sequence[_SortedValues], choices: Places, scales: Doubles,
+                   ) -> tuple[Places, Doubles]:
     """(codes, values) nearest to weights, in the table that each block has chosen."""
     codes, values = np.zeros(x.shape, np.int64), np.zeros(x.shape)
     for choice, table in enumerate(tables):
         at = choices == choice
-        place = table.nearest(x[:, at], scales[at])
+        place = table.nearest(x[:, at], None if by is None else by[:, at], scales[at])
         codes[:, at], values[:, at] = table.codes[place], table.values[place]
     return codes, values

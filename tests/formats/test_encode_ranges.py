@@ -129,7 +129,7 @@ CASES = [
          [(*steps, "u3", BOTH) for steps in (*STEPS, *ONE_SIGN_STEPS)], [(*STEPS[0], "u3", POSITIVE)], ("level: [{4}]",)),
 ]
 # Schemes of tables that the weight chooses, of codes without scales, and of rows of grids: by formats that ship.
-BY_FORMATS = {"kmeans", "scaled_kmeans", "vector_kmeans", "nearest", "grid_signs", "grid_shifts"}
+BY_FORMATS = {"kmeans", "scaled_kmeans", "vector_kmeans", "nearest", "grid_signs", "grid_shifts", "least_squares_even"}
 
 
 def losses(case: Case, choice: tuple[str, ...], path: Path) -> tuple[float, float]:

@@ -233,6 +233,8 @@ class Reading:
             return slow_levels.of_vectors(self, weight, roles, importance)
         if scheme == "scaled_kmeans":
             return slow_levels.of_all(self, weight, roles, importance)
+        if scheme == "least_squares_even":
+            return self._even(weight, roles, importance)
         if scheme.startswith("least_squares"):
             return self._least_squares(weight, roles, importance)
         if scheme.startswith("grid_"):
@@ -331,6 +333,36 @@ class Reading:
                         fields[name][elements[place][name]] = own[name]
         return fields
 
+    def _even(self, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
+        """Fields of rows whose codes of four weights overlap: bit b of a level's number is bit b of a code less bit b + 1."""
+        code, scale, choice, above = (roles[role] for role in ("code", "scale", "choice", "super_scale"))
+        window = {start ^ start >> 1: start for start in range(16)}
+        values = [[float(self.tables["levels", (32 * half + window[number],)]) for number in range(16)] for half in range(2)]
+        [shift] = [part.right for part in _walk(self.spec.decode) if isinstance(part, g.Binary) and part.op == "**"]
+        [own] = [part.index for part in _walk(self.spec.decode) if isinstance(part, g.Subscript) and part.name == code]
+        shapes = {f.name.value: oracle.field_shape(self.spec, f, self.env) for f in self.spec.fields}
+        fields = {field: np.zeros(shapes[field], np.int64) for field in roles.values()}
+        rows: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[Any, ...]]]] = {}
+        for place, _, at in self.places(fields):
+            group, bit = (tuple(oracle.evaluate(i, {**self.env, "n": place[0], "k": place[1]}) for i in part)
+                          for part in (own, (shift,)))
+            rows.setdefault(at[above], {}).setdefault(at[scale], []).append((group, bit, place))
+        for row, blocks in rows.items():
+            parts = [sorted(block) for block in blocks.values()]
+            x = [[(float(weight[place]), 1.0 if importance is None else float(importance[place[1]])) for *_, place in part]
+                 for part in parts]
+            largest, picked = slow_search.chosen(x, values, self._products([scale], True), self.kind(above), is_even=True)
+            fields[above][row] = schemes.scale_code(largest, self.kind(above))
+            for block, part, (step, half, numbers) in zip(blocks, parts, picked, strict=True):
+                fields[scale][block], fields[choice][block] = schemes.bits_of(step, self.kind(scale)), half
+                for i in range(0, len(part), 4):
+                    wanted, bits = sum(number << 4 * j for j, number in enumerate(numbers[i:i + 4])), 0
+                    for bit in range(15, -1, -1):
+                        bits |= ((wanted ^ bits >> 1) >> bit & 1) << bit
+                    assert bits % 2 == 0
+                    fields[code][part[i][0]] = bits >> 1
+        return fields
+
     def _products(self, names: list[str], with_numbers: bool) -> list[float]:
         """The product of the factors of decode that read these fields alone, for all codes, those of the last the fastest."""
         words = [[value(self.kind(name), schemes.bits_of(place, self.kind(name))) for place in range(1 << width(self.kind(name)))]
@@ -402,7 +434,9 @@ class Reading:
 
 def _walk(expr: g.Expr) -> Iterator[g.Expr]:
     yield expr
-    for part in (expr.left, expr.right) if isinstance(expr, g.Binary) else (expr.value,) if isinstance(expr, g.Negate) else ():
+    inner = (expr.left, expr.right) if isinstance(expr, g.Binary) else (expr.value,) if isinstance(expr, g.Negate) else \
+        expr.index if isinstance(expr, g.Subscript) else ()
+    for part in inner:
         yield from _walk(part)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import frexp, inf
 
@@ -64,6 +64,33 @@ class Block:
         return scale, error
 
 
+class EvenBlock(Block):
+    """As Block; `codes` are those of values, and four weights after another have an even count of ones in theirs."""
+
+    def __init__(self, x: Sequence[float], by: Sequence[float], codes: Mapping[float, int]) -> None:
+        super().__init__(x, by)
+        self.codes = codes
+
+    def places(self, table: Sequence[float], scale: float) -> list[int]:
+        """Places of the nearest values; where the count is odd the cheapest weight takes the nearest value that changes it."""
+        chosen: list[int] = []
+        for start in range(0, len(self.x), 4):
+            best = []
+            for x, by in zip(self.x[start:start + 4], self.by[start:start + 4], strict=True):
+                unit, pairs = x / scale if scale else 0.0, []
+                for parity in (0, 1):
+                    own = [place for place, value in enumerate(table) if self.codes[value].bit_count() % 2 == parity]
+                    middles = [(table[a] + table[b]) / 2 for a, b in pairwise(own)]
+                    place = own[bisect_left(middles, unit)]
+                    pairs.append((by * (unit - table[place]) ** 2, parity, place))
+                best.append(sorted(pairs))
+            if sum(pairs[0][1] for pairs in best) % 2:
+                growth = [pairs[1][0] - pairs[0][0] for pairs in best]
+                best[growth.index(min(growth))].reverse()
+            chosen += [pairs[0][2] for pairs in best]
+        return chosen
+
+
 def fit(parts: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
     """The scale of least squares of weights, what they count, and values, in order; 0 where all values are."""
     across = square = 0.0
@@ -116,9 +143,11 @@ def nested(blocks: Sequence[Block], tables: Sequence[Sequence[float]], steps: Se
 
 
 def chosen(parts: Sequence[Sequence[tuple[float, float]]], tables: Sequence[Sequence[float]], steps: Sequence[float], kind: str,
-           ) -> tuple[float, list[tuple[int, int, list[int]]]]:
+           is_even: bool = False) -> tuple[float, list[tuple[int, int, list[int]]]]:
     """The scale of blocks of pairs of a weight and what it counts, and for each (step, choice, codes); one step for one level."""
-    blocks, rising = [Block(*zip(*part, strict=True)) for part in parts], [sorted(set(table)) for table in tables]
+    rising = [sorted(set(table)) for table in tables]
+    codes = {value: code for table in tables for code, value in enumerate(table)}
+    blocks = [EvenBlock(*zip(*part, strict=True), codes) if is_even else Block(*zip(*part, strict=True)) for part in parts]
     if len(steps) > 1:
         scale, picked, choices = nested(blocks, rising, steps, rounded(kind))
     else:

@@ -305,7 +305,8 @@ def files_of(module: str) -> list[Path]:
 # functions that 1,350 lines of generated modules have; 700 calibrate; 2,000 are chats, servers, progress, tables and messages.
 # 480 more join products, 400 read configs of GGUF files, and the tracer's 1,200 are gone.  Generated modules have literals of
 # their formats, 1,950 lines in place of 3,540 of JSON.
-BUDGET = {"qdsl/analyze/execute": 2_730, "qdsl": 66_742, "generated": 20_610}
+# 200 more quantize and calibrate codes of four columns that share bits.
+BUDGET = {"qdsl/analyze/execute": 2_730, "qdsl": 66_939, "generated": 20_626}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -325,7 +325,7 @@ def _match_pattern(program: Program, roles: Mapping[str, str], pattern: g.Expr, 
     """The constants with which a value matches a pattern, in any order of factors and summands; None if it does not match.
 
     A name of the pattern that is no role is a constant, which may be absent: a summand is an integer, and a table has a name.  An
-    application matches any value that depends only on that role.
+    application matches any value that depends only on that role; one to nothing, any that depends only on the column.
     """
     value = _before_rounding(program, value)
     match pattern:
@@ -395,7 +395,13 @@ def _match_factors(program: Program, roles: Mapping[str, str], pattern: g.Expr, 
 
 
 def _product_steps(program: Program, roles: Mapping[str, str], pattern: g.CallExpr, factors: list[Value]) -> Constants | None:
-    """The product of values that depend only on these roles' fields, for each of their codes, the last role's the fastest."""
+    """The product of values that depend only on these roles' fields, for each of their codes, the last role's the fastest.
+
+    Without roles the value of each column of a block.
+    """
+    if not pattern.arguments:
+        numbers = _numbers_of_columns(program, roles, factors[0]) if len(factors) == 1 else None
+        return None if numbers is None else {pattern.name: numbers}
     fields = [program.field(roles[role.name]) for role in pattern.arguments if isinstance(role, g.Name)]
     if {field.name for field in fields} != {name for factor in factors for name in _names_read(program, factor)}:
         return None
@@ -404,6 +410,21 @@ def _product_steps(program: Program, roles: Mapping[str, str], pattern: g.CallEx
     values = tuple(prod(_evaluate(program, factor, dict(zip(names, at, strict=True))) for factor in factors)
                    for at in product(*codes))
     return {pattern.name: values} if all(map(isfinite, values)) else None
+
+
+def _numbers_of_columns(program: Program, roles: Mapping[str, str], value: Value) -> tuple[float, ...] | None:
+    """A value that depends on the column alone, for each column of a code's block; None for others."""
+    columns = _block_columns(program.field(roles["code"]).index)
+    digits = [part.const * (part.range[1] + 1) for part in _values_below(program, value) if part.op == "digit" and part.range]
+    if columns is None or _names_read(program, value) or any(columns % period for period in digits):
+        return None
+    return tuple(_evaluate(program, value, {"k": column}) for column in range(columns))
+
+
+def _values_below(program: Program, value: Value) -> Iterator[Value]:
+    yield value
+    for place in value.args:
+        yield from _values_below(program, program.values[place])
 
 
 def _code_numbers(number: Number) -> list[float]:
@@ -424,6 +445,8 @@ def _evaluate(program: Program, value: Value, numbers: Mapping[str, float]) -> f
     """The number of a value that depends only on fields, for these numbers of the fields."""
     if value.op in ("field", "const"):
         return numbers[value.name] if value.op == "field" else value.const
+    if value.op == "digit" and value.range:
+        return numbers["k"] // value.const % (value.range[1] + 1)
     arguments = [_evaluate(program, program.values[i], numbers) for i in value.args]
     if value.op == "table":
         table = next(table for table in program.spec.tables if table.name.value == value.name)

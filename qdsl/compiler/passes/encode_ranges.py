@@ -7,6 +7,7 @@ or refuses all weights.  check_encode calls this once the roles, options and con
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 
 from qdsl.compiler.ir.program import Constant, Program
 from qdsl.compiler.spec import grammar as g
@@ -161,7 +162,24 @@ def _check_unit_levels(encode: EncodeCall, problems: Problems) -> None:
                      f"divide the table by {largest:g}, and scales grow by as much")
 
 
+def _check_windows(encode: EncodeCall, problems: Problems) -> None:
+    """15 bits are four levels, whose bits are exclusive ors of neighbours, and every column of a block has its own."""
+    code, scale, choice = (encode.program.field(encode.roles[role]) for role in ("code", "scale", "choice"))
+    values, name = encode.table_numbers("windows"), encode.call.name
+    halves = [values[start:start + 16] for start in range(0, len(values), 32)]
+    if list(values) != [value for half in halves for value in (*half, *half[::-1])] or \
+            any(len({*half}) < 16 for half in halves) or len(halves) != 1 << choice.bits:
+        problems.add(encode.call.span, f"'{name}' needs 16 levels for each choice, and these again in reverse",
+                     "five bits and their complement are one level")
+    group, place = (encode.constants[word] for word in ("group", "place"))
+    assert isinstance(group, tuple) and isinstance(place, tuple)
+    every = [(own, bit) for own in range(prod(code.table)) for bit in range(0, 16, 4)]
+    if code.bits != 15 or sorted(zip(group, place, strict=True)) != every or not code.index == scale.index == choice.index:
+        problems.add(encode.call.span, f"'{name}' needs 15 bits for every four columns of a block, each of which reads five")
+
+
 CHECKS: Mapping[str, Callable[[EncodeCall, Problems], None]] = {
     "absmax": _check_reach, "nested_absmax": _check_reach, "unit_absmax": _check_reach, "signmax": _check_signed_reach,
     "minmax": _check_zero_point, "ternary": _check_ternary, "progressive": _check_progressive_types,
-    "unit_level": _check_unit_levels, "unit_level_nested": _check_unit_levels}
+    "unit_level": _check_unit_levels, "unit_level_nested": _check_unit_levels,
+    "least_squares_even": _check_windows}

@@ -22,6 +22,8 @@ from torch import Tensor
 from qdsl.encode.calibrated.affine import Columns, affine
 from qdsl.encode.calibrated.descent import Descent, descend
 from qdsl.encode.calibrated.hessian import Hessian
+from qdsl.encode.calibrated.hessian import factor as factor_of
+from qdsl.encode.calibrated.joint import JointCodes, joint_codes
 from qdsl.encode.calibrated.levels import Levels, Vectors, code_choices, code_field, levels, vectors
 from qdsl.encode.calibrated.scales import CLIPS, quantize_clipped
 from qdsl.host import progress
@@ -59,6 +61,9 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
         elif own := vectors(packed, fields):
             _solve(own, weight, hessian)
             solved = format.pack({**fields, **own.fields}, packed.storage, **packed.params)
+        elif joint := joint_codes(packed, fields):
+            _solve(joint, weight, hessian)
+            solved = format.pack({**fields, joint.field: joint.codes}, packed.storage, **packed.params)
         else:
             solved = _chunked(format, packed, weight, hessian, power, options)
     state = Descent(solved, weight, hessian)
@@ -82,18 +87,22 @@ def quantize_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, w
     return packed.format.pack({**fields, code: codes}, packed.storage, **packed.params)
 
 
-def _solve(chosen: Columns | Levels | Vectors, weight: Tensor, hessian: Hessian) -> None:
+def _solve(chosen: Columns | JointCodes | Levels | Vectors, weight: Tensor, hessian: Hessian) -> None:
     """Choose the codes of rows [rows, K]: column by column, those with the largest inputs first, or runs of columns in order."""
     is_sorted = not isinstance(chosen, Vectors) or chosen.step == 1
     order = hessian.order if is_sorted else torch.arange(weight.shape[1], device=weight.device)
-    factor, pivots = hessian.factor(is_sorted)
+    if isinstance(chosen, JointCodes):
+        order = chosen.order(hessian.importance)
+        factor, pivots = factor_of(hessian.matrix[order][:, order])
+    else:
+        factor, pivots = hessian.factor(is_sorted)
     work = weight.T[order].contiguous()                          # [K, rows], columns in the order
     slopes = torch.zeros_like(work)
     for start in range(0, len(work), STEP):
         own = slice(start, min(start + STEP, len(work)))
         inner = factor[own, own]
-        changes = chosen.choose(order[own], work[own], slopes[own], inner, pivots[own]) if isinstance(chosen, Vectors) else \
-            chosen.choose(order[own], work[own], slopes[own], inner)
+        changes = chosen.choose(order[own], work[own], slopes[own], inner) if isinstance(chosen, Columns | Levels) else \
+            chosen.choose(order[own], work[own], slopes[own], inner, pivots[own])
         slopes[own.stop:].addmm_(factor[own, own.stop:].T, changes, alpha=-1)
         progress.advance_units(changes.numel())
 
