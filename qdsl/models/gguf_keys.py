@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from qdsl.checkpoint.detect.gguf_keys import LLAMA_CPP, are_close, effect, is_read, is_usual, plain, table
+from qdsl.checkpoint.detect.gguf_keys import LLAMA_CPP, are_close, effect, is_ignored, is_read, is_usual, plain, table
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.text import counted
@@ -39,8 +39,7 @@ def unknown(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Contai
             is_read(key, own.architecture) or key in table()["unread"].get(own.architecture, ()))
         if is_computed or is_usual(key, value):
             continue
-        why = "nothing is known about this key" if key not in table()["settings"] else (
-            f"{own.model_class} has no place for it" if is_read(key, own.architecture) else "llama.cpp does not read it here")
+        why = f"{own.model_class} has no place for it" if key in table()["settings"] else "nothing is known about this key"
         sentences.append(f"{own.architecture}.{key} is {shown(str(value))}, which may change {effect(key)}: {why}")
     return sentences
 
@@ -77,7 +76,7 @@ def unused_keys(metadata: Mapping[str, Any], own: GgufMap, rotates: bool) -> lis
     names = [key.removeprefix(start) for key in metadata if key.startswith(start)]
     local = rows["window_rope"].get(own.architecture, {"one_base": True})
     unused = {name for name in names if name.startswith("rope.") and not rotates}
-    unused |= {name for name in names if name in rows["rope"] and not is_read(name, own.architecture)}
+    unused |= {name for name in names if is_ignored(name, own.architecture)}
     if not metadata.get(f"{start}expert_count"):
         unused |= {name for name in names if name.startswith("expert_") and is_read(name, own.architecture)} - {"expert_count"}
     unused |= {*SWA_WIDTHS} if not is_read(WINDOWS[0], own.architecture) else set()
@@ -101,7 +100,8 @@ def _settings(config: Any, metadata: Mapping[str, Any], own: GgufMap, skip: Cont
     skipped |= added.keys() | ({*ROUTING} if GATE in added else set())
     keys = [key for key in metadata if key.startswith(start) and key.removeprefix(start) not in skipped]
     further = metadata.get(start + PREDICTED, 0)
-    names = {key: name for key in keys if (name := key.removeprefix(start)) not in skip}
+    names = {key: name for key in keys if (name := key.removeprefix(start)) not in skip
+             and not is_ignored(name, own.architecture)}
     return [(name, metadata[key] - further if name == "block_count" else plain(metadata[key])) for key, name in names.items()]
 
 

@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import qdsl
-from qdsl.checkpoint.detect.gguf_keys import is_read, is_usual, metadata_findings, table
+from qdsl.checkpoint.detect.gguf_keys import is_ignored, is_usual, known_keys, metadata_findings, table
 from qdsl.checkpoint.detect.ledger import Kind
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import CheckpointError
@@ -58,10 +58,8 @@ REFUSED_OF = {*((name, case) for name, keys in table()["undefined"].items() for 
 
 
 def may_be_refused(model_type: str, name: str) -> bool:
-    """Whether a file may be refused: also for keys that llama.cpp does not read for its architecture."""
-    architecture = GgufMap.read(FOLDER / f"{model_type}.json").architecture
-    unread = {key for key in gguf_cases.cases()[name].keys if not is_read(key, architecture)} - {*table()["rope"]}
-    return bool(unread) or name in REFUSED or (model_type, name) in REFUSED_OF
+    """Whether a file may be refused: never for keys that llama.cpp does not read for its architecture, and knows for others."""
+    return name in REFUSED or (model_type, name) in REFUSED_OF
 
 
 def checked(model_type: str, name: str, folder: Path) -> Any:
@@ -300,12 +298,23 @@ def test_a_config_that_says_something_else_is_refused(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", model_types())
 def test_keys_that_are_not_understood_are_refused(model_type: str) -> None:
-    """Also those that other architectures have; values that change nothing are no matter."""
+    """Those of which llama.cpp reads none for the architecture are inert; values that change nothing are no matter."""
+    architecture = GgufMap.read(FOLDER / f"{model_type}.json").architecture
     for key, value in {"attention.of_next_year": 2.0, "residual_scale": 0.25, "attention.clamp_kqv": 0.5,
-                       "attention.causal": False}.items():
-        assert any(sentences(model_type, {key: value})), key
+                       "attention.causal": False, "rope.dimension_sections": [4, 2, 2, 2]}.items():
+        assert any(sentences(model_type, {key: value})) != is_ignored(key, architecture), key
         usual = table()["usual"].get(key, [None])[0]
         assert usual is None or is_usual(key, usual)
+
+
+def test_keys_that_are_inert_are_those_that_nothing_reads() -> None:
+    """Of all that llama.cpp knows, for each architecture with a map: a key is read, inert, or what a converter writes beside."""
+    for architecture, read in table()["architectures"].items():
+        beside = {*table()["inert"], *table()["unread"].get(architecture, ())}
+        ignored = {key for key in known_keys() if is_ignored(key, architecture)}
+        assert ignored == known_keys() - {*read, *table()["common"], *beside}
+        metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": 7 for key in ignored if "*" not in key}}
+        assert metadata_findings("model.gguf", metadata) == [] and len(ignored) > 100
 
 
 def test_unknown_keys_are_allowed_on_demand(tmp_path: Path) -> None:
@@ -343,14 +352,14 @@ def recorded(model_type: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model_type", model_types())
 def test_nothing_is_found_in_what_the_converter_writes(model_type: str) -> None:
-    """A key that nobody knows is found, and one that llama.cpp does not read for this architecture, unless it changes nothing."""
+    """A key that nobody knows is found, unless it changes nothing; one that llama.cpp does not read here is not."""
     metadata = recorded(model_type)
     assert metadata_findings("model.gguf", metadata) == []
     architecture = metadata["general.architecture"]
     for key, value in {"attention.of_next_year": 2.0, "residual_scale": 0.25, "classifier.output_labels": ["yes", "no"]}.items():
         reported = metadata_findings("model.gguf", {**metadata, f"{architecture}.{key}": value})
         is_read = key in (*table()["architectures"][architecture], *table()["common"])
-        computed = is_read and (key in table()["settings"] or key in table()["inert"])
+        computed = key in table()["settings"] or key in table()["inert"] or is_ignored(key, architecture)
         assert [finding.kind for finding in reported] == ([] if computed else [Kind.ACTS if is_read else Kind.UNKNOWN]), key
         assert all(finding.key == f"{architecture}.{key}" for finding in reported)
     for value in (None, False, ""):

@@ -78,8 +78,8 @@ def _kind(key: str, architecture: str) -> Kind | None:
         return None if any(fnmatchcase(key, pattern) for pattern in patterns) else Kind.UNKNOWN
     if key in rows["inert"] or key in rows["unread"].get(architecture, ()):
         return None
-    if not is_read(key, architecture):                           # of rotary embeddings: those of other architectures
-        return None if key in rows["rope"] else Kind.UNKNOWN
+    if not is_read(key, architecture):
+        return None if key in known_keys() else Kind.UNKNOWN
     is_computed = key in rows["settings"] or key in rows["rope"] or any(key in own for own in rows["models"].values())
     return None if is_computed else Kind.ACTS
 
@@ -92,6 +92,20 @@ def has_no_map(architecture: object) -> bool:
 def is_read(key: str, architecture: str) -> bool:
     """Whether llama.cpp reads a key for models of an architecture."""
     return key in table()["common"] or key in table()["architectures"].get(architecture, ())
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """All keys that llama.cpp reads for some architecture, or that its converter writes."""
+    rows = table()
+    groups = (*rows["architectures"].values(), *rows["others"].values(), *rows["unread"].values())
+    return frozenset(rows["common"]).union(rows["written"], rows["settings"], rows["rope"], *groups)
+
+
+def is_ignored(key: str, architecture: str) -> bool:
+    """Whether llama.cpp knows a key and does not read it for an architecture with a map, for which its converter writes none."""
+    own = (*table()["inert"], *table()["unread"].get(architecture, ()))
+    return key in known_keys() and key not in own and not is_read(key, architecture)
 
 
 def is_usual(key: str, value: object) -> bool:
