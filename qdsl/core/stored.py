@@ -304,10 +304,11 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
     if missing:
         raise LayoutMismatch(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
-    present = _rows_of_experts(layout, {name: layout[name].elements_of(tensors[key]) for name, key in keys.items()})
-    chosen, dtypes = _typed(format, layout, label, present, params)
-    declared = _declared_shape(layout, label, present, shape) or shape
-    solved = declared or _solved(layout, label, present, _lengths(format, chosen), format.fixed)
+    own = {keys.get(name, name): stored for name, stored in layout.items()}              # by the names that messages have
+    present = _rows_of_experts(own, {key: own[key].elements_of(tensors[key]) for key in keys.values()})
+    chosen, dtypes = _typed(format, own, label, present, params)
+    declared = _declared_shape(own, label, present, shape) or shape
+    solved = declared or _solved(own, label, present, _lengths(format, chosen), format.fixed)
     for dim, extent in zip("NK", solved, strict=True):
         if format.fixed.get(dim, extent) != extent:
             raise LayoutMismatch(2, f"{label} is for weights with {dim} = {format.fixed[dim]}, not {list(solved)}")
@@ -315,15 +316,15 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     nearest = LayoutMismatch(0, "")
     for sizes in _undetermined(format, chosen):
         try:
-            shapes = _shaped(layout, label, present, solved, format.sizes_for({**chosen, **sizes}, solved), declared is not None)
+            shapes = _shaped(own, label, present, solved, format.sizes_for({**chosen, **sizes}, solved), declared is not None)
         except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
         values = {**chosen, **sizes}
-        complete = {name: own_value(own, values.get(name, own[0])) for name, own in format.params.items()}
-        uses = {name: Use(keys[name], dtypes[name], shapes[name]) for name in present}
-        alike = all(_squeezed(shapes[name]) == _squeezed(tensor.shape) for name, tensor in present.items())
-        exact = all(shapes[name] == tensors[keys[name]].shape for name in present)
+        complete = {name: own_value(every, values.get(name, every[0])) for name, every in format.params.items()}
+        uses = {name: Use(key, dtypes[key], shapes[key]) for name, key in keys.items()}
+        alike = all(_squeezed(shapes[key]) == _squeezed(tensor.shape) for key, tensor in present.items())
+        exact = all(shapes[key] == tensors[key].shape for key in present)
         matches.append(Fit(storage, complete, solved, uses, alike, exact))
     if not matches:
         raise nearest

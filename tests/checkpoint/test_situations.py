@@ -26,7 +26,7 @@ from qdsl.models.load import LoadError
 Settings = Mapping[str, Any]
 LAYER = "model.layers.0.mlp.up_proj"
 N = K = 64
-FP8_SCALE = {"weight_scale_inv": "weight_scale"}
+FP8_SCALE = {"weight_scale_inv": "weight_scale"}                # a name of other producers
 
 
 def factors() -> Tensor:
@@ -108,6 +108,8 @@ RIGHT: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings]] 
         **compressed("pack-quantized", strategy="group", **W4)["quantization_config"], "quant_method": "compressed_tensors"}}),
     "numbers as text": (GPTQ, {}, of("gptq", bits="4", group_size="32")),
     "numbers with a point": (INT4, {}, compressed("pack-quantized", num_bits=4.0, group_size=32.0)),
+    "awq by a kernel's name": (AWQ, {}, of("awq", **{**AWQ_SETTINGS, "version": "exllama"})),
+    "a method without a quant_method": (GPTQ, {}, {"quantization_config": {"method": "gptq", "format": "gptq", **GPTQ_SETTINGS}}),
     "tables of rotary positions": (FP8_CHANNEL, {"cos_cached": torch.ones(4, 4)}, of("fp8", activation_scheme="dynamic"))}
 # name -> storage, new tensors, config, part of the sentence
 REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings, str]] = {
@@ -178,6 +180,33 @@ def test_what_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
     folder(tmp_path / "in", *stored)
     with pytest.raises((CheckpointError, LoadError), match=sentence):
         computed(tmp_path / "in")
+
+
+STRATEGIES: Mapping[str, tuple[Mapping[str, Any], list[int]]] = {       # of 8 bits: further settings, and the shape of scales
+    "tensor": ({}, [1]), "channel": ({}, [N, 1]), "group": ({"group_size": 32}, [N, K // 32]),
+    "block": ({"block_structure": [32, 32]}, [N // 32, K // 32])}
+BY_STRATEGY = {"float": (FP8_TENSOR, FP8_CHANNEL, ROWS, BLOCKS),
+               "int": (("int8_tensor", "safetensors", {}), INT8, INT8_GROUP)}
+MISMATCHES = [(kind, stated, stored, own) for kind, every in BY_STRATEGY.items()
+              for stored, own in zip(STRATEGIES, every, strict=False) for stated in STRATEGIES if stated != stored]
+
+
+@pytest.mark.parametrize(("kind", "stated", "stored", "own"), MISMATCHES, ids=["-".join(own[:3]) for own in MISMATCHES])
+def test_a_strategy_that_the_scales_contradict(kind: str, stated: str, stored: str, own: tuple[str, str, Settings],
+                                               tmp_path: Path) -> None:
+    """The sentence has the strategy, and the scales' own name and shape beside what the strategy needs."""
+    settings, needed = STRATEGIES[stated]
+    folder(tmp_path / "in", own, FP8_SCALE, compressed(f"{kind}-quantized", type=kind, strategy=stated, **settings))
+    with pytest.raises(CheckpointError) as error:
+        computed(tmp_path / "in")
+    text = str(error.value)
+    if (stated, stored) == ("block", "group") and kind == "float":                   # of one storage, the length alone is wrong
+        assert "says block_structure = [32, 32]; the tensors fit fp8_block.safetensors bn=1 bk=32" in text
+    elif (kind, stated) == ("int", "block"):
+        assert "strategy = block" in text and "the tensors fit" in text
+    else:
+        assert f"strategy = {stated}" in text and "'weight_scale' " in text and str(STRATEGIES[stored][1]) in text
+        assert f"= {needed} for N = {N}" in text or (stated == "channel" and "is [N, 1]" in text)
 
 
 def test_config_with_a_byte_order_mark(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ JSON = read_header(DATA / "mx.safetensors").metadata["model.fp4.weight"]
     (JSON.replace("32", "true"), "not known"), (JSON.replace("32", "32.0"), "not known"),
     (JSON.replace("32", "[32]"), "_data.block_size = [32]"),
     (JSON.replace("false", "0"), "not known"), (JSON.replace("MXTensor", "Tensor"), "_type = Tensor"),
-    (JSON.replace("false", "true"), "tensor 'scale' has shape [8, 4]; the format needs"),
+    (JSON.replace("false", "true"), "scale' has shape [8, 4]; the format needs"),
 ], ids=range(20))
 def test_a_header_of_a_stranger(tmp_path: Path, text: str, why: str) -> None:
     """Nothing is guessed where it is wrong, and what is wrong is said with its place."""
@@ -409,4 +409,4 @@ def test_inspect_prints_layers_and_what_is_not_known(tmp_path: Path) -> None:
     assert "Int8Tensor" not in printed.split("layers")[0]
     printed = CliRunner().invoke(app, ["inspect", str(DATA / "unknown.safetensors")]).output
     assert "quantized in a way that is not known: _type = MXTensor" in printed
-    assert "tensor 'qdata' has dtype float8_e5m2; the format needs float8_e4m3fn" in printed
+    assert "qdata' has dtype float8_e5m2; the format needs float8_e4m3fn" in printed

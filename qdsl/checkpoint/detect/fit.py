@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdsl.checkpoint.detect.header_claims import flat
-from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, Reading, from_tensors, is_block, readings
+from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, from_tensors, is_block, readings, same
 from qdsl.core.shapes import granule, is_unlisted, shared_blocks
 from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
 
@@ -185,8 +185,10 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
     """
     misses: list[Miss] = []
     for format in formats:
-        storages = {reading.storage or None for settings in configs
-                    for reading in readings(format.detect.get("config"), list(format.params), settings)}
+        stated = [(settings, reading) for settings in configs
+                  for reading in readings(format.detect.get("config"), list(format.params), settings)]
+        storages = {reading.storage or None for _, reading in stated}
+        foreign = [reading for settings, reading in stated if not same(settings.get("quant_method"), OWN)]
         if evidence.claims is None and not storages and (is_foreign or not _has_names(format, evidence.entries)):
             continue
         tensor_rules = format.detect.get("tensors", {})
@@ -197,9 +199,23 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
                 candidates_of(format, evidence, storage)
             except LayoutMismatch as miss:
                 misses.append(Miss(is_claimed, _nearness(format, evidence.entries), miss))
+        misses += [Miss(is_claimed, _nearness(format, evidence.entries), miss)
+                   for miss in _stated_misses(format, evidence, foreign)]
     nearest = max(misses, key=lambda miss: miss.rank, default=Miss(False, 0, LayoutMismatch(UNKNOWN, reason)))
     as_near = dict.fromkeys(str(miss.reason) for miss in misses if miss.rank == nearest.rank)
     return LayoutMismatch(nearest.reason.reached, "; ".join(as_near)) if is_foreign and len(as_near) == 2 else nearest.reason
+
+
+def _stated_misses(format: Description, evidence: Evidence, stated: Sequence[Reading]) -> Iterator[LayoutMismatch]:
+    """Why tensors that fit a format do not fit it with the parameters that settings state."""
+    shape = None if len(evidence.shape) != 2 else (evidence.shape[0], evidence.shape[1])
+    for reading in stated:
+        params = {name: value for name, value in reading.values.items() if value in format.params.get(name, ())}
+        if params:
+            try:
+                _fitting(format, evidence.entries, shape, reading.storage or None, params)
+            except LayoutMismatch as miss:
+                yield miss
 
 
 def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,

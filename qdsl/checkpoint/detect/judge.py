@@ -16,6 +16,7 @@ from qdsl.checkpoint.detect.quantization import Quantization, Scheme
 from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
+from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.stored import Description, LayoutMismatch, resolve_default
 
 UNFILLED = 0xFFFFFFFF                                             # an index of -1, as compressed-tensors initialises it
@@ -196,7 +197,8 @@ class Judge:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
             wrong_settings = ", ".join(f"{key} = {at(settings, key)}" for key in sorted(key for key in wrong if key))
         why = "" if wrong_settings else str(nearest_miss(self.collector.formats, self._evidence(module), [settings], True, ""))
-        parts = [f"{self.source} says {wrong_settings or brief(settings)}", f"the tensors fit {candidate.label}", why]
+        says = wrong_settings or _deciding(self.collector.formats, settings) or brief(settings)
+        parts = [f"{self.source} says {says}", f"the tensors fit {candidate.label}", why]
         return "; ".join(filter(None, parts))
 
     def _denied(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -308,12 +310,31 @@ def needs_no_settings(format: Description) -> bool:
     return bool(rules) and all(same(rule["quant_method"], OWN) for rule in rules)
 
 
+def _deciding(formats: Sequence[Description], settings: Mapping[str, Any]) -> str:
+    """The settings that a producer's rules choose a storage by, as text; '' for qdsl's own, and where no producer is known.
+
+    Those of the rules that match; of all the producer's rules where none does.
+    """
+    if same(settings.get("quant_method"), OWN):
+        return ""
+    every = [(rule, bool([*readings([rule], list(format.params), settings)])) for format in formats
+             for rule in format.detect.get("config", ()) if same(rule.get("quant_method"), settings.get("quant_method"))]
+    rules = [rule for rule, matches in every if matches] or [rule for rule, _ in every]
+    stated = {key: value for rule in rules for key in rule if key not in ABOUT_RULE
+              for value in [at(settings, key)] if value is not None and not isinstance(value, Mapping)}
+    return ", ".join(f"{key} = {value}" for key, value in {**stated, **_lists(settings)}.items())
+
+
+def _lists(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Lists of settings in settings, in a few words."""
+    return {f"{key}.{name}": f"a list of {len(own)}" for key, value in settings.items() if isinstance(value, Mapping)
+            for name, own in value.items() if isinstance(own, list) and any(isinstance(one, Mapping) for one in own)}
+
+
 def brief(settings: Mapping[str, Any]) -> str:
     """The settings about quantized weights, in a few words."""
     plain = {key: value for key, value in settings.items() if isinstance(value, int | str | bool) and value not in (None, "")}
-    lists = {f"{key}.{name}": f"a list of {len(own)}" for key, value in settings.items() if isinstance(value, Mapping)
-             for name, own in value.items() if isinstance(own, list) and any(isinstance(one, Mapping) for one in own)}
-    return ", ".join(f"{key} = {value}" for key, value in [*list(plain.items())[:6], *lists.items()])
+    return ", ".join(f"{key} = {value}" for key, value in [*list(plain.items())[:6], *_lists(settings).items()])
 
 
 def _usual_words(candidate: Candidate) -> dict[str, int]:

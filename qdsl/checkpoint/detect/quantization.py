@@ -195,7 +195,7 @@ def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budg
 
 def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget, modules: Collection[str]) -> Quantization:
     registry = producers()
-    method = str(data.get("quant_method") or method or registry.unnamed(data)).lower()
+    method = str(data.get("quant_method") or _known_method(data) or method or registry.unnamed(data)).lower()
     names, keys = registry.of(method).settings, registry.keys(method)
     settings = {names.get(key, key): value for key, value in _with_integers(data).items()}
     settings["quant_method"] = registry.of(method).name
@@ -220,6 +220,12 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
                 *(problem for listed in read_rules for problem in listed.problems)]
     read.problems = list(dict.fromkeys(f"{source}: {problem}" for problem in problems))
     return read
+
+
+def _known_method(data: Mapping[str, Any]) -> str:
+    """The producer that settings name as gptqmodel does, in `method`; '' for words of other meanings."""
+    name = str(data.get("method") or "").lower()
+    return name if producers().is_known(name) else ""
 
 
 def _with_integers(value: Any) -> Any:
