@@ -87,6 +87,11 @@ def test_logits_are_those_of_llama_cpp_or_the_file_is_refused(model_type: str, t
     assert {name for name in names if checked(model_type, name, tmp_path) is not None}
 
 
+def test_a_scale_of_attention_that_a_class_has_no_place_for(tmp_path: Path) -> None:
+    """It is refused below 0, too: the class of Bamba has none, and would multiply by its own."""
+    assert checked("bamba", "attention below 0", tmp_path) is None
+
+
 def test_windows_of_0_that_llama_cpp_does_not_answer(tmp_path: Path) -> None:
     """NaN is recorded for four types, and nothing for two at which it ends; the refusal names the key, and that."""
     key, case = "attention.sliding_window", "no windows"

@@ -155,7 +155,7 @@ def _added(metadata: Mapping[str, Any], own: GgufMap, config: Any) -> Iterator[t
             yield "rotated_layers", rotated
     if metadata.get(CAUSAL) is False:
         yield CAUSAL, False
-    if metadata.get(ATTENTION_SCALE, 0) < 0:
+    if metadata.get(ATTENTION_SCALE, 0) < 0 and any(hasattr(config, name) for name in entries_of(ATTENTION_SCALE, own)):
         yield ATTENTION_SCALE, metadata[ATTENTION_SCALE]
     if own.model_type in table()["sinks"] and metadata.get(KEY) == 0:
         yield KEY, 0
