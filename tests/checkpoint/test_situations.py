@@ -187,26 +187,26 @@ STRATEGIES: Mapping[str, tuple[Mapping[str, Any], list[int]]] = {       # of 8 b
     "block": ({"block_structure": [32, 32]}, [N // 32, K // 32])}
 BY_STRATEGY = {"float": (FP8_TENSOR, FP8_CHANNEL, ROWS, BLOCKS),
                "int": (("int8_tensor", "safetensors", {}), INT8, INT8_GROUP)}
-MISMATCHES = [(kind, stated, stored, own) for kind, every in BY_STRATEGY.items()
-              for stored, own in zip(STRATEGIES, every, strict=False) for stated in STRATEGIES if stated != stored]
+MISMATCHES = [(kind, claimed, stored, own) for kind, every in BY_STRATEGY.items()
+              for stored, own in zip(STRATEGIES, every, strict=False) for claimed in STRATEGIES if claimed != stored]
 
 
-@pytest.mark.parametrize(("kind", "stated", "stored", "own"), MISMATCHES, ids=["-".join(own[:3]) for own in MISMATCHES])
-def test_a_strategy_that_the_scales_contradict(kind: str, stated: str, stored: str, own: tuple[str, str, Settings],
+@pytest.mark.parametrize(("kind", "claimed", "stored", "own"), MISMATCHES, ids=["-".join(own[:3]) for own in MISMATCHES])
+def test_a_strategy_that_the_scales_contradict(kind: str, claimed: str, stored: str, own: tuple[str, str, Settings],
                                                tmp_path: Path) -> None:
     """The sentence has the strategy, and the scales' own name and shape beside what the strategy needs."""
-    settings, needed = STRATEGIES[stated]
-    folder(tmp_path / "in", own, FP8_SCALE, compressed(f"{kind}-quantized", type=kind, strategy=stated, **settings))
+    settings, needed = STRATEGIES[claimed]
+    folder(tmp_path / "in", own, FP8_SCALE, compressed(f"{kind}-quantized", type=kind, strategy=claimed, **settings))
     with pytest.raises(CheckpointError) as error:
         computed(tmp_path / "in")
     text = str(error.value)
-    if (stated, stored) == ("block", "group") and kind == "float":                   # of one storage, the length alone is wrong
+    if (claimed, stored) == ("block", "group") and kind == "float":                   # of one storage, the length alone is wrong
         assert "says block_structure = [32, 32]; the tensors fit fp8_block.safetensors bn=1 bk=32" in text
-    elif (kind, stated) == ("int", "block"):
+    elif (kind, claimed) == ("int", "block"):
         assert "strategy = block" in text and "the tensors fit" in text
     else:
-        assert f"strategy = {stated}" in text and "'weight_scale' " in text and str(STRATEGIES[stored][1]) in text
-        assert f"= {needed} for N = {N}" in text or (stated == "channel" and "is [N, 1]" in text)
+        assert f"strategy = {claimed}" in text and "'weight_scale' " in text and str(STRATEGIES[stored][1]) in text
+        assert f"= {needed} for N = {N}" in text or (claimed == "channel" and "is [N, 1]" in text)
 
 
 def test_config_with_a_byte_order_mark(tmp_path: Path) -> None:

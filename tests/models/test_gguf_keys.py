@@ -315,9 +315,9 @@ def test_keys_that_are_not_understood_are_refused(model_type: str) -> None:
 def test_keys_that_are_inert_are_those_that_nothing_reads() -> None:
     """Of all that llama.cpp knows, for each architecture with a map: a key is read, inert, or what a converter writes beside."""
     for architecture, read in table()["architectures"].items():
-        beside = {*table()["inert"], *table()["unread"].get(architecture, ())}
+        inert = {*table()["inert"], *table()["unread"].get(architecture, ())}
         ignored = {key for key in known_keys() if is_ignored(key, architecture)}
-        assert ignored == known_keys() - {*read, *table()["common"], *beside}
+        assert ignored == known_keys() - {*read, *table()["common"], *inert}
         metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": 7 for key in ignored if "*" not in key}}
         assert metadata_findings("model.gguf", metadata) == [] and len(ignored) > 100
 

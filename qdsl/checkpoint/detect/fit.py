@@ -185,10 +185,10 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
     """
     misses: list[Miss] = []
     for format in formats:
-        stated = [(settings, reading) for settings in configs
+        claims = [(settings, reading) for settings in configs
                   for reading in readings(format.detect.get("config"), list(format.params), settings)]
-        storages = {reading.storage or None for _, reading in stated}
-        foreign = [reading for settings, reading in stated if not same(settings.get("quant_method"), OWN)]
+        storages = {reading.storage or None for _, reading in claims}
+        foreign = [reading for settings, reading in claims if not same(settings.get("quant_method"), OWN)]
         if evidence.claims is None and not storages and (is_foreign or not _has_names(format, evidence.entries)):
             continue
         tensor_rules = format.detect.get("tensors", {})
@@ -206,10 +206,10 @@ def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Se
     return LayoutMismatch(nearest.reason.reached, "; ".join(as_near)) if is_foreign and len(as_near) == 2 else nearest.reason
 
 
-def _stated_misses(format: Description, evidence: Evidence, stated: Sequence[Reading]) -> Iterator[LayoutMismatch]:
+def _stated_misses(format: Description, evidence: Evidence, foreign: Sequence[Reading]) -> Iterator[LayoutMismatch]:
     """Why tensors that fit a format do not fit it with the parameters that settings state."""
     shape = None if len(evidence.shape) != 2 else (evidence.shape[0], evidence.shape[1])
-    for reading in stated:
+    for reading in foreign:
         params = {name: value for name, value in reading.values.items() if value in format.params.get(name, ())}
         if params:
             try:

@@ -320,9 +320,9 @@ def _deciding(formats: Sequence[Description], settings: Mapping[str, Any]) -> st
     every = [(rule, bool([*readings([rule], list(format.params), settings)])) for format in formats
              for rule in format.detect.get("config", ()) if same(rule.get("quant_method"), settings.get("quant_method"))]
     rules = [rule for rule, matches in every if matches] or [rule for rule, _ in every]
-    stated = {key: value for rule in rules for key in rule if key not in ABOUT_RULE
+    values = {key: value for rule in rules for key in rule if key not in ABOUT_RULE
               for value in [at(settings, key)] if value is not None and not isinstance(value, Mapping)}
-    return ", ".join(f"{key} = {value}" for key, value in {**stated, **_lists(settings)}.items())
+    return ", ".join(f"{key} = {value}" for key, value in {**values, **_lists(settings)}.items())
 
 
 def _lists(settings: Mapping[str, Any]) -> dict[str, str]:
