@@ -207,7 +207,7 @@ class _EvenValues(_SortedValues):
             square = (units - self.values[chosen[-1]]) ** 2
             errors.append(square if by is None else by * square)
         is_odd = errors[1] < errors[0]
-        costs = np.abs(errors[1] - errors[0]).reshape(-1, 4, x.shape[1])
+        costs = np.abs(errors[1] - errors[0]).reshape(-1 if x.size else 0, 4, x.shape[1])
         change = np.arange(4)[None, :, None] == costs.argmin(1)[:, None]
         wrong = is_odd.reshape(costs.shape).sum(1, keepdims=True) % 2 == 1
         return np.where(is_odd ^ (change & wrong).reshape(x.shape), chosen[1], chosen[0])
