@@ -237,6 +237,13 @@ EQUAL: dict[str, dict[str, str]] = {
     },
 }
 
+# Mutants that the answers do not tell from the format, as their weights are small; tests of test_beside_answers.py do.
+CAUGHT_ELSEWHERE = {
+    "coreml_vectors": "dims.P: 8 / bits -> 16 / bits",
+    "fp8_ds_mla": "encode: absmax(code=q, scale=s, least=1.1754943508222875e-38) -> "
+                  "absmax(code=q, scale=s, least=1.1754943508222875e-38, by=exact)",
+}
+
 
 def caught(mutant: Mutant, answers: Answers) -> str:
     """'refused: ...' or 'answers: ...' for a mutant that is caught; 'crash: ...' where the compiler is; '' for one that lives.
@@ -329,7 +336,7 @@ def verdict(mutant: Mutant, stem: str, answers: Answers) -> str:
     lives = outcome.partition(":")[0] in ("", "crash")
     if mutant.name in EQUAL.get(stem, {}):
         return "" if outcome == "" else f"not equal, so not to be listed: {mutant.name} ({outcome})"
-    return f"not caught: {mutant.name} {outcome}" if lives else ""
+    return f"not caught: {mutant.name} {outcome}" if lives and mutant.name != CAUGHT_ELSEWHERE.get(stem) else ""
 
 
 def main(stems: Sequence[str]) -> None:
