@@ -85,13 +85,14 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(site: Path, *arguments: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A process in an empty folder that has the wheel's files in reach, and what the environment has installed."""
     elsewhere = site.parent / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
     return subprocess.run([sys.executable, *arguments], cwd=elsewhere, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(site), "COLUMNS": "200"})
+                          env={**environment, "PYTHONPATH": str(site), "COLUMNS": "200",
+                               **({"QDSL_CACHE": str(cache)} if cache else {})})
 
 
 def test_a_wheel_holds_the_package_its_formats_and_their_specs(wheel: Path) -> None:
@@ -110,8 +111,8 @@ def test_a_wheel_holds_the_package_its_formats_and_their_specs(wheel: Path) -> N
     assert "qdsl = qdsl.__main__:main" in entry
 
 
-def test_a_wheel_runs_every_format(installed: Path) -> None:
-    done = python(installed, "-c", USE, str(installed))
+def test_a_wheel_runs_every_format(installed: Path, cache_folder: Path) -> None:
+    done = python(installed, "-c", USE, str(installed), cache=cache_folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == NAMES
 
@@ -129,8 +130,8 @@ def test_the_command_of_a_wheel_finds_its_specs(installed: Path) -> None:
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stderr
 
 
-def test_generated_modules_run_with_the_compiler_deleted(installed: Path) -> None:
-    """Nothing of what reads, checks and prints specs is needed to use a format."""
+def test_generated_modules_run_with_the_compiler_deleted(installed: Path, cache_folder: Path) -> None:
+    """Nothing of what reads, checks and prints specs is needed to use a format, nor to find its compiled loops again."""
     for name in COMPILER:
         path = installed / "qdsl" / name
         if path.is_dir():
@@ -138,6 +139,6 @@ def test_generated_modules_run_with_the_compiler_deleted(installed: Path) -> Non
         else:
             path.unlink()
     program = WITHOUT + USE + "import qdsl.checkpoint.files.safetensors, qdsl.checkpoint.files.folder"
-    done = python(installed, "-c", program, str(installed))
+    done = python(installed, "-c", program, str(installed), cache=cache_folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == NAMES
