@@ -334,9 +334,9 @@ def verdict(mutant: Mutant, stem: str, answers: Answers) -> str:
     """What is wrong with a mutant and what is said of it here; '' if nothing is."""
     outcome = caught(mutant, answers)
     lives = outcome.partition(":")[0] in ("", "crash")
-    if mutant.name in EQUAL.get(stem, {}):
-        return "" if outcome == "" else f"not equal, so not to be listed: {mutant.name} ({outcome})"
-    return f"not caught: {mutant.name} {outcome}" if lives and mutant.name != CAUGHT_ELSEWHERE.get(stem) else ""
+    if mutant.name in EQUAL.get(stem, {}) or mutant.name == CAUGHT_ELSEWHERE.get(stem):
+        return "" if outcome == "" else f"told by the answers, so not to be listed: {mutant.name} ({outcome})"
+    return f"not caught: {mutant.name} {outcome}" if lives else ""
 
 
 def main(stems: Sequence[str]) -> None:

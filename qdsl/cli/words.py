@@ -142,7 +142,7 @@ class Command(TyperCommand):
         """What begins so, with a line of help each: a shell takes a second line for a value."""
         offered = super().shell_complete(ctx, incomplete)
         for one in offered:
-            one.help = shorten(one.help, 60, placeholder="...") if one.help else one.help
+            one.help = shorten(one.help or "", 60, placeholder="...")
         return offered
 
 

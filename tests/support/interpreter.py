@@ -211,7 +211,7 @@ def _hasten() -> None:
         if not isinstance(left, tl.tensor) or left.dtype.is_ptr():
             return check(self, left, right, *flags)
         if isinstance(right, tl.tensor):
-            is_one_type = left.dtype.name == right.dtype.name and left.shape is right.shape and not flags
+            is_one_type = left.dtype.name == right.dtype.name and left.shape is right.shape and True not in flags[2:]
             return (left, right) if is_one_type else check(self, left, right, *flags)
         key = type(right), str(right), left.dtype.name, id(left.shape), flags
         if key not in constants:

@@ -89,12 +89,12 @@ def quantize_codes(packed: PackedWeight, fields: dict[str, Tensor], code: str, w
 
 def _solve(chosen: Columns | JointCodes | Levels | Vectors, weight: Tensor, hessian: Hessian) -> None:
     """Choose the codes of rows [rows, K]: column by column, those with the largest inputs first, or runs of columns in order."""
-    is_sorted = not isinstance(chosen, Vectors) or chosen.step == 1
-    order = hessian.order if is_sorted else torch.arange(weight.shape[1], device=weight.device)
     if isinstance(chosen, JointCodes):
         order = chosen.order(hessian.importance)
         factor, pivots = factor_of(hessian.matrix[order][:, order])
     else:
+        is_sorted = not isinstance(chosen, Vectors) or chosen.step == 1
+        order = hessian.order if is_sorted else torch.arange(weight.shape[1], device=weight.device)
         factor, pivots = hessian.factor(is_sorted)
     work = weight.T[order].contiguous()                          # [K, rows], columns in the order
     slopes = torch.zeros_like(work)
