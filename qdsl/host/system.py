@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -179,6 +180,12 @@ def processor_flags() -> frozenset[str]:
         return frozenset(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
     except OSError:
         return frozenset()
+
+
+def allow_tiles() -> bool:
+    """Whether Linux lets this process use the registers of AMX, which hold matrices; asks it to."""
+    call, code, registers = 158, 0x1023, 18                      # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of x86-64
+    return sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.CDLL(None).syscall(call, code, registers) == 0
 
 
 def free_memory() -> int:

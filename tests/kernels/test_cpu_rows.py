@@ -143,6 +143,67 @@ def test_other_vectors_make_the_same_products(capability: str, monkeypatch: pyte
             check(copy.product(x, None), x, weight, what=(packed, m), **bound(x))
 
 
+# What AMX does, for processors without it: eight registers of 16 rows of 64 bytes.
+TILES = """
+#define __AMX_TILE__ 1
+static __thread struct { int rows, bytes; _Alignas(64) char data[16][64]; } tiles[8];
+#undef _tile_loadconfig
+#undef _tile_loadd
+#undef _tile_stream_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#undef _tile_release
+INLINE void set_shapes(const uint8_t *s) {
+    for (int i = 0; i < 8; i++) tiles[i].bytes = s[16 + 2 * i] | s[17 + 2 * i] << 8, tiles[i].rows = s[48 + i];
+}
+INLINE void load_tile(int i, const void *from, int64_t stride) {
+    memset(tiles[i].data, 0, sizeof tiles[i].data);
+    for (int row = 0; row < tiles[i].rows; row++) memcpy(tiles[i].data[row], (const char *)from + row * stride, tiles[i].bytes);
+}
+INLINE void store_tile(int i, void *to, int64_t stride) {
+    for (int row = 0; row < tiles[i].rows; row++) memcpy((char *)to + row * stride, tiles[i].data[row], tiles[i].bytes);
+}
+INLINE void multiply_registers(int sums, int x, int w) {
+    for (int m = 0; m < tiles[x].rows; m++) for (int p = 0; p < tiles[w].rows; p++) for (int i = 0; i < 32; i++) {
+        uint16_t a, b;
+        float sum;
+        memcpy(&a, tiles[x].data[m] + 4 * p + i % 2 * 2, 2), memcpy(&b, tiles[w].data[p] + 2 * i, 2);
+        memcpy(&sum, tiles[sums].data[m] + i / 2 * 4, 4);
+        sum += bits_to_float((uint32_t)a << 16) * bits_to_float((uint32_t)b << 16);
+        memcpy(tiles[sums].data[m] + i / 2 * 4, &sum, 4);
+    }
+}
+#define _tile_loadconfig(shapes) set_shapes((const uint8_t *)(shapes))
+#define _tile_loadd load_tile
+#define _tile_stream_loadd load_tile
+#define _tile_stored store_tile
+#define _tile_dpbf16ps multiply_registers
+#define _tile_release() memset(tiles, 0, sizeof tiles)
+"""
+
+
+@pytest.mark.parametrize("way", ["", "AVX2", "DEFAULT", "no tiles", "tiles"])
+def test_many_rows_and_long_ones_are_multiplied_in_parts(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows of x, columns and rows of w than a loop takes at once, and a few left of each, on two threads."""
+    own = torch.backends.cpu.get_cpu_capability()
+    if (way == "AVX2" and own not in ("AVX2", "AVX512")) or ("tiles" in way and not rows.has_bfloat16()):
+        pytest.skip("this machine has no such instructions")
+    if way in ("AVX2", "DEFAULT"):
+        monkeypatch.setattr(rows, "_capability", lambda: way)
+    elif way:
+        monkeypatch.setattr(rows, "has_tiles", lambda: False)
+    if way == "tiles":
+        loops = tmp_path / "row_loops.h"
+        loops.write_text(TILES + rows.LOOPS.read_text(encoding="utf-8"), encoding="utf-8")
+        monkeypatch.setattr(rows, "LOOPS", loops)
+    packed = int_group.quantize(sample(168, 1120), bits=4, group=32)
+    copy, weight = rows.interleaved_copy(packed), plain(packed)
+    assert copy is not None
+    for m, dtype in ((529, torch.bfloat16), (40, torch.bfloat16), (529, torch.float32), (17, torch.float32)):
+        x, bias = sample(m, 1120, seed=m, dtype=dtype), sample(168)
+        check(copy.product(x, bias), x, weight, bias, (m, dtype), **bound(x))
+
+
 def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:
     """Of every code: x picks a column."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)

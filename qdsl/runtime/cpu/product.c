@@ -23,12 +23,13 @@
 
 typedef void Run(const void *const *tensors, const float *x, const float *arranged, float *out, int64_t N, int64_t K,
                  int64_t begin, int64_t end, int64_t units);
-typedef void Arrange(const float *x, float *arranged, int64_t K);
+typedef void Arrange(const void *x, float *arranged, int64_t K);
 typedef void Body(void *);
 typedef void Parallel(Body *, void *, unsigned threads, unsigned flags);
 
 enum { NONE, FLOAT32, BFLOAT16 };
 enum { SLOTS = 12, MOST_TENSORS = 8 };
+enum { ROW_SHARE = 1 << 18 };                /* numbers of x, arranged by a thread of its own */
 enum { LATE = 500000, PAUSE = 20000000, LONGEST = 2000000000 };                                  /* nanoseconds */
 
 /* What a product needs of a loop and of weights of one description: runtime/cpu/prepared.py has the same fields. */
@@ -39,6 +40,7 @@ typedef struct {
     int64_t step, parts, share;             /* parts are multiples of `step` tiles; of them per thread; weights worth a thread */
     int64_t together, arranged;             /* rows of x that run() takes; numbers that arrange() makes of one */
     int64_t type, bias_type;                /* of x and out; of the bias */
+    int64_t is_whole;                       /* whether run() takes x and out in their type, and adds the bias */
     int64_t tensors;                        /* addresses that are arguments; tables follow */
     const void *tables[SLOTS - MOST_TENSORS];
 } Product;
@@ -86,6 +88,20 @@ static void take(void *argument) {
         w->done = now();
 }
 
+/* Parts are rows of x. */
+static void take_rows(void *argument) {
+    Work *w = argument;
+    const Product *p = w->product;
+    int64_t bytes = p->is_whole && p->type == BFLOAT16 ? 2 : 4;
+    if (w->caller == &own)
+        w->started = now();
+    for (int64_t i; (i = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < w->parts;)
+        for (int64_t row = i * w->part; row < w->last && row < (i + 1) * w->part; row++)
+            p->arrange((const char *)w->x + row * p->k * bytes, (float *)w->arranged + row * p->arranged, p->k);
+    if (w->caller == &own)
+        w->done = now();
+}
+
 /* After a region: pause if its end was late, for long enough that such waits stay few per cent of the time. */
 static void judge(int64_t begin, const Work *w, int64_t end) {
     int64_t late = w->started - begin + end - w->done, last = __atomic_load_n(&pause_length, __ATOMIC_RELAXED);
@@ -98,32 +114,37 @@ static void judge(int64_t begin, const Work *w, int64_t end) {
     __atomic_store_n(&resume, end + length, __ATOMIC_RELAXED);
 }
 
-static void divide(Work *w, int64_t threads) {
-    const Product *p = w->product;
-    int64_t tiles = w->last - w->first, most = tiles * (p->n / (p->tiles ? p->tiles : 1)) * p->k * w->groups / p->share;
+/* `body` on several threads, which take parts of `count` pieces, multiples of `step`.  shares: of work that are worth a thread. */
+static void divide(Work *w, Body *body, int64_t threads, int64_t count, int64_t step, int64_t shares) {
     int64_t begin = 0;
-    threads = threads < most ? threads : most;
+    threads = threads < shares ? threads : shares;
     if (threads > 1 && (!parallel || (process && process != getpid()) ||
                         (begin = now()) < __atomic_load_n(&resume, __ATOMIC_RELAXED)))
         threads = 1;
-    int64_t count = threads > 1 ? threads * p->parts : 1, steps = (tiles + p->step - 1) / p->step;
-    w->part = (steps + count - 1) / count * p->step;
-    w->parts = w->part ? (tiles + w->part - 1) / w->part : 0;
+    int64_t wanted = threads > 1 ? threads * w->product->parts : 1, steps = (count + step - 1) / step;
+    w->part = (steps + wanted - 1) / wanted * step;
+    w->parts = w->part ? (count + w->part - 1) / w->part : 0;
     w->next = 0;
     if (threads > 1) {
         w->caller = &own;
         w->started = w->done = begin;
-        parallel(take, w, (unsigned)threads, 0);
+        parallel(body, w, (unsigned)threads, 0);
         judge(begin, w, now());
     } else {
         w->caller = 0;
-        take(w);
+        body(w);
     }
+}
+
+static void divide_tiles(Work *w, int64_t threads) {
+    const Product *p = w->product;
+    int64_t tiles = w->last - w->first;
+    divide(w, take, threads, tiles, p->step, tiles * (p->n / (p->tiles ? p->tiles : 1)) * p->k * w->groups / p->share);
 }
 
 void rows(const Product *p, const void *const *tensors, float *out, int64_t first, int64_t last, int64_t threads) {
     Work w = {.product = p, .tensors = tensors, .out = out, .first = first, .last = last, .groups = 1};
-    divide(&w, threads);
+    divide_tiles(&w, threads);
 }
 
 static void to_floats(const void *source, int64_t type, float *into, int64_t count) {
@@ -169,9 +190,10 @@ static void add(float *out, const void *bias, int64_t type, int64_t n) {
    0 if there is no memory. */
 static float *multiply(const Product *p, const void *x, float *out, int64_t m, int64_t threads, const void *const *tensors,
                        float **memory) {
-    int64_t count = (m + p->together - 1) / p->together * p->together, is_whole = count == m && p->type == FLOAT32;
+    int64_t count = (m + p->together - 1) / p->together * p->together;
+    int64_t is_whole = p->is_whole || (count == m && p->type == FLOAT32);
     int64_t of_x = is_whole ? 0 : count * p->k, of_out = is_whole && out ? 0 : count * p->n;
-    int64_t of_arranged = p->arrange ? count * p->arranged : 0;
+    int64_t of_arranged = p->arrange ? (p->is_whole ? (count + 15) / 16 * 16 : count) * p->arranged : 0;
     if (of_x + of_out + of_arranged && !(*memory = malloc((of_x + of_out + of_arranged + 3 * 16) * sizeof(float))))
         return 0;
     float *start = (float *)(((uintptr_t)*memory + 63) / 64 * 64);            /* each at a multiple of 64 bytes */
@@ -184,12 +206,12 @@ static float *multiply(const Product *p, const void *x, float *out, int64_t m, i
     }
     if (p->arrange) {
         arranged = start + (of_x + 15) / 16 * 16 + (of_out + 15) / 16 * 16;
-        for (int64_t row = 0; row < count; row++)
-            p->arrange(floats + row * p->k, arranged + row * p->arranged, p->k);
+        Work w = {.product = p, .x = floats, .arranged = arranged, .last = count};
+        divide(&w, take_rows, threads, count, 1, count * p->k / ROW_SHARE);
     }
     Work w = {.product = p, .tensors = tensors, .x = floats, .arranged = arranged ? arranged : floats, .out = sums,
               .last = p->tiles, .groups = count / p->together};
-    divide(&w, threads);
+    divide_tiles(&w, threads);
     return sums;
 }
 
@@ -199,7 +221,7 @@ int64_t product(const Product *p, const void *x, const void *bias, void *out, in
     const void *given[MOST_TENSORS] = {a, b, c, d, e, f, g, h}, *tensors[SLOTS];
     memcpy(tensors, given, p->tensors * sizeof *given);
     memcpy(tensors + p->tensors, p->tables, sizeof p->tables);
-    int64_t is_direct = p->type == FLOAT32 && m % p->together == 0;
+    int64_t is_direct = p->is_whole || (p->type == FLOAT32 && m % p->together == 0);
     float *memory = 0, *sums = multiply(p, x, is_direct ? out : 0, m, threads, tensors, &memory);
     if (!sums)
         return 1;

@@ -313,14 +313,16 @@ void run_bytes(const void *const *tensors, const float *x, const float *ordered,
 /* -- gemm: many rows of x -------------------------------------------------------------------------------------------------
 
        panel: 32 rows of w, DEPTH columns, decoded       part: rows of x times 32; in registers while k runs over the panel
-         [pair of columns][32 rows]  bfloat16 pairs          12 rows x 2 vectors of 16 (AVX-512)
+         [pair of columns][32 rows]  bfloat16 pairs          32 rows in tiles of 16 x 16 (AMX), 12 rows x 2 vectors (AVX-512)
          [column][32 rows]           float32                  6 rows x 2 vectors of 8 (AVX2)
 
-   A weight is decoded once for MOST rows of x.  A panel of bfloat16 fits the first cache (32 KB).  `part` has the sums of the
-   panels before it.  Both are on the stack, of 96 KB, so that a loop needs no memory. */
+   A weight is decoded once for MOST rows of x.  A panel fits the first cache (32 KB).  TILES of w meet a part of x while the L2
+   cache has it.  `part` has the sums of the panels before.  All are on the stack, of 290 KB, so that a loop needs no memory. */
 #define TILE_ROWS 32
-#define DEPTH 512
+#define TILES 4
+#define DEPTH 512                                                /* of bfloat16; half as many of float32 */
 #define MOST 512
+#define SPACE 64                                                 /* bytes after a row of x, see arrange_* */
 enum { AT_ONCE = LANES == 16 ? 12 : 6 };
 
 /* Numbers of groups in a block: of its first 16 columns, and of the others. */
@@ -360,16 +362,18 @@ INLINE vbrains to_brains(vf value) {                             /* to nearest e
     const vu bits = (vu)value, rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16;
     return __builtin_convertvector((vu)select_int(value != value, all_int(0x7FC0), (vi)rounded), vbrains);
 }
+#define SOON 8                                                   /* rows between a store and its prefetch */
 INLINE void finish(const Weight *w, const Target *t, const float *part, int64_t M, int64_t row) {
     const int64_t count = w->rows - row < TILE_ROWS ? w->rows - row : TILE_ROWS, size = t->narrow ? 2 : 4;
-    for (int i = 0; i < count; i += LANES) {
-        const int64_t bytes = (count - i < LANES ? count - i : LANES) * size;
-        vf bias = {0};
-        if (t->bias) memcpy(&bias, t->bias + row + i, bytes * 4 / size);
-        for (int64_t m = 0; m < M; m++) {
-            const vf value = vload_float32((const uint8_t *)(part + m * TILE_ROWS + i)) + bias;
+    float bias[TILE_ROWS] = {0};
+    if (t->bias) memcpy(bias, t->bias + row, count * sizeof *bias);
+    for (int64_t m = 0; m < M; m++) {
+        uint8_t *to = (uint8_t *)t->out + (m * t->N + row) * size;
+        for (int i = 0; i < count * size; i += 64) __builtin_prefetch(to + SOON * t->N * size + i, 1);
+        for (int i = 0; i < count; i += LANES, to += LANES * size) {
+            const int64_t bytes = (count - i < LANES ? count - i : LANES) * size;
+            const vf value = vload_float32((const uint8_t *)(part + m * TILE_ROWS + i)) + vload_float32((const uint8_t *)(bias + i));
             const vbrains brains = to_brains(value);
-            uint8_t *to = (uint8_t *)t->out + (m * t->N + row + i) * size;
             if (bytes == LANES * size && t->narrow) memcpy(to, &brains, sizeof brains);
             else if (bytes == LANES * size) memcpy(to, &value, sizeof value);
             else memcpy(to, t->narrow ? (const void *)&brains : &value, bytes);
@@ -377,138 +381,172 @@ INLINE void finish(const Weight *w, const Target *t, const float *part, int64_t 
     }
 }
 
-/* R rows of float32 x times a panel. */
-INLINE void multiply_float(const float *x, int64_t K, const float *panel, int64_t depth, float *part, const int R, int lane) {
+/* R rows of float32 x, `step` numbers each, times LANES * 2 rows of a panel. */
+INLINE void multiply_floats(const float *x, int64_t step, const float *panel, int64_t depth, float *part, const int R) {
     vf a[R][2];
 #pragma GCC unroll 24
-    for (int i = 0; i < 2 * R; i++)
-        a[i / 2][i % 2] = vload_float32((const uint8_t *)(part + i / 2 * TILE_ROWS + lane + i % 2 * LANES));
+    for (int i = 0; i < 2 * R; i++) a[i / 2][i % 2] = vload_float32((const uint8_t *)(part + i / 2 * TILE_ROWS + i % 2 * LANES));
     for (int64_t k = 0; k < depth; k++) {
-        const vf low = vload_float32((const uint8_t *)(panel + k * TILE_ROWS + lane));
-        const vf high = vload_float32((const uint8_t *)(panel + k * TILE_ROWS + lane + LANES));
+        const vf low = vload_float32((const uint8_t *)(panel + k * TILE_ROWS));
+        const vf high = vload_float32((const uint8_t *)(panel + k * TILE_ROWS + LANES));
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            const vf value = all_float(x[r * K + k]);
+            const vf value = all_float(x[r * step + k]);
             a[r][0] = multiply_add(low, value, a[r][0]), a[r][1] = multiply_add(high, value, a[r][1]);
         }
     }
 #pragma GCC unroll 24
-    for (int i = 0; i < 2 * R; i++)
-        store(part + i / 2 * TILE_ROWS + lane + i % 2 * LANES, a[i / 2][i % 2]);
+    for (int i = 0; i < 2 * R; i++) store(part + i / 2 * TILE_ROWS + i % 2 * LANES, a[i / 2][i % 2]);
 }
 
-#define EACH_ROW(multiply, x, size, ...) do { \
+#define EACH_ROW(multiply, panel, part) do { \
     int64_t m = 0; \
-    for (; m + AT_ONCE <= M; m += AT_ONCE) multiply(x + m * K, K, panel, size, part + m * TILE_ROWS, AT_ONCE, ##__VA_ARGS__); \
-    for (; m + 4 <= M; m += 4) multiply(x + m * K, K, panel, size, part + m * TILE_ROWS, 4, ##__VA_ARGS__); \
-    for (; m < M; m++) multiply(x + m * K, K, panel, size, part + m * TILE_ROWS, 1, ##__VA_ARGS__); \
+    for (; m + AT_ONCE <= M; m += AT_ONCE) multiply(x + m * step, step, panel, depth, part + m * TILE_ROWS, AT_ONCE); \
+    for (; m + 4 <= M; m += 4) multiply(x + m * step, step, panel, depth, part + m * TILE_ROWS, 4); \
+    for (; m < M; m++) multiply(x + m * step, step, panel, depth, part + m * TILE_ROWS, 1); \
 } while (0)
 
-static void float_tile(const Weight *w, const float *all, int64_t M, int64_t tile, const Target *t) {
-    const int64_t K = w->columns;
-    float panel[DEPTH / 2 * TILE_ROWS], part[MOST * TILE_ROWS];
-    memset(part, 0, M * TILE_ROWS * sizeof *part);
-    for (int64_t start = 0; start < K; start += DEPTH / 2) {
-        const int64_t depth = K - start < DEPTH / 2 ? K - start : DEPTH / 2;
-        memset(panel, 0, depth * TILE_ROWS * sizeof *panel);
-        for (int lane = 0; lane < TILE_ROWS; lane += LANES) {
-            const Place at = {2 * tile + lane / GROUP_ROWS, lane % GROUP_ROWS};
-            for (int64_t k = 0; k < depth && at.group * GROUP_ROWS < w->rows; k += BLOCK) {
-                const uint8_t *block = block_at(w, at, start + k);
-                const Groups g = block_groups(w, at, start + k);
-                prefetch_block(block, MOST);
-#pragma GCC unroll 4
-                for (int c = 0; c < 4; c++) {
-                    vf q[4][2];
-                    part_weights(w, &g, block, c, q);
-#pragma GCC unroll 8
-                    for (int i = 0; i < 8; i++)
-                        store(panel + (k + 8 * (i >> 1) + 2 * c + (i & 1)) * TILE_ROWS + lane, q[i >> 1][i & 1]);
-                }
-            }
-        }
-        const float *x = all + start;
-        for (int lane = 0; lane < TILE_ROWS; lane += 2 * LANES) EACH_ROW(multiply_float, x, depth, lane);
-    }
-    finish(w, t, part, M, tile * TILE_ROWS);
+/* A function of its own, so that all vector registers are for sums. */
+static __attribute__((noinline)) void multiply_wide(const float *x, int64_t step, const float *panel, int64_t depth, float *part, int64_t M) {
+    for (int lane = 0; lane < TILE_ROWS; lane += 2 * LANES) EACH_ROW(multiply_floats, panel + lane, part + lane);
 }
 
 #if LANES == 16 && defined(__AVX512BF16__)
-#define PAIRS_OF(a, b) _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)(b), (__m512)(a)))
+#define HAS_BRAINS 1
+INLINE void store_pairs(uint32_t *to, vf low, vf high) {
+    static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), both));
+}
 
+#ifdef __AMX_TILE__
+/* How tiles lie in the matrix unit's registers: 8 of 16 rows of 64 bytes. */
+typedef struct { uint8_t palette, start_row, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } Shapes;
+INLINE void set_tiles(void) {
+    Shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = 16;
+    _tile_loadconfig(&shapes);
+}
+
+/* 1 or 2 tiles of rows of bfloat16 x times a panel: sums in registers 0 to 3, x in 4 and 5, weights in 6 and 7. */
+INLINE void multiply_tiles(const uint16_t *x, int64_t step, const uint32_t *panel, int64_t depth, float *part, const int R) {
+    enum { STRIDE = 4 * TILE_ROWS };
+    float *low = part + 16 * TILE_ROWS;
+    { _tile_loadd(0, part, STRIDE); _tile_loadd(1, part + 16, STRIDE); }
+    if (R == 2) { _tile_loadd(2, low, STRIDE); _tile_loadd(3, low + 16, STRIDE); }
+    for (int64_t k = 0; k < depth; k += BLOCK, panel += BLOCK / 2 * TILE_ROWS) {
+        { _tile_loadd(6, panel, STRIDE); _tile_loadd(7, panel + 16, STRIDE); }
+        { _tile_stream_loadd(4, x + k, 2 * step); _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); }
+        if (R == 2) { _tile_stream_loadd(5, x + 16 * step + k, 2 * step); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
+    }
+    { _tile_stored(0, part, STRIDE); _tile_stored(1, part + 16, STRIDE); }
+    if (R == 2) { _tile_stored(2, low, STRIDE); _tile_stored(3, low + 16, STRIDE); }
+}
+
+#define MEMORY_IS_READ __asm__ volatile("" ::: "memory")         /* GCC does not know it of _tile_loadd */
+INLINE void multiply_brains(const uint16_t *x, int64_t step, const uint32_t *panel, int64_t depth, float *part, int64_t M) {
+    int64_t m = 0;
+    MEMORY_IS_READ;
+    set_tiles();
+    for (; m + 16 < M; m += 32) multiply_tiles(x + m * step, step, panel, depth, part + m * TILE_ROWS, 2);
+    if (m < M) multiply_tiles(x + m * step, step, panel, depth, part + m * TILE_ROWS, 1);
+    _tile_release();
+    MEMORY_IS_READ;
+}
+#else
 /* R rows of bfloat16 x times a panel: products of pairs, added in float32. */
-INLINE void multiply_brain(const uint16_t *x, int64_t K, const uint32_t *panel, int64_t pairs, float *part, const int R) {
+INLINE void multiply_rows(const uint16_t *x, int64_t step, const uint32_t *panel, int64_t depth, float *part, const int R) {
     __m512 a[R][2];
 #pragma GCC unroll 24
-    for (int i = 0; i < 2 * R; i++)
-        a[i / 2][i % 2] = _mm512_loadu_ps(part + i / 2 * TILE_ROWS + i % 2 * 16);
-    for (int64_t p = 0; p < pairs; p++) {
-        const __m512bh low = (__m512bh)_mm512_load_si512(panel + p * TILE_ROWS);
-        const __m512bh high = (__m512bh)_mm512_load_si512(panel + p * TILE_ROWS + 16);
+    for (int i = 0; i < 2 * R; i++) a[i / 2][i % 2] = _mm512_loadu_ps(part + i / 2 * TILE_ROWS + i % 2 * 16);
+    for (int64_t k = 0; k < depth; k += 2, panel += TILE_ROWS) {
+        const __m512bh low = (__m512bh)_mm512_load_si512(panel), high = (__m512bh)_mm512_load_si512(panel + 16);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            const __m512bh value = (__m512bh)_mm512_set1_epi32(load_int32((const uint8_t *)(x + r * K + 2 * p)));
+            const __m512bh value = (__m512bh)_mm512_set1_epi32(load_int32((const uint8_t *)(x + r * step + k)));
             a[r][0] = _mm512_dpbf16_ps(a[r][0], low, value), a[r][1] = _mm512_dpbf16_ps(a[r][1], high, value);
         }
     }
 #pragma GCC unroll 24
-    for (int i = 0; i < 2 * R; i++)
-        _mm512_storeu_ps(part + i / 2 * TILE_ROWS + i % 2 * 16, a[i / 2][i % 2]);
+    for (int i = 0; i < 2 * R; i++) _mm512_storeu_ps(part + i / 2 * TILE_ROWS + i % 2 * 16, a[i / 2][i % 2]);
 }
+static __attribute__((noinline)) void multiply_brains(const uint16_t *x, int64_t step, const uint32_t *panel, int64_t depth,
+                                                      float *part, int64_t M) {
+    EACH_ROW(multiply_rows, panel, part);
+}
+#endif
+#else
+#define HAS_BRAINS 0
+INLINE void store_pairs(uint32_t *to, vf low, vf high) {}
+INLINE void multiply_brains(const uint16_t *x, int64_t step, const uint32_t *panel, int64_t depth, float *part, int64_t M) {}
+#endif
 
-static void brain_tile(const Weight *w, const uint16_t *all, int64_t M, int64_t tile, const Target *t) {
-    const int64_t K = w->columns;
-    uint32_t panel[DEPTH / 2 * TILE_ROWS] __attribute__((aligned(64)));
-    float part[MOST * TILE_ROWS];
-    uint16_t places[32];
-    for (int i = 0; i < 32; i++) places[i] = i / 2 + i % 2 * 16;
-    const __m512i order = _mm512_loadu_si512(places);
-    memset(part, 0, M * TILE_ROWS * sizeof *part);
-    for (int64_t start = 0; start < K; start += DEPTH) {
-        const int64_t depth = K - start < DEPTH ? K - start : DEPTH;
-        for (int lane = 0; lane < TILE_ROWS; lane += GROUP_ROWS) {
-            const Place at = {2 * tile + lane / GROUP_ROWS, 0};
-            const int is_missing = at.group * GROUP_ROWS >= w->rows;
-            for (int64_t k = 0; k < depth; k += BLOCK) {
-                uint32_t *to = panel + k / 2 * TILE_ROWS + lane;
-                if (is_missing) {
-                    for (int p = 0; p < BLOCK / 2; p++) memset(to + p * TILE_ROWS, 0, 4 * GROUP_ROWS);
-                    continue;
-                }
-                const uint8_t *block = block_at(w, at, start + k);
-                const Groups g = block_groups(w, at, start + k);
-                prefetch_block(block, MOST);
+/* Columns [start, start + depth) of the weights of a tile.  Those of missing rows stay. */
+INLINE void decode_panel(const Weight *w, int64_t tile, int64_t start, int64_t depth, uint32_t *panel, const int narrow) {
+    for (int lane = 0; lane < TILE_ROWS; lane += LANES) {
+        const Place at = {2 * tile + lane / GROUP_ROWS, lane % GROUP_ROWS};
+        for (int64_t k = 0; k < depth && at.group * GROUP_ROWS < w->rows; k += BLOCK) {
+            const uint8_t *block = block_at(w, at, start + k);
+            const Groups g = block_groups(w, at, start + k);
+            uint32_t *to = panel + (narrow ? k / 2 : k) * TILE_ROWS + lane;
+            prefetch_block(block, MOST);
 #pragma GCC unroll 4
-                for (int c = 0; c < 4; c++) {
-                    vf q[4][2];
-                    part_weights(w, &g, block, c, q);
+            for (int c = 0; c < 4; c++) {
+                vf q[4][2];
+                part_weights(w, &g, block, c, q);
 #pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++) _mm512_store_si512(to + (4 * j + c) * TILE_ROWS, PAIRS_OF(q[j][0], q[j][1]));
-                }
+                for (int j = 0; j < 4; j++)
+                    if (narrow) store_pairs(to + (4 * j + c) * TILE_ROWS, q[j][0], q[j][1]);
+                    else {
+                        store((float *)to + (8 * j + 2 * c) * TILE_ROWS, q[j][0]);
+                        store((float *)to + (8 * j + 2 * c + 1) * TILE_ROWS, q[j][1]);
+                    }
             }
         }
-        const uint16_t *x = all + start;
-        EACH_ROW(multiply_brain, x, depth / 2);
     }
-    finish(w, t, part, M, tile * TILE_ROWS);
 }
-#endif
 
-/* As `run`, for many rows: tiles of 32 rows.  tensors: the weight and the bias, or NULL.  out: bfloat16 if x is. */
-#define GEMM(name, tile_of, type, result, narrow) \
-    void name(const void *const *tensors, const void *x, const void *ordered, void *restrict out, int64_t N, int64_t K, \
-              int64_t first, int64_t last, int64_t units) { \
+/* M rows of x, at most MOST, times `count` tiles. */
+INLINE void multiply(const Weight *w, const void *all, int64_t M, int64_t tile, int64_t count, const Target *t, const int narrow) {
+    const int64_t K = w->columns, most = narrow ? DEPTH : DEPTH / 2, panels = (K + most - 1) / most;
+    const int64_t even = (K / BLOCK + panels - 1) / (panels ? panels : 1) * BLOCK, step = K + SPACE / (narrow ? 2 : 4);
+    uint32_t panel[DEPTH / 2 * TILE_ROWS] __attribute__((aligned(64))) = {0};
+    float part[TILES][MOST * TILE_ROWS] __attribute__((aligned(64)));
+    for (int i = 0; i < count; i++) memset(part[i], 0, (M + 15) / 16 * 16 * TILE_ROWS * sizeof(float));
+    for (int64_t start = 0; start < K; start += even) for (int i = 0; i < count; i++) {
+        const int64_t depth = K - start < even ? K - start : even;
+        decode_panel(w, tile + i, start, depth, panel, narrow);
+        if (narrow) multiply_brains((const uint16_t *)all + start, step, panel, depth, part[i], M);
+        else multiply_wide((const float *)all + start, step, (const float *)panel, depth, part[i], M);
+    }
+    for (int i = 0; i < count; i++) finish(w, t, part[i], M, (tile + i) * TILE_ROWS);
+}
+
+/* As `run`, for many rows: tiles of 32 rows.  tensors: the weight and the bias, or NULL.  ordered: what arrange_* made of x, in
+   memory for a multiple of 16 rows.  out: bfloat16 if x is.
+
+   arrange_*: a row of x, zeros up to whole blocks, and space: rows whose distance is a multiple of 4096 bytes would have the
+   same lines of the first cache. */
+#define GEMM(name, type, narrow) \
+    void gemm_##name(const void *const *tensors, const void *x, const void *ordered, void *restrict out, int64_t N, int64_t K, \
+                     int64_t first, int64_t last, int64_t units) { \
         const Weight *w = tensors[0]; \
         for (int64_t m = 0; m < units; m += MOST) { \
-            const Target t = {(result *)out + m * N, tensors[1], N, narrow}; \
-            for (int64_t tile = first; tile < last; tile++) \
-                tile_of(w, (const type *)x + m * w->columns, units - m < MOST ? units - m : MOST, tile, &t); \
+            const Target t = {(type *)out + m * N, tensors[1], N, narrow}; \
+            for (int64_t tile = first; tile < last; tile += TILES) \
+                multiply(w, (const type *)ordered + m * (w->columns + SPACE / sizeof(type)), units - m < MOST ? units - m : MOST, \
+                         tile, last - tile < TILES ? last - tile : TILES, &t, narrow); \
         } \
+    } \
+    void arrange_##name(const type *x, type *arranged, int64_t K) { \
+        memcpy(arranged, x, K * sizeof *x); \
+        memset(arranged + K, 0, (K + BLOCK - 1) / BLOCK * BLOCK * sizeof *x - K * sizeof *x + SPACE); \
     }
-#if LANES == 16 && defined(__AVX512BF16__)
-GEMM(gemm_bfloat16, brain_tile, uint16_t, uint16_t, 1)
+#if HAS_BRAINS
+GEMM(bfloat16, uint16_t, 1)
 #endif
-GEMM(gemm_float32, float_tile, float, float, 0)
+GEMM(float32, float, 0)
 
 /* -- placement --------------------------------------------------------------------------------------------------------------- */
 

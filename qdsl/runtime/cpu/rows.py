@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.host.system import processor_flags
+from qdsl.host.system import allow_tiles, processor_flags
 from qdsl.runtime.cpu import kept, memory, threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
@@ -30,7 +30,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import unpack
 
 GROUPS, LOOPS = (Path(__file__).with_name(name) for name in ("row_groups.h", "row_loops.h"))
-ROWS, BLOCK, MOST_FIELDS, TABLE = 16, 32, 8, 64                  # as in row_groups.h
+ROWS, BLOCK, MOST_FIELDS, TABLE, SPACE = 16, 32, 8, 64, 64       # as in row_groups.h and row_loops.h
 FEW = 8                                                          # rows of x that `dot` takes; more have tiles
 TILE = 1 << 20                                                   # weights placed at a time
 SHARE = 1 << 17                                                  # products of weights and x that are worth a thread of their own
@@ -95,7 +95,6 @@ class Way:
     rows: int
     dtype: torch.dtype
     result: torch.dtype
-    has_own_bias: bool
 
     @classmethod
     def of(cls, placed: InterleavedWeight, m: int, dtype: torch.dtype, bias: torch.dtype | None, rounds_x: bool = False) -> Way:
@@ -108,12 +107,13 @@ class Way:
             few.tiles, few.type, few.bias_type = -(-n // ROWS), TYPES[kind], TYPES[bias if bias in TYPES else torch.float32]
             loop, arrange, few.arranged = _few_rows(placed, kind, rounds_x)
             few.run, few.arrange = _address_of(loop), _address_of(arrange) if arrange else 0
-            return cls(few, m, kind, kind, False)
+            return cls(few, m, kind, kind)
         is_narrow = dtype == torch.bfloat16 and has_bfloat16() and placed.factor is None
-        kind = torch.bfloat16 if is_narrow else torch.float32
-        few.run = _address_of(placed.functions.gemm_bfloat16 if is_narrow else placed.functions.gemm_float32)
-        few.tiles, few.share, few.type, few.tensors = -(-n // (2 * ROWS)), max(1, SHARE // m), TYPES[torch.float32], 2
-        return cls(few, m, kind, kind, True)
+        kind, name = (torch.bfloat16, "bfloat16") if is_narrow else (torch.float32, "float32")
+        few.run, few.arrange = (_address_of(getattr(placed.functions, f"{step}_{name}")) for step in ("gemm", "arrange"))
+        few.arranged = (placed.columns * kind.itemsize + SPACE) // 4
+        few.tiles, few.share, few.type, few.tensors, few.is_whole = -(-n // (2 * ROWS)), max(1, SHARE // m), TYPES[kind], 2, 1
+        return cls(few, m, kind, kind)
 
     def product(self, placed: InterleavedWeight, x: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
         """x, contiguous, times a weight: a tensor of these sizes, in x's dtype.  bias [N], contiguous."""
@@ -121,15 +121,13 @@ class Way:
         if placed.factor is not None:
             x = x.float() * placed.factor
         x = x if x.dtype is self.dtype else x.to(self.dtype)
-        if self.has_own_bias and x.shape[-1] < placed.columns:
-            x = torch.nn.functional.pad(x, (0, placed.columns - x.shape[-1]))
         x = x if x.is_contiguous() else x.contiguous()
-        if bias is not None and (self.has_own_bias or bias.dtype not in TYPES):
+        if bias is not None and (self.described.is_whole or bias.dtype not in TYPES):
             bias = bias.float()
         out = _empty(sizes, self.result)
         added = 0 if bias is None else bias.data_ptr()
-        places = [ctypes.addressof(placed.weight), added if self.has_own_bias else 0, 0, 0, 0, 0, 0, 0]
-        if threads.functions().product(ctypes.byref(self.described), x.data_ptr(), 0 if self.has_own_bias else added,
+        places = [ctypes.addressof(placed.weight), added if self.described.is_whole else 0, 0, 0, 0, 0, 0, 0]
+        if threads.functions().product(ctypes.byref(self.described), x.data_ptr(), 0 if self.described.is_whole else added,
                                        out.data_ptr(), self.rows, torch.get_num_threads(), *places):
             raise MemoryError(f"no memory for {self.rows} rows of x in float32")
         return out if out.dtype is dtype else out.to(dtype)
@@ -181,7 +179,8 @@ def prepare(packed: PackedWeight, m: int, dtype: torch.dtype, bias: torch.dtype 
     if first is None:
         return None
     way, n, allocate = Way.of(first, m, dtype, bias, rounds_x), packed.shape[0], allocator("cpu")
-    is_direct = allocate is not None and first.factor is None and way.dtype is dtype and not way.has_own_bias and bias in TYPES
+    is_plain = first.factor is None and way.dtype is dtype and not way.described.is_whole
+    is_direct = allocate is not None and is_plain and bias in TYPES
     call, described, places = threads.functions().product, ctypes.byref(way.described), [0] * (threads.MOST_TENSORS - 1)
 
     def make_run(sizes: tuple[int, ...]) -> Run:
@@ -217,6 +216,12 @@ def _address_of(function: Any) -> int:
 def has_bfloat16() -> bool:
     """Whether the processor multiplies pairs of bfloat16, and torch uses its vectors."""
     return "avx512_bf16" in processor_flags() and _capability() == "AVX512"
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (AMX), and the system lets this process do so."""
+    return "amx_bf16" in processor_flags() and allow_tiles()
 
 
 def _capability() -> str:
@@ -423,7 +428,7 @@ def source_of(loops: RowLoops, kinds: list[str], span: int) -> str:
 
 
 def _compiled(source: str, capability: str) -> ctypes.CDLL:
-    narrow = ("-mavx512bf16",) if has_bfloat16() else ()
+    narrow = ("-mavx512bf16", *(("-mamx-tile", "-mamx-bf16") if has_tiles() else ())) if has_bfloat16() else ()
     functions = library.load(source, (*library.machine_options(capability), *narrow))
     functions.interleave.restype, functions.interleave.argtypes = None, [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
     return functions

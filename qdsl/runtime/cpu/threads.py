@@ -38,7 +38,7 @@ class Product(ctypes.Structure):
 
     _fields_ = [("run", ctypes.c_void_p), ("arrange", ctypes.c_void_p),
                 *((name, ctypes.c_int64) for name in ("n", "k", "tiles", "units", "step", "parts", "share", "together",
-                                                      "arranged", "type", "bias_type", "tensors")),
+                                                      "arranged", "type", "bias_type", "is_whole", "tensors")),
                 ("tables", ctypes.c_void_p * MOST_TABLES)]
 
 
