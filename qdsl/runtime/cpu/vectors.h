@@ -58,8 +58,18 @@ LOAD(load_float32, float, float, )
 LOAD(load_float16, uint16_t, float, half)
 LOAD(load_bfloat16, uint16_t, float, brain)
 
+/* A vector of what `each` is for i = 0, 1, ...  GCC takes seconds where many of these are loops. */
+#define LANE(each, lane) ({ enum { i = lane }; each; })
+#define FOUR(each, lane) LANE(each, lane), LANE(each, lane + 1), LANE(each, lane + 2), LANE(each, lane + 3)
+#if LANES == 16
+#define EACH(vector, each) return (vector){FOUR(each, 0), FOUR(each, 4), FOUR(each, 8), FOUR(each, 12)}
+#elif LANES == 8
+#define EACH(vector, each) return (vector){FOUR(each, 0), FOUR(each, 4)}
+#else
+#define EACH(vector, each) return (vector){FOUR(each, 0)}
+#endif
+
 /* LANES neighbours in memory. */
-#define LOOP(vector, each) vector value; for (int i = 0; i < LANES; i++) value[i] = each; return value
 #if LANES == 16 && defined(__AVX512BW__)
 #define LOAD_BYTES(p) _mm_loadu_si128((const __m128i *)(p))
 #define LOAD_HALVES(p) _mm256_loadu_si256((const __m256i *)(p))
@@ -87,16 +97,16 @@ INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a,
 INLINE float sum(vf a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
 INLINE vf gather(const uint8_t *p, vi i) { return (vf)_mm256_i32gather_ps((const float *)p, (__m256i)i, 1); }
 #else
-INLINE vi vload_uint8(const uint8_t *p) { LOOP(vi, p[i]); }
-INLINE vi vload_int8(const uint8_t *p) { LOOP(vi, (int8_t)p[i]); }
-INLINE vi vload_uint16(const uint8_t *p) { LOOP(vi, load_uint16(p + 2 * i)); }
-INLINE vi vload_int16(const uint8_t *p) { LOOP(vi, load_int16(p + 2 * i)); }
-INLINE vf vload_float16(const uint8_t *p) { LOOP(vf, load_float16(p + 2 * i)); }
-INLINE vf to_float(vi a) { LOOP(vf, (float)a[i]); }
-INLINE vi to_int(vf a) { LOOP(vi, (int32_t)__builtin_rintf(a[i])); }
+INLINE vi vload_uint8(const uint8_t *p) { EACH(vi, p[i]); }
+INLINE vi vload_int8(const uint8_t *p) { EACH(vi, (int8_t)p[i]); }
+INLINE vi vload_uint16(const uint8_t *p) { EACH(vi, load_uint16(p + 2 * i)); }
+INLINE vi vload_int16(const uint8_t *p) { EACH(vi, load_int16(p + 2 * i)); }
+INLINE vf vload_float16(const uint8_t *p) { EACH(vf, load_float16(p + 2 * i)); }
+INLINE vf to_float(vi a) { EACH(vf, (float)a[i]); }
+INLINE vi to_int(vf a) { EACH(vi, (int32_t)__builtin_rintf(a[i])); }
 INLINE vf multiply_add(vf a, vf b, vf c) { return a * b + c; }
 INLINE float sum(vf a) { float s = 0; for (int i = 0; i < LANES; i++) s += a[i]; return s; }
-INLINE vf gather(const uint8_t *p, vi at) { LOOP(vf, load_float32(p + at[i])); }
+INLINE vf gather(const uint8_t *p, vi at) { EACH(vf, load_float32(p + at[i])); }
 #endif
 INLINE vf vload_float32(const uint8_t *p) { vf value; memcpy(&value, p, sizeof value); return value; }
 INLINE vi vload_int32(const uint8_t *p) { vi value; memcpy(&value, p, sizeof value); return value; }
@@ -109,22 +119,22 @@ INLINE vf vround_to_half(vf a) {
 #elif LANES == 8 && defined(__AVX2__)
     return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)a, 0));
 #else
-    LOOP(vf, round_to_half(a[i]));
+    EACH(vf, round_to_half(a[i]));
 #endif
 }
 INLINE vf vbrain(vi bits) { return (vf)(bits << 16); }
-INLINE vf vhalf(vi bits) { LOOP(vf, half((uint16_t)bits[i])); }
+INLINE vf vhalf(vi bits) { EACH(vf, half((uint16_t)bits[i])); }
 
 /* Elements at byte offsets `at`, one per lane. */
 INLINE vf gather_float32(const uint8_t *p, vi at) { return gather(p, at); }
 INLINE vi gather_int32(const uint8_t *p, vi at) { return (vi)gather(p, at); }
 INLINE vu gather_uint32(const uint8_t *p, vi at) { return (vu)gather(p, at); }
-INLINE vi gather_uint16(const uint8_t *p, vi at) { LOOP(vi, load_uint16(p + at[i])); }
-INLINE vi gather_int16(const uint8_t *p, vi at) { LOOP(vi, load_int16(p + at[i])); }
-INLINE vi gather_uint8(const uint8_t *p, vi at) { LOOP(vi, p[at[i]]); }
-INLINE vi gather_int8(const uint8_t *p, vi at) { LOOP(vi, (int8_t)p[at[i]]); }
-INLINE vf gather_float16(const uint8_t *p, vi at) { LOOP(vf, load_float16(p + at[i])); }
-INLINE vf gather_bfloat16(const uint8_t *p, vi at) { LOOP(vf, load_bfloat16(p + at[i])); }
+INLINE vi gather_uint16(const uint8_t *p, vi at) { EACH(vi, load_uint16(p + at[i])); }
+INLINE vi gather_int16(const uint8_t *p, vi at) { EACH(vi, load_int16(p + at[i])); }
+INLINE vi gather_uint8(const uint8_t *p, vi at) { EACH(vi, p[at[i]]); }
+INLINE vi gather_int8(const uint8_t *p, vi at) { EACH(vi, (int8_t)p[at[i]]); }
+INLINE vf gather_float16(const uint8_t *p, vi at) { EACH(vf, load_float16(p + at[i])); }
+INLINE vf gather_bfloat16(const uint8_t *p, vi at) { EACH(vf, load_bfloat16(p + at[i])); }
 
 INLINE int32_t largest(vi a) {                                   /* of lanes that are not negative */
 #if LANES == 16 && defined(__AVX512F__)
@@ -150,7 +160,7 @@ INLINE vf lookup_16(const float *table, vu at) {
     const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)at);
     return (vf)_mm256_blendv_ps(low, high, (__m256)(at << 28));
 #else
-    LOOP(vf, table[at[i] & 15]);
+    EACH(vf, table[at[i] & 15]);
 #endif
 }
 INLINE vf lookup_32(const float *table, vu at) {
