@@ -28,7 +28,8 @@ from tests.support import folders, producer_folders
 from tests.support.converted_folders import weight
 from tests.support.paths import ROOT
 
-WRITTEN: list[dict[str, Any]] = json.loads((ROOT / "tests" / "data" / "producer_settings.json").read_text())
+DATA = ROOT / "tests" / "data"
+WRITTEN: list[dict[str, Any]] = json.loads((DATA / "producer_settings.json").read_text())
 # Folders whose settings are changed: one of each producer that has other keys.
 KINDS = ("fp8 block", "compressed-tensors fp8 channel", "compressed-tensors int4", "modelopt fp8", "modelopt nvfp4", "gptq v1",
          "awq", "bitsandbytes nf4", "hqq", "bitnet", "aqlm 2x8", "own int_group")
@@ -86,6 +87,14 @@ def test_what_transformers_writes_is_understood() -> None:
             methods.add(settings["quant_method"])
             assert refused(settings) == [], name
     assert {"gptq", "awq", "fp8", "bitsandbytes", "bitnet", "auto-round", "mxfp4", "eetq", "quanto"} <= methods
+
+
+def test_files_of_packages_are_understood() -> None:
+    """All of tests/data that packages of producers wrote; the one file of transforms alone belongs to another test."""
+    files = {path.parent if (path.parent / "config.json").exists() else path for path in DATA.rglob("*.safetensors")}
+    files -= {DATA / "transforms" / "answers.safetensors"}
+    assert {path: texts for path in files if (texts := [
+        str(finding) for finding in detected(path).findings if finding.is_refused])} == {} and len(files) > 15
 
 
 @pytest.mark.parametrize("kind", [kind for kind in producer_folders.KINDS if kind not in KINDS])
@@ -232,6 +241,7 @@ def test_conversions_keep_what_nobody_understands_and_say_what_they_drop(tmp_pat
 
 @pytest.mark.parametrize(("name", "kind"), [
     ("model.up.act_scales", Kind.UNKNOWN), ("model.up.input_scale", Kind.COARSER), ("model.act.scales", Kind.ACTS),
+    ("model.up.input_quantizer._pre_quant_scale", Kind.ACTS), ("model.up.weight_quantizer._svdquant_lora_a", Kind.ACTS),
     ("model.up.bias", None), ("model.norm.weight", None)])
 def test_tensors_next_to_weights(tmp_path: Path, name: str, kind: Kind | None) -> None:
     path = two(tmp_path / "in", {name: torch.ones(16)})

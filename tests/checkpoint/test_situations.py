@@ -104,6 +104,9 @@ RIGHT: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings]] 
     "awq of 8 bits by gptqmodel": (AWQ8, {}, of("awq", pack_dtype="int32", **{**AWQ_SETTINGS, "bits": 8})),
     "a name of vLLM's for awq": (AWQ, {}, of("awq_marlin", **AWQ_SETTINGS)),
     "a name of vLLM's for gptq": (GPTQ, {}, of("gptq_marlin", **GPTQ_SETTINGS)),
+    "a name of transformers' for bitsandbytes": (("bnb_int8", "bitsandbytes", {}), {}, of(
+        "bitsandbytes_8bit", load_in_8bit=True)),
+    "a word of TensorRT-LLM's": (MXFP4, {}, of("modelopt", quant_algo="W4A8_MXFP4_MXFP8", group_size=32)),
     "compressed-tensors as its module is called": (INT4, {}, {"quantization_config": {
         **compressed("pack-quantized", strategy="group", **W4)["quantization_config"], "quant_method": "compressed_tensors"}}),
     "numbers as text": (GPTQ, {}, of("gptq", bits="4", group_size="32")),
