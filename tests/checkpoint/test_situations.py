@@ -212,6 +212,25 @@ def test_a_strategy_that_the_scales_contradict(kind: str, claimed: str, stored: 
         assert f"= {needed} for N = {N}" in text or (claimed == "channel" and "is [N, 1]" in text)
 
 
+@pytest.mark.parametrize("keys", [("text_config",), ("llm_config",), ("vision_config",), ("thinker_config", "audio")])
+def test_settings_of_two_places_that_read_tensors_otherwise(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """They are refused.  Those of a part that the tensors do not fit are of other layers; a conversion rewrites all places."""
+    def config(**part: Any) -> dict[str, Any]:
+        inner: dict[str, Any] = of("gptq", **{**GPTQ_SETTINGS, **part})
+        for key in reversed(keys):
+            inner = {key: inner}
+        return {**of("gptq", **GPTQ_SETTINGS), **inner}
+
+    folder(tmp_path / "wrong", GPTQ, {}, config(checkpoint_format="gptq_v2"))
+    with pytest.raises(CheckpointError, match=f"{' '.join(keys)} .*says.* checkpoint_format = gptq_v2.*gptq_v1"):
+        computed(tmp_path / "wrong")
+    wanted = folder(tmp_path / "in", GPTQ, {}, config(**({"bits": 8} if keys[0] not in ("text_config", "llm_config") else {})))
+    assert computed(tmp_path / "in").equal(wanted)
+    with Folder(tmp_path / "in") as read:
+        run.convert(read, layers(read), parse_conversion("gptq_v2"), tmp_path / "out")
+    assert computed(tmp_path / "out").equal(wanted)
+
+
 def test_config_with_a_byte_order_mark(tmp_path: Path) -> None:
     wanted = folder(tmp_path / "in", GPTQ, {}, of("gptq", **GPTQ_SETTINGS))
     config = tmp_path / "in" / "config.json"

@@ -48,18 +48,22 @@ class Judge:
     def denials(self, module: Module, candidates: Sequence[Candidate], layer: Layer) -> tuple[str, ...]:
         """How these settings, of a place that is not decisive, contradict what a layer was recognised as.
 
-        Settings of no known producer are not read by anybody.
+        Settings of no known producer are not read by anybody.  Those of a part of the model deny what they read otherwise alone.
         """
         if self.quantization is None or not producers().is_known(self.quantization.method):
             return ()
         scheme = self.scheme(module.name)
+        strong = self._agreement(candidates, scheme.settings).strong if scheme.settings else []
         other = self.layer(module, candidates, scheme)
-        if other.contradictions or not other.format or not scheme.settings:
+        own, ways = (layer.format, layer.storage, layer.params), [(other.format, other.storage, other.params)]
+        if self.quantization.is_of_part:
+            ways = [(candidate.format.name, candidate.fit.storage, candidate.fit.params) for candidate in strong]
+        elif other.contradictions or not other.format or not scheme.settings:
             return other.contradictions
-        is_stated = bool(self._agreement(candidates, scheme.settings).strong)
-        is_same = (other.format, other.storage, other.params) == (layer.format, layer.storage, layer.params)
-        return () if is_same or not is_stated else (f"{self.source} says {other.format}.{other.storage}, and other settings "
-                                                    f"{layer.format}.{layer.storage}",)
+        if own in ways or not strong or scheme.settings is None:
+            return ()
+        return (f"{self.source} says {self._says(scheme.settings)}, which is {ways[0][0]}.{ways[0][1]}; other settings say "
+                f"{own[0]}.{own[1]}",)
 
     def layer(self, module: Module, candidates: Sequence[Candidate], scheme: Scheme) -> Layer:
         """The layer as the only candidate that its settings leave, or with the reason why several are left."""
@@ -78,7 +82,8 @@ class Judge:
             self._is_spoken_of(candidate, settings) for candidate in candidates)
         contradictions: list[str] = []
         if strong and telling and not any(candidate in strong for candidate in telling):
-            contradictions.append(f"{self.source} says {strong[0].label}, but its tensors hold what {telling[0].label} has")
+            contradictions.append(f"{self.source} says {self._says(settings)}, which is {strong[0].label}, but its tensors hold "
+                                  f"what {telling[0].label} has")
         alike = [candidate for candidate in telling
                  if not weak or any(candidate.fit.params == other.fit.params for other in weak)]
         pool = self._simplest(strong or alike or weak or list(candidates), module, settings, is_denied)
@@ -185,6 +190,10 @@ class Judge:
             return own and settings.get("format") in (None, candidate.format.name)
         return own or "config" in candidate.format.detect
 
+    def _says(self, settings: Mapping[str, Any]) -> str:
+        """The settings that a storage is chosen by, as text."""
+        return _deciding(self.collector.formats, settings) or brief(settings)
+
     def _remedy(self, settings: Mapping[str, Any]) -> str:
         """The setting to add if qdsl's settings leave the storage open; '' for other settings."""
         is_open = same(settings.get("quant_method"), OWN) and "storage" not in settings
@@ -197,8 +206,7 @@ class Judge:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
             wrong_settings = ", ".join(f"{key} = {at(settings, key)}" for key in sorted(key for key in wrong if key))
         why = "" if wrong_settings else str(nearest_miss(self.collector.formats, self._evidence(module), [settings], True, ""))
-        says = wrong_settings or _deciding(self.collector.formats, settings) or brief(settings)
-        parts = [f"{self.source} says {says}", f"the tensors fit {candidate.label}", why]
+        parts = [f"{self.source} says {wrong_settings or self._says(settings)}", f"the tensors fit {candidate.label}", why]
         return "; ".join(filter(None, parts))
 
     def _denied(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:

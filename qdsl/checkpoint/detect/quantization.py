@@ -20,6 +20,7 @@ from qdsl.core.shapes import listed, values_text
 
 METADATA = "quantization_config"                                 # the key of settings in configs, and in headers of files
 Own = dict[str, Mapping[str, Any] | None]
+Keys = tuple[str, ...]                                           # that lead to settings in a file
 EMBEDDINGS = re.compile(r".*embed.*|wte|wpe|shared")             # the last part of the names of nn.Embedding
 SPECIAL = frozenset("*+?^$()[]{}|\\")                            # what tells a regular expression from a name
 INTEGER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
@@ -52,7 +53,7 @@ class Quantization:
     if unquantized.  searched: the same by patterns, for layers without.  complete: maps that name every quantized layer.  lists:
     the list of unquantized layers, parsed in each dialect.  only: the only quantized layers; `only_key` is the setting that lists
     them.  dynamic: patterns, and settings of matching layers, None if unquantized.  problems: unreadable settings.  findings:
-    settings with which qdsl does not compute.
+    settings with which qdsl does not compute.  is_of_part: they may speak of a part of the model alone, as in `vision_config`.
     """
 
     source: str
@@ -68,6 +69,7 @@ class Quantization:
     dynamic: list[tuple[Rules, Mapping[str, Any] | None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    is_of_part: bool = False
     budget: Budget = field(default_factory=Budget)
 
     @cached_property
@@ -158,18 +160,17 @@ def quantizations(folder: Folder) -> list[Quantization]:
             quantized.append(quantization(data, " ".join([f"{place.file}:", *place.at]).rstrip(": "), method, budget, modules))
     listed_places = {place.at for place, _ in producers().places}
     nested = [quantization(data, " ".join([f"{CONFIG_FILE}:", *keys]), "", budget, modules)
-              for keys, data in _nested(folder.config) if keys not in listed_places]
-    if quantized:                                                # which decide; nested ones may be of a part of the model
-        quantized[0].findings += [finding for own in nested for finding in own.findings]
-    quantized = quantized or nested
-    return [*quantized, *(quantization(data, source, "", budget, modules) for source, data in header_settings(folder))]
+              for keys, data in nested_settings(folder.config) if keys not in listed_places]
+    for own in nested if quantized else ():                      # the others decide
+        own.is_of_part = True
+    return [*quantized, *nested, *(quantization(data, source, "", budget, modules) for source, data in header_settings(folder))]
 
 
-def _nested(config: Mapping[str, Any], start: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """Settings in the configs of models in a model, with the keys that lead to them."""
+def nested_settings(config: Mapping[str, Any], start: Keys = ()) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
+    """Settings in a config, and in the configs of models in the model, with the keys that lead to them."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from [((*start, key), value)] if key == METADATA else _nested(value, (*start, key))
+            yield from [((*start, key), value)] if key == METADATA else nested_settings(value, (*start, key))
 
 
 def header_settings(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -19,13 +19,13 @@ from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.producers import producers
-from qdsl.checkpoint.detect.quantization import LEFT_ALONE, header_settings, quantization
+from qdsl.checkpoint.detect.quantization import LEFT_ALONE, header_settings, nested_settings, quantization
 from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.detect.transforms import OWN_TRANSFORMS
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report.verify_decoded import same_bits
-from qdsl.core.producer import ABOUT_RULE, WORDS, Producer, Refusal
+from qdsl.core.producer import ABOUT_RULE, WORDS, Place, Producer, Refusal
 from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.text import counted
 from qdsl.core.transforms import Transform
@@ -108,7 +108,8 @@ def changed_configs(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[st
     wholes: dict[str, dict[str, Any]] = {}
     touched: list[str] = []
     notes: list[str] = []
-    for place, producer in producers().places:
+    nested = [(Place(CONFIG, keys), "") for keys, _ in nested_settings(folder.config)]
+    for place, producer in dict.fromkeys([*producers().places, *nested]):
         file, keys = place.file, place.at
         whole = wholes.setdefault(file, copy.deepcopy(folder.json(file)))
         container, settings = _settings_at(whole, keys)
