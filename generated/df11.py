@@ -7,7 +7,7 @@
 
     df11: 10.8 bits per weight where weights are normal
 
-Built from the spec df11 (sha256 89e3f1682d96b077) by qdsl 0.1.0.
+Built from the spec df11 (sha256 50436b7e141e11b8) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -79,10 +79,10 @@ VARIANT = Variant(
 PROGRAM = {
     "name": "df11", "title": "DFloat11, bfloat16 without loss, exponents in a Huffman code of at most 32 bits",
     "source": "dfloat11 0.5.0 dfloat11_utils.py, encode_weights and get_luts", "formula": "v", "bits": "10.8",
-    "digest": "89e3f1682d96b077",
+    "digest": "50436b7e141e11b8",
     "detect": {"parts": {
         "begins": "split_positions", "settings": "dfloat11_config", "names": "pattern_dict", "threads": "threads_per_block",
-        "alone": "hlane",
+        "window": "bytes_per_thread", "inert": "version", "alone": "hlane",
     }},
     "variants": {(): {
         "fields": {"v": ("bf16", "N", "K")},

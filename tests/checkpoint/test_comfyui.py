@@ -51,6 +51,24 @@ def new(weight: Tensor) -> dict[str, Tensor]:
             "comfy_quant": bytes_of_json(SETTINGS)}
 
 
+@pytest.mark.parametrize(("header", "why"), [
+    ({"layers": {LAYER: SETTINGS}, "format_version": "1.0"}, ""),
+    ({"layers": {}, "rotate": 64}, "rotate is 64, which may change"),
+    ({"layers": {LAYER: {**SETTINGS, "format": "nvfp4"}}}, "the header .*'format': 'nvfp4'"),
+    ({"layers": {LAYER: "float8_e5m2"}}, "the header .*'format': 'float8_e5m2'")])
+def test_headers_that_say_more_than_the_tensors_of_json(header: dict[str, Any], why: str, tmp_path: Path) -> None:
+    """ComfyUI takes the header's (utils.convert_old_quants); other keys there are not known."""
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    write(tmp_path / "model.safetensors", {f"{LAYER}.{leaf}": tensor for leaf, tensor in new(weight).items()},
+          {"_quantization_metadata": json.dumps(header)})
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False))
+    if why:
+        with pytest.raises((CheckpointError, LoadError), match=why):
+            qdsl.load_weights_(model, tmp_path / "model.safetensors", {LAYER: "0"})
+    else:
+        qdsl.load_weights_(model, tmp_path / "model.safetensors", {LAYER: "0"})
+
+
 @pytest.mark.parametrize("content", [b"\0" * 8, b"{}"], ids=["zeros", "empty"])
 @pytest.mark.parametrize("kind", ["plain", "scaled", "nvfp4"])
 def test_tensors_of_json_that_say_nothing(kind: str, content: bytes, tmp_path: Path) -> None:

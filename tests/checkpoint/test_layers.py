@@ -190,7 +190,7 @@ def test_json_beside_a_weight_says_its_shape_and_block(tmp_path: Path) -> None:
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     assert one(read(checkpoints.folder(tmp_path, {UP: tensors}))).format == ""
     for state, why in ((b'{"quant_type": "nf4", "blocksize": 48, "shape": [64, 128]}', "says block = 48"),
-                       (b'{"quant_type": "fp4", "blocksize": 64, "shape": [64, 128]}', "of another format"), (b"{", "not JSON"),
+                       (b'{"quant_type": "fp4", "blocksize": 64, "shape": [64, 128]}', "other numbers"), (b"{", "not JSON"),
                        (b"[" * 5000, "nested deeper"), (b'{"shape": [-1, 1e999]}', "out of range"),
                        (b"[]", "not a JSON object"), (b"null", "not a JSON object"), (b'"x"', "not a JSON object"),
                        (b"5", "not a JSON object")):
@@ -238,7 +238,7 @@ def test_json_beside_a_weight_says_numbers_of_it(tmp_path: Path) -> None:
         other = tensors | {state: torch.tensor(list(json.dumps(wrong).encode()), dtype=torch.uint8)}
         assert one(read(checkpoints.folder(tmp_path, {UP: other}))).format == ""
     other = tensors | {"weight.nested_quant_map": tensors["weight.nested_quant_map"] * 2}
-    assert "of another format" in one(read(checkpoints.folder(tmp_path, {UP: other}))).why
+    assert "'weight.nested_quant_map' holds other numbers" in one(read(checkpoints.folder(tmp_path, {UP: other}))).why
 
 
 def test_bytes_that_a_file_holds_as_larger_numbers(tmp_path: Path) -> None:

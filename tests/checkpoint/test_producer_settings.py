@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from qdsl.checkpoint.detect.quantization import Quantization, quantization
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from tests.support import producer_folders
+from tests.support.paths import ROOT
 from tests.support.producer_folders import KINDS, MLX, Kind, Stored
 
 LAYER, OTHER = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
@@ -98,7 +100,7 @@ def answer(path: Path) -> Any:
     except CheckpointError as error:
         return str(error)
     return [(own.name, own.format, own.storage, dict(own.params), own.why, own.problems, own.contradictions,
-             [transform.label for transform in own.transforms]) for own in every.layers], \
+             dict(own.numbers), [transform.label for transform in own.transforms]) for own in every.layers], \
         [str(finding) for finding in every.findings], every.problems
 
 
@@ -150,6 +152,41 @@ def test_no_value_is_ignored(name: str, tmp_path: Path) -> None:
             if answer(tmp_path / "in") == before and keys[-1] not in TENSORS_DECIDE.get(own.name, ()):
                 ignored[label] = value
     assert not ignored and (tried or own.name == "fbgemm_fp8")
+
+
+@pytest.mark.parametrize("format", ["nf4", "nf4_nested", "bnb_fp4", "bnb_fp4_nested"])
+def test_no_value_of_json_next_to_a_weight_is_ignored(format: str, tmp_path: Path) -> None:
+    """What bitsandbytes says of a weight: each key another value, or left out, and keys that nobody knows."""
+    folder(tmp_path / "in", Kind(Stored(format, "bitsandbytes"), {"quant_method": "bitsandbytes", "load_in_4bit": True}))
+    file, before = tmp_path / "in" / "model.safetensors", answer(tmp_path / "in")
+    with Folder(file) as source:
+        tensors = {name: source.tensor(name).clone() for name in source.names()}
+    [name] = [name for name in tensors if ".quant_state." in name]
+    state: dict[str, Any] = json.loads(bytes(tensors[name].tolist()))
+    values: dict[str, tuple[Any, ...]] = {"quant_type": ("nf4", "fp4", "int8"), "blocksize": (32, 128), "shape": ([256, 128],),
+                                          "dtype": ("int8", 3), "nested_blocksize": (64, 128), "nested_dtype": ("float16",),
+                                          "nested_offset": (1.5, "1.5")}
+    tries = [{**state, key: value} for key in state for value in values[key] if value != state[key]]
+    tries += [{**state, "nobody": value} for value in (3, True, "word", [3], {"a": 1})]
+    tries += [{own: state[own] for own in state if own != key} for key in {*state} - {"dtype"}]
+    for changed in tries:
+        write(file, {**tensors, name: torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)})
+        assert answer(tmp_path / "in") != before, changed
+
+
+@pytest.mark.parametrize("key", ["threads_per_block", "bytes_per_thread", "pattern_dict", "nobody"])
+def test_no_setting_of_coded_groups_is_ignored(key: str, tmp_path: Path) -> None:
+    """DFloat11's own folder; its blocks and windows are those of its tensors."""
+    path = Path(shutil.copytree(ROOT / "tests" / "data" / "df11_package" / "file_per_group" / "language_model", tmp_path / "in"))
+    whole = json.loads((path / "config.json").read_text())
+    for value in {"threads_per_block": ([256], [100], [1024], 512.5), "bytes_per_thread": (4, 16, True), "pattern_dict": ({}, {
+            pattern: names[:1] for pattern, names in whole["dfloat11_config"]["pattern_dict"].items()}), "nobody": (
+            3, True, "word")}[key]:
+        (path / "config.json").write_text(json.dumps({"dfloat11_config": {**whole["dfloat11_config"], key: value}}))
+        with Folder(path) as source:
+            every = detected_layers(source)
+        assert [str(finding) for finding in every.findings if key in finding.key] or [
+            text for group in every.groups for text in group.errors if key in text or "weights, and there are" in text], value
 
 
 def findings_of(method: str, settings: Mapping[str, Any]) -> list[Finding]:

@@ -55,6 +55,11 @@ class Collector:
         self.optional = {key for leaf, stored in every if stored.optional for key in (leaf, *stored.aliases)}
         self.small_tensors: dict[str, object] = dict.fromkeys(self.shape_tensors)
         self.small_tensors |= {leaf: rule for format in formats for leaf, rule in format.detect.get("tensors", {}).items()}
+        self.json_keys: dict[str, set[str]] = {}                 # of small tensors that hold JSON
+        for leaf, rule in self.small_tensors.items():
+            if isinstance(rule, Mapping):
+                rules = [format.detect.get("tensors", {}).get(leaf, {}) for format in formats]
+                self.json_keys[leaf] = {key for own in rules for key in own}
 
     def module(self, name: str, tensors: Mapping[str, str], shape: tuple[int, ...], transposed: bool) -> Module:
         """A module by its tensors.  Raises CheckpointError for invalid JSON in a header."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdsl.checkpoint.detect.header_claims import flat
-from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, from_tensors, is_block, readings, same
+from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, content_error, from_tensors, is_block, readings, same
 from qdsl.core.shapes import granule, is_unlisted, shared_blocks
 from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
 
@@ -273,7 +273,7 @@ def _from_contents(format: Description, contents: Mapping[str, Any],
     """
     values = from_tensors(format, contents)
     if values is None:
-        raise LayoutMismatch(CLAIMED, f"{format.name}: {', '.join(contents)} says that it is of another format")
+        raise LayoutMismatch(CLAIMED, f"{format.name}: {content_error(format, contents)}")
     for name, value in values.items():
         if not _is_possible(format, name, value):
             raise LayoutMismatch(CLAIMED + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")

@@ -13,12 +13,15 @@ from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import COMPILED, Budget, expression
+from qdsl.checkpoint.detect.ledger import Finding, Kind, effect, is_nothing, value_text
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown, torch_name
 from qdsl.core.codecs import StreamError, implementation
+from qdsl.core.producer import CONFIG_FILE
 from qdsl.core.stored import Description, element_dtype
 
 CODING = "huffman_windows"                                       # of DF11
+WINDOW = 8                                                       # bytes in which a thread of its kernel reads codes
 SHARED_MEMORY = 48 << 10                                         # the limit of CUDA kernels without opt-in
 
 
@@ -81,6 +84,14 @@ def groups(folder: Folder) -> list[Group]:
     return recognised
 
 
+def group_findings(config: Mapping[str, Any]) -> list[Finding]:
+    """Settings of groups in a config that nobody declares."""
+    rules = [(rule["settings"], config.get(rule["settings"]), rule) for rule in group_rules().values()]
+    return [Finding(Kind.UNKNOWN, f"{CONFIG_FILE}: {place}", key, value_text(value), effect(key))
+            for place, settings, rule in rules if isinstance(settings, Mapping) for key, value in settings.items()
+            if key not in [rule[name] for name in ("names", "threads", "window", "inert")] and not is_nothing(value)]
+
+
 def refuse_groups(folder: Folder, recognised: Sequence[Group] | None = None) -> None:
     """Raises CheckpointError with a remedy for a folder whose weights are coded together.  recognised: its groups."""
     coded = groups(folder) if recognised is None else recognised
@@ -125,9 +136,26 @@ def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str,
         unnamed = unnamed or f"{rule['settings']} says {len(names)} weights, and there are {len(sizes)}"
         names = [f"{name}[{number}]" for number in range(len(sizes))]
     threads = settings.get(rule["threads"])
+    problems += _wrong_blocks(folder, rule, settings, tensors)
     first = threads[0] if isinstance(threads, list) and threads else None
     threads_of_blocks = first if type(first) is int and first in [1 << power for power in range(3, 11)] else None
     return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), threads_of_blocks, tuple(problems), unnamed)
+
+
+def _wrong_blocks(folder: Folder, rule: Mapping[str, str], settings: Mapping[str, Any], tensors: Mapping[str, str]) -> list[str]:
+    """A problem if the blocks of a stream are not of as many threads, and of windows of as many bytes, as settings say."""
+    sizes = {leaf: folder.entry(tensors[leaf]).nbytes for leaf in ("encoded_exponent", "gaps", "output_positions")}
+    claims = {key: settings[key] for key in (rule["threads"], rule["window"]) if settings.get(key) is not None}
+    numbers = [first for value in claims.values() for first in (value[:1] if isinstance(value, list) else [value])]
+    if len(claims) < 2 or not all(sizes.values()):
+        return []
+    if len(numbers) == 2 and type(numbers[0]) is int and numbers[0] > 0 and numbers[1] == WINDOW:
+        blocks = -(-sizes["encoded_exponent"] // math.prod(numbers))
+        if sizes["gaps"] == -(-5 * numbers[0] * blocks // 8) and sizes["output_positions"] in (4 * blocks, 4 * blocks + 4):
+            return []
+    says = " and ".join(f"{key} = {value}" for key, value in claims.items())
+    return [f"{rule['settings']} says {says}, and the tensors are not of such blocks: " + ", ".join(
+        f"'{leaf}' has {size} bytes" for leaf, size in sizes.items())]
 
 
 def _text(entry: Entry) -> str:

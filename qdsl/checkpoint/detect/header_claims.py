@@ -30,11 +30,14 @@ class HeaderClaims:
         self._layers: list[tuple[Header, dict[str, Any]]] = []   # for all layers, under one key
         self._texts: dict[str, tuple[str, str]] = {}
         self._others: dict[str, str] = {}                        # a second file with different metadata
+        self.wholes: list[tuple[str, dict[str, Any]]] = []       # what stands beside the JSON of all layers, by place
         for file in folder.files():
             for header in self._headers:
                 if header.layers and header.layers in file.header.metadata:
                     where = f"{file.path}: {header.layers}"
                     layers = strict_json(file.header.metadata[header.layers].encode(), where, depth=DEPTH)
+                    self.wholes += [(where, {key: own for key, own in layers.items() if key != "layers"})] \
+                        if isinstance(layers, Mapping) else []
                     layers = layers.get("layers") if isinstance(layers, Mapping) else None
                     self._layers += [(header, layers)] if isinstance(layers, dict) else []
             for name, text in file.header.metadata.items():
@@ -81,11 +84,19 @@ class HeaderClaims:
 
         A tensor of zeros or of an empty object says nothing beside numbers, as ComfyUI's files have it.
         """
+        listed = self._listed(module)
         for leaf in (header.tensor for header in self._headers if header.tensor and header.tensor in tensors):
             file = self._folder.file(tensors[leaf])
             is_coded = "weight" in tensors and self._folder.entry(tensors["weight"]).dtype in CODES
             if (text := file.start(tensors[leaf], TEXT_LIMIT).rstrip(b"\0")) not in (b"", b"{}") or is_coded:
-                return _settings(text, f"{file.path}: tensor {shown(tensors[leaf])}")
+                own = _settings(text, f"{file.path}: tensor {shown(tensors[leaf])}")
+                if listed not in (None, own):
+                    raise CheckpointError(f"{file.path}: tensor {shown(tensors[leaf])} says {own}, and the header {listed}")
+                return own
+        return listed
+
+    def _listed(self, module: str) -> dict[str, Any] | None:
+        """The settings of a module under the key for all layers; None without any."""
         layer = next((layers[name] for header, layers in reversed(self._layers) for prefix in header.prefixes
                       if module.startswith(prefix) and (name := module.removeprefix(prefix)) in layers), None)
         return dict(layer) if isinstance(layer, Mapping) else None if layer is None else {"format": str(layer)}

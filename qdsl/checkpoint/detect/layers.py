@@ -16,10 +16,10 @@ from qdsl.checkpoint.detect.collect import Collector, Module
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.fit import CLAIMED, UNKNOWN, Candidate, Evidence, candidates, claims_text, nearest_miss
 from qdsl.checkpoint.detect.gguf_keys import config_findings
-from qdsl.checkpoint.detect.groups import groups
+from qdsl.checkpoint.detect.groups import group_findings, groups
 from qdsl.checkpoint.detect.judge import Judge
 from qdsl.checkpoint.detect.layer import NOT_KNOWN, Layer, Layers
-from qdsl.checkpoint.detect.ledger import header_findings
+from qdsl.checkpoint.detect.ledger import content_findings, header_findings
 from qdsl.checkpoint.detect.neighbors import kind_of, tensor_findings
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme, quantizations
 from qdsl.checkpoint.detect.report import Report
@@ -75,7 +75,9 @@ class _Recognizer:
         self.report = Report(folder, quantized, self.groups, formats)
         self.transforms = TransformReader(folder, self.quantization)
         self.findings = dict.fromkeys(finding for own in quantized for finding in own.findings)
-        self.findings |= dict.fromkeys(config_findings(folder.config))
+        self.findings |= dict.fromkeys([*config_findings(folder.config), *group_findings(folder.config)])
+        self.findings |= dict.fromkeys(finding for place, settings in self.collector.header_claims.wholes
+                                       for finding in header_findings(place, settings))
         self._lengths: dict[int, tuple[Mapping[str, Any], Mapping[str, Sequence[Reading]]]] = {}
         self._fitting: dict[tuple[object, ...], list[Candidate] | LayoutMismatch] = {}
 
@@ -187,6 +189,8 @@ class _Recognizer:
         if module.claims is None and is_cast and len(coded[0].shape) not in (2, 3):
             return None
         contents = self.collector.contents(module.tensors)
+        self.findings |= dict.fromkeys(finding for leaf, content in contents.items() if isinstance(content, Mapping)
+                                       for finding in content_findings(leaf, content, self.collector.json_keys[leaf]))
         whole = self.quantization.settings if self.quantization else {}
         lengths = self._unlisted_lengths(whole if scheme.settings is None else scheme.settings)
         evidence = Evidence(self.collector.read_entries(module, contents), contents, module.claims, module.shape, lengths)

@@ -6,7 +6,7 @@ computes, and qdsl does not compute that), or is not understood.  Settings that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -99,6 +99,12 @@ def header_findings(place: str, claims: Mapping[str, Any]) -> list[Finding]:
     return list(dict.fromkeys(walk.of(claims, "", "", is_open=False)))
 
 
+def content_findings(leaf: str, content: Mapping[str, Any], keys: Container[str]) -> list[Finding]:
+    """The same for the JSON in a small tensor next to a weight.  keys: those that specs read."""
+    return [Finding(Kind.UNKNOWN, leaf, key, value_text(value), effect(key)) for key, value in content.items()
+            if key not in keys and not is_nothing(value)]
+
+
 def refuse(path: Path, every: Iterable[Finding], allow_unknown: bool) -> list[str]:
     """Sentences on what changes a model and is not computed, which a report repeats.
 
@@ -126,22 +132,22 @@ class _Walk:
         for key, value in settings.items():
             name = path + key
             if not start and key in self.grouped and not is_nothing(value):
-                yield Finding(Kind.UNKNOWN, self.place, key, _text(value), effect(key))
+                yield Finding(Kind.UNKNOWN, self.place, key, value_text(value), effect(key))
                 continue
             if is_nothing(value) or any(value == usual for usual in self.account.usual.get(name, ())):
                 continue
             if name in self.account.kinds and not (name in self.containers and isinstance(value, Mapping)):
                 kind = self.account.kinds[name]
                 if kind is not None:
-                    yield Finding(kind, self.place, start + key, _text(value), self.account.acts.get(name, ""),
+                    yield Finding(kind, self.place, start + key, value_text(value), self.account.acts.get(name, ""),
                                   name in self.account.transformed)
             elif (inner := self._inner(path, key, value)) is not None:
                 for label, own, below in inner:
                     yield from self.of(own, f"{start}{key}.{label}", below, is_open or name in self.account.open)
             elif is_open and not isinstance(value, Mapping | list) and value is not True:
-                yield Finding(Kind.NEW, self.place, start + key, _text(value))
+                yield Finding(Kind.NEW, self.place, start + key, value_text(value))
             else:
-                yield Finding(Kind.UNKNOWN, self.place, start + key, _text(value), effect(start + key))
+                yield Finding(Kind.UNKNOWN, self.place, start + key, value_text(value), effect(start + key))
 
     def _inner(self, path: str, key: str, value: Any) -> list[tuple[str, Mapping[str, Any], str]] | None:
         """The objects of settings in an object or a list: their names in it, and their paths; None for what nobody declares."""
@@ -179,7 +185,8 @@ def is_nothing(value: Any) -> bool:
     return value is None or value is False or value == ""
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A setting's value for messages: words in quotes, at most a line."""
     return shown(value) if isinstance(value, str) else shown(str(value))[1:-1]
 
 

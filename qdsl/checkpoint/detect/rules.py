@@ -15,6 +15,7 @@ from typing import Any
 from qdsl.core.producer import ABOUT_RULE, WORDS
 from qdsl.core.shapes import BlockLengths, is_unlisted
 from qdsl.core.stored import Description
+from qdsl.core.text import listed
 
 EXTENTS = ("N", "K")
 EXTENTS_TEXT = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})+")           # of a block, as old releases of compressed-tensors write them
@@ -146,6 +147,24 @@ def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, 
         for front in reading.fronts.values():
             values |= {} if front is None else {EXPERTS: front}
     return values
+
+
+def content_error(format: Description, contents: Mapping[str, Any]) -> str:
+    """What small tensors next to a weight say that is not of this format; '' where `from_tensors` reads them."""
+    names = [*format.params, *EXTENTS, *format.singles]
+    for key, rule in format.detect.get("tensors", {}).items():
+        content = contents.get(key)
+        if isinstance(rule, str) and rule in format.tables:
+            if content not in (None, list(format.tables[rule])):
+                return f"{key!r} holds other numbers than the table '{rule}'"
+            continue
+        settings = content if isinstance(content, Mapping) else {key: content}
+        for name, wanted in (rule if isinstance(rule, Mapping) else {key: rule}).items() if content is not None else ():
+            if _reading({name: wanted}, names, settings, isinstance(rule, Mapping)) is None:
+                words = [str(word) for word in (wanted if isinstance(wanted, list) else [wanted]) if word not in names]
+                needs = f"; the format needs {listed(words, 'or')}" if words else ""
+                return f"{key!r} says {name} = {at(settings, name)}{needs}"
+    return ""
 
 
 def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any],
