@@ -112,7 +112,7 @@ def test_a_producer_that_is_none(producer: str, near: str) -> None:
 
 
 NOT_WRITTEN = {"fp8_ds_mla": "K = 512"}                           # formats of weights of one width
-COLUMNS = {"any_precision": 1024}                                # of weights, where 256 do not fit
+WIDER = {"any_precision": 1024}                                # of weights, where 256 do not fit
 SMALL = {"vptq": {"bits": 12}, "vptq_residual": {"bits": 8, "more": 8}}      # tables, in place of large ones
 
 
@@ -125,7 +125,7 @@ def quantizers() -> list[str]:
 @pytest.mark.parametrize("name", quantizers())
 def test_a_quantized_folder_fills_the_model(name: str, tmp_path: Path) -> None:
     """By the settings and names that are written for each format; or nothing is written, and the reason said."""
-    path = plain_folder(tmp_path / "in", {"up.weight": drawn(128, k := COLUMNS.get(name, 256))})
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(128, k := WIDER.get(name, 256))})
     aim = target.parse_conversion(name, True, SMALL.get(name, {}), ())
     if name in NOT_WRITTEN:
         with pytest.raises(RewriteError, match=f"nothing to quantize: .*{NOT_WRITTEN[name]}"):
