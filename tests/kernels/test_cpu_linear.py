@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qdsl.generated import bf16, fp8_block, int_group, q4_0, q8_0, vptq
 from qdsl.host import library
 from qdsl.runtime import PackedWeight
+from qdsl.runtime.cpu import kept, loops
 from qdsl.runtime.cpu import linear as cpu
-from qdsl.runtime.cpu import loops
 from qdsl.runtime.cpu.source import DECODE, FUNCTIONS, VECTORS
 from qdsl.runtime.cpu.threads import functions as product_functions
+from qdsl.runtime.torch import siblings
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
 from qdsl.runtime.weight.products import forget
@@ -267,6 +268,20 @@ def test_act_order_and_columns_by_groups() -> None:
         x = sample(1, 256)
         check(int_group.linear(x, packed), x, plain(packed))
     assert packed.order is not None and are_compiled()
+
+
+def test_loaders_make_copies_of_weights_in_act_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first product, which finds them: of columns as they are stored."""
+    monkeypatch.setattr(kept, "_entries", {})
+    index = torch.arange(256, dtype=torch.int32).flip(0) // 128
+    tensors = {**WEIGHTS["gptq"]().apply(Tensor.clone).tensors, "g_idx": index}
+    stored = int_group.wrap(tensors, (64, 256), "gptq_v2", bits=4, group=128)
+    layer, x = int_group.Linear(int_group.planar(stored)), sample(1, 256)
+    siblings.make_ready(nn.Sequential(layer), lambda name: True)
+    copies = list(kept._entries)
+    assert layer.packed.order is not None and len(copies) == 1
+    check(layer(x), x, plain(stored))
+    assert list(kept._entries) == copies
 
 
 def test_tensors_at_odd_addresses_and_strided_ones() -> None:

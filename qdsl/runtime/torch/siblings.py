@@ -188,7 +188,8 @@ def make_ready(model: nn.Module, filter: Callable[[str], bool]) -> None:
     layers.sort(key=lambda layer: id(layer) in together)         # loops are compiled for the first of a kind, which gets a copy
     tasks = [group.place for group in groups]
     for dtype in dict.fromkeys(layer.compute_dtype for layer in layers):
-        cpu.make_ready((layer.packed for layer in layers if layer.compute_dtype == dtype and _is_filled(layer)), dtype, tasks)
+        every = [layer.packed for layer in layers if layer.compute_dtype == dtype and _is_filled(layer)]
+        cpu.make_ready((packed if packed.order is None else packed.as_stored() for packed in every), dtype, tasks)
         tasks = []
 
 
