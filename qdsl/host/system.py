@@ -176,10 +176,20 @@ def processors() -> int:
 
 def processor_flags() -> frozenset[str]:
     """The features of the first processor, by Linux's names; empty on other systems."""
+    return frozenset(_processor_line("flags").split())
+
+
+def is_intel() -> bool:
+    """Whether Linux says that the first processor is Intel's."""
+    return _processor_line("vendor_id").strip() == "GenuineIntel"
+
+
+def _processor_line(key: str) -> str:
+    """What Linux says of the first processor under a key; '' on other systems."""
     try:
-        return frozenset(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+        return Path("/proc/cpuinfo").read_text().partition(key)[2].partition("\n")[0].lstrip("\t: ")
     except OSError:
-        return frozenset()
+        return ""
 
 
 def allow_tiles() -> bool:

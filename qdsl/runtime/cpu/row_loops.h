@@ -1,10 +1,15 @@
 /* The loops over interleaved rows that row_groups.h describes, written once; the compiler's functions complete them. */
 
-/* M: rows of x.  A loop that reads codes once keeps them out of the L2 cache, where the rest of the program has its data. */
+/* M: rows of x.  A loop that reads codes once keeps them out of the L2 cache, where the rest of the program has its data.  Intel's
+   processors fetch them at half the speed then: there all go to the L2 cache. */
 INLINE void prefetch_block(const uint8_t *block, const int M) {
     for (int i = 0; i < BLOCK_BYTES; i += 64)
+#ifdef INTEL
+        __builtin_prefetch(block + AHEAD + i, 0, 2);
+#else
         if (LANES == GROUP_ROWS && M < 4) __builtin_prefetch(block + AHEAD + i, 0, 0);
         else __builtin_prefetch(block + AHEAD + i);
+#endif
 }
 
 /* The LANES numbers of columns 8j + 2c + e of a block, for one c. */

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.host.system import allow_tiles, processor_flags
+from qdsl.host.system import allow_tiles, is_intel, processor_flags
 from qdsl.runtime.cpu import kept, memory, threads
 from qdsl.runtime.cpu.prepared import TYPES, PreparedProduct, Run
 from qdsl.runtime.cpu.source import VECTORS
@@ -429,6 +429,6 @@ def source_of(loops: RowLoops, kinds: list[str], span: int) -> str:
 
 def _compiled(source: str, capability: str) -> ctypes.CDLL:
     narrow = ("-mavx512bf16", *(("-mamx-tile", "-mamx-bf16") if has_tiles() else ())) if has_bfloat16() else ()
-    functions = library.load(source, (*library.machine_options(capability), *narrow))
+    functions = library.load(source, (*library.machine_options(capability), *narrow, *(["-DINTEL"] if is_intel() else [])))
     functions.interleave.restype, functions.interleave.argtypes = None, [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
     return functions
