@@ -72,6 +72,8 @@ RIGHT: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings]] 
     "that of groups follows from their length": (INT4, {}, compressed("pack-quantized", **W4)),
     "zero points of zeros": (INT4, {"weight_zero_point": torch.zeros(N, K // 32, dtype=torch.int8)},
                              compressed("pack-quantized", strategy="group", **W4)),
+    "zero points of zeros beside FP8": (FP8_CHANNEL, {**FP8_SCALE, "weight_zero_point": torch.zeros(N, 1, dtype=torch.int8)},
+                                        compressed("float-quantized", type="float", strategy="channel")),
     "blocks as text": (BLOCKS, FP8_SCALE, compressed("float-quantized", type="float", strategy="block", block_structure="32x32")),
     "FP8 in groups": (ROWS, FP8_SCALE, compressed("float-quantized", type="float", strategy="group", group_size=32)),
     "W4A8 by rows": (INT8, {}, compressed("int-quantized", num_bits=4, strategy="channel")),
@@ -137,6 +139,14 @@ REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings,
     "awq without zero points": (AWQ, {"qzeros": None}, of("awq", **AWQ_SETTINGS), "awq bits=4 needs tensor 'qzeros'"),
     "weight formats of bitsandbytes that are tiles": (("bnb_int8", "bitsandbytes", {}), {"weight_format": torch.tensor(
         2, dtype=torch.uint8)}, of("bitsandbytes", load_in_8bit=True), "weight_format"),
+    "zero points of ones beside FP8": (FP8_CHANNEL, {**FP8_SCALE, "weight_zero_point": torch.ones(N, 1, dtype=torch.int8)},
+                                       compressed("float-quantized", type="float", strategy="channel"), "weight_zero_point"),
+    "a norm that settings do not say": (("bitnet", "transformers", {}), {"rms_norm.weight": factors()}, of(
+        "bitnet", linear_class="bitlinear", quantization_mode="offline"), "rms_norm.weight"),
+    "a rotation that settings do not say": (FP8_CHANNEL, {**FP8_SCALE, "shared_input_rotation_32": torch.eye(32)}, quark(),
+                                            "shared_input_rotation_32"),
+    "a second scale of ModelOpt's in another's": (INT4, {"weight_scale_2": torch.tensor(0.5)}, compressed(
+        "pack-quantized", strategy="group", **W4), "weight_scale_2"),
     "another second scale": (FP8_CHANNEL, {"weight_scale_2": torch.tensor(0.5)}, of(
         "modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), "weight_scale_2")}
 

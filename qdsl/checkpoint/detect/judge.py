@@ -131,7 +131,8 @@ class Judge:
             contradictions = []                                  # no settings speak of its numbers
             problems = [f"its config leaves it as it is, by {scheme.by}"]
         problems += [f"{full}: {OVERFLOWED_ZEROS}" for full in self._overflowed(best, uses)]
-        rounding = [leaf for own in producers().every for leaf in own.neighbors.rounding.get(best.format.name, ())]
+        every = producers().every if self.quantization is None else [producers().of(self.quantization.method)]
+        rounding = [leaf for own in every for leaf in own.neighbors.rounding.get(best.format.name, ())]
         empty = [leaf for leaf, full in tensors.items() if self.collector.is_empty(leaf, full)]
         recognised = [*best.format.detect.get("tensors", {}), *self.collector.layer_tensors, *rounding, *empty]
         small = tuple(tensors[leaf] for leaf in recognised if leaf in tensors and tensors[leaf] not in uses.values())

@@ -105,8 +105,9 @@ class _Recognizer:
                      for full in (*layer.tensors.values(), *layer.settings, *layer.others.values())} | outside
         unquantized = {name: tensors for name, tensors in modules.items() if name not in quantized}
         transforms, wrong = self._plain_transforms(unquantized)
-        of_layers |= {full for own in transforms.values() for transform in own
-                      for full in (*transform.tensors, *transform.repeats)}
+        of_x = {full for own in (*transforms.values(), *(layer.transforms for layer in quantized.values())) for transform in own
+                for full in (*transform.tensors, *transform.repeats)}
+        of_layers = (of_layers | of_x) - (self.transforms.of_rules(modules) - of_x)      # no settings speak of the others
         plain = [name for name in self.folder.names() if name not in of_layers]
         wrong += self.transforms.problems(modules)
         is_computed = bool(transforms) or any(layer.transforms for layer in quantized.values())

@@ -13,6 +13,8 @@ from qdsl.checkpoint.detect.producers import Producers, producers
 from qdsl.checkpoint.files.folder import Folder
 
 NUMBERS = re.compile(r"\d+")
+ZERO_POINT = "weight_zero_point"                                 # compressed-tensors', Quark's
+ZEROS_LIMIT = 1 << 24                                            # most bytes that are read
 UNKNOWN_EFFECT = "what the layer next to it computes"
 Patterns = tuple[re.Pattern[str], re.Pattern[str], Mapping[re.Pattern[str], str]]
 
@@ -31,7 +33,14 @@ def tensor_findings(folder: Folder, layers: Iterable[Layer], plain: Iterable[str
         kind = kind_of(full, Kind.UNKNOWN if module in recognised and not is_bias(leaf) else None)
         if kind is not None and (kind[0] is Kind.ACTS or module in recognised):
             kinds[full] = kind
-    return alike(folder, {full: kind for full, kind in kinds.items() if kind is not None})
+    return alike(folder, {full: kind for full, kind in kinds.items() if kind is not None and not _is_zero(folder, full)})
+
+
+def _is_zero(folder: Folder, full: str) -> bool:
+    """Whether a tensor has zero points that are all 0, as of a format without any."""
+    entry = folder.entry(full)
+    data = folder.file(full).start(full, entry.nbytes) if full.endswith(ZERO_POINT) and entry.nbytes <= ZEROS_LIMIT else b""
+    return len(data) == entry.nbytes > 0 and not any(data)
 
 
 def is_bias(leaf: str) -> bool:

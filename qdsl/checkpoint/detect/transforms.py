@@ -44,6 +44,14 @@ class TransformReader:
 
     def outside(self, modules: Mapping[str, Mapping[str, str]]) -> set[str]:
         """Tensors of transforms that lie in modules of their own, such as 'mlp.act.scales' of 'mlp.down_proj'."""
+        outside = self.of_rules(modules) | (self.schemes.tensors if self.schemes else set())
+        if isinstance(self.listed, Mapping):
+            every = [transform for name in self.listed for transform in self._own(name)[0]]
+            outside |= {full for transform in every for full in transform.tensors if full in self.names}
+        return outside
+
+    def of_rules(self, modules: Mapping[str, Mapping[str, str]]) -> set[str]:
+        """Those that rules name, whether settings state the transforms or not."""
         outside: set[str] = set()
         for rule in self.rules if self.listed is None else ():
             end = f".{rule.tensor}"
@@ -54,10 +62,6 @@ class TransformReader:
                 owner = full.removesuffix(end)
                 layers = [f"{owner}.{last}" for last in rule.siblings] if rule.siblings else [owner]
                 outside |= {full for layer in layers if layer in modules}
-        outside |= self.schemes.tensors if self.schemes else set()
-        if isinstance(self.listed, Mapping):
-            every = [transform for name in self.listed for transform in self._own(name)[0]]
-            outside |= {full for transform in every for full in transform.tensors if full in self.names}
         return outside
 
     def of(self, name: str, shape: Sequence[int], tensors: Mapping[str, str], is_quantized: bool,
