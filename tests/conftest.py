@@ -2,6 +2,8 @@
 
 import os
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 from zlib import crc32
 
@@ -9,6 +11,16 @@ import pytest
 
 LACKING = Path(__file__).parent / "lacking"
 VARIED = {"formats", "kernels", "models"}                        # folders whose tests run under the caller's global state
+
+
+
+def commits() -> str:
+    """The number of commits, by which half of the dearest tests take turns (tests/support/covering.py); 0 without git."""
+    if not shutil.which("git"):
+        return "0"
+    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "0"
+
 
 # Two workers of two threads each wait for each other three times as long as they work.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,6 +36,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 for name in ("COLUMNS", "LINES"):                                # xdist's workers have those of a terminal, and tests read pipes
     os.environ.pop(name, None)
+os.environ.setdefault("QDSL_TEST_TURN", commits())
 os.environ["QDSL_CPU_COMPILE"] = "never"                         # the tests of compiled loops turn them on
 
 
@@ -89,4 +102,5 @@ def pytest_report_header() -> str:
         import triton
     except ImportError:
         return f"torch {torch.__version__}, no Triton"
-    return f"torch {torch.__version__}, triton {triton.__version__}, kernels {'on a GPU' if CUDA else 'in the interpreter'}"
+    return (f"torch {torch.__version__}, triton {triton.__version__}, kernels {'on a GPU' if CUDA else 'in the interpreter'}, "
+            f"QDSL_TEST_TURN={os.environ['QDSL_TEST_TURN']}")

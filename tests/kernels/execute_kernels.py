@@ -2,8 +2,8 @@
 
 `python -m tests.kernels.execute_kernels 0 4` executes a quarter of them.
 
-A line of JSON per launch, about 240.  Triton must not be interpreting.  Kernels run that have all lines between them, each on one
-architecture; in `make test-all` every kernel on every architecture.
+A line of JSON per launch, about 120.  Triton must not be interpreting.  Kernels run that have all lines between them, each on one
+architecture, half of them in turn; in `make test-all` every kernel on every architecture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qdsl.runtime.torch import experts
 from qdsl.runtime.torch.linear import as_stored
 from tests.kernels import test_w8a8
 from tests.kernels.test_lanes import expected, matrix_unit_of, shapes_of
-from tests.support.covering import ALL, covering, kernels
+from tests.support.covering import ALL, covering, in_turn, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
 from tests.support.only_ptx import stop_at_ptx
 
@@ -84,7 +84,7 @@ def jobs() -> list[Job]:
             turn, offsets = number // 3, OFFSETS[kind in ("gemv", "skinny", "tile_gemm")]
             chosen.append(Job(case, kind, arch, ROWS[kind][turn % len(ROWS[kind])], DTYPES[turn % 2], ORDERS[turn % 5 % 3],
                               offsets[turn % len(offsets)], SUMS[number % 2]))
-    return chosen
+    return in_turn(chosen)
 
 
 def is_counted(case: Case) -> bool:

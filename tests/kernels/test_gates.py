@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qdsl.runtime.gpu import costs
-from tests.kernels.gate_kernels import GATES
+from tests.kernels.gate_kernels import gates_of
 from tests.support import compiling
 
 # Moves between lanes or through shared memory, and conversions of integers, which a quarter of the lanes can do at once.
@@ -20,7 +20,7 @@ def test_gates(arch: str) -> None:
     done = compiling.run("tests.kernels.gate_kernels", arch)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
-    wanted = [(str(gate), kind) for gate in GATES for kind, _ in gate.limits_on(arch)]
+    wanted = [(str(gate), kind) for gate in gates_of(arch) for kind, _ in gate.limits_on(arch)]
     assert [(row["gate"], row["x"]) for row in rows] == wanted
     wrong: list[str] = []
     for row in rows:

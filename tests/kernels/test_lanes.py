@@ -14,7 +14,7 @@ from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.families import BY_NAME, lanes
 from qdsl.runtime.torch.linear import as_stored
-from tests.support.covering import ALL, by_turns, covering, kernels
+from tests.support.covering import ALL, by_turns, covering, in_turn, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -128,7 +128,7 @@ def hopper() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_turn(CASES, COVERING), ids=str)
 def test_one_row(case: Case) -> None:
     for i, params in enumerate(tried(case)):
         step = shapes_of(case, params)[0][1]
@@ -188,7 +188,7 @@ def test_one_row_with_numbers_that_are_not_finite(case: Case) -> None:
         assert torch.equal(out[out.isinf()].sign(), exact[exact.isinf()].sign().bfloat16()), values
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", in_turn(FEW, COVERING), ids=str)
 def test_few_rows(case: Case) -> None:
     """Up to 8, and more in blocks of 8."""
     for i, params in enumerate(tried(case)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from importlib import import_module
 from keyword import iskeyword
@@ -24,6 +24,7 @@ from tests.support.formats import Case
 T = TypeVar("T")
 U = TypeVar("U")
 ALL = bool(os.environ.get("QDSL_TEST_ALL"))
+TURN = int(os.environ.get("QDSL_TEST_TURN", "0"))                # tests/conftest.py sets it to the number of commits
 # Lines that say which weights a program takes, which of them there are, and where results go: any but those that read a weight.
 WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
                   r".*(tl\.(store|arange|program_id|zeros|sum)\b|store_sums|\bfor\b|<|cdiv)")
@@ -66,6 +67,11 @@ def covering(cases: Sequence[T], functions: Callable[[T], Sequence[Any]], which:
         chosen.append(max(cases, key=lambda case: len(lines[case] & left)))
         left -= lines[chosen[-1]]
     return chosen
+
+
+def in_turn(cases: Sequence[T], always: Collection[T] = ()) -> list[T]:
+    """Half of dear cases, after the next commit the other half; all in `make test-all`.  always: those of each run."""
+    return [case for number, case in enumerate(cases) if ALL or case in always or number % 2 == TURN % 2]
 
 
 def by_turns(cases: Sequence[T], choices: Sequence[U]) -> list[tuple[T, U]]:
