@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import qdsl
-from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.checkpoint.files.folder import INDEX
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from tests.support import language_models, producer_folders
 from tests.support.covering import ALL
 from tests.support.formats import same_bits
@@ -101,3 +102,17 @@ def test_settings_that_are_not_computed_are_refused(tmp_path: Path) -> None:
             plugin.from_pretrained(path)
         allowed = plugin.from_pretrained(path, allow_unknown=True).hf_quantizer.report.allowed
         assert len(allowed) == 1
+
+
+@pytest.mark.parametrize(("change", "why"), [("no map", "weight_map must map"), ("a whole model", "names other files than model"),
+                                             ("a missing file", "model-00002-of-00002.safetensors is missing")])
+def test_an_index_that_transformers_fails_on(change: str, why: str, tmp_path: Path) -> None:
+    producer_folders.write_folder(tmp_path / "in", "gptq v2", "moe")
+    if change == "no map":
+        (tmp_path / "in" / INDEX).write_text("{}")
+    elif change == "a whole model":
+        write(tmp_path / "in" / "model.safetensors", {"model.norm.weight": torch.ones(256, dtype=torch.float32)})
+    else:
+        (tmp_path / "in" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=why):
+        plugin.from_pretrained(tmp_path / "in")

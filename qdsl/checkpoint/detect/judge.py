@@ -13,11 +13,12 @@ from qdsl.checkpoint.detect.fit import Candidate, Evidence, candidates_of, neare
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
-from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same
+from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same, unmet
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.stored import Description, LayoutMismatch, resolve_default
+from qdsl.core.text import listed
 
 UNFILLED = 0xFFFFFFFF                                             # an index of -1, as compressed-tensors initialises it
 ENOUGH = 64                                                      # elements whose zeros cannot be chance
@@ -207,7 +208,9 @@ class Judge:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
             wrong_settings = ", ".join(f"{key} = {at(settings, key)}" for key in sorted(key for key in wrong if key))
         why = "" if wrong_settings else str(nearest_miss(self.collector.formats, self._evidence(module), [settings], True, ""))
-        parts = [f"{self.source} says {wrong_settings or self._says(settings)}", f"the tensors fit {candidate.label}", why]
+        needs = "" if wrong_settings else _needs(candidate, settings)
+        parts = [f"{self.source} says {wrong_settings or self._says(settings)}", f"the tensors fit {candidate.label}{needs}", why,
+                 *([] if self.quantization is None else self.quantization.problems[:1])]
         return "; ".join(filter(None, parts))
 
     def _denied(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -317,6 +320,21 @@ def needs_no_settings(format: Description) -> bool:
     """Whether only qdsl writes the format, so that its tensors are recognised without settings."""
     rules = format.detect.get("config", [])
     return bool(rules) and all(same(rule["quant_method"], OWN) for rule in rules)
+
+
+def _needs(candidate: Candidate, settings: Mapping[str, Any]) -> str:
+    """What the nearest rule of the settings' producer wants for a candidate, with what there is; '' where it has none."""
+    names = list(candidate.format.params)
+    rules = [rule for rule in candidate.format.detect.get("config", ()) if same(rule.get("quant_method"), settings.get(
+        "quant_method")) and rule.get("storage", candidate.fit.storage) == candidate.fit.storage]
+    keys = {id(rule): unmet(rule, names, settings) for rule in rules}
+    if not rules:
+        return ""
+    rule = min(rules, key=lambda rule: len(keys[id(rule)]))
+    words = {key: rule[key] if isinstance(rule[key], list) else [rule[key]] for key in keys[id(rule)]}
+    needs = [f"{key} = {listed([str(candidate.fit.params.get(word, word)) for word in own], 'or')} in place of {value}"
+             for key, own in words.items() for value in ["null" if at(settings, key) is None else at(settings, key)]]
+    return f", which needs {' and '.join(needs)}" if needs else ""
 
 
 def _deciding(formats: Sequence[Description], settings: Mapping[str, Any]) -> str:

@@ -96,6 +96,12 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, rule.get("fixed", {}))
 
 
+def unmet(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    """The settings of a rule's conditions that are not as it has them, or absent."""
+    return [key for key, wanted in rule.items() if key not in ABOUT_RULE and not isinstance(wanted, Mapping)
+            and _reading({key: wanted}, names, settings) is None]
+
+
 def unlisted_lengths(format: Description, settings: Mapping[str, Any]) -> list[Reading]:
     """The readings of settings with a block length that the format's spec does not list, with these values alone."""
     if not any(isinstance(values, BlockLengths) for values in format.params.values()):

@@ -23,6 +23,7 @@ from qdsl.checkpoint.detect.ignored import SKIPPED
 from qdsl.checkpoint.detect.ledger import refuse
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.detect.sources import FolderSource, Source
+from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.references import available, local_path
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.jobs.engine.complete import ADAPTER
@@ -277,6 +278,8 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
                            quantization_config=quantization_config, **others)
     if config is None:
         config = AutoConfig.from_pretrained(ref, **hub)
+    if (Path(ref) / INDEX).is_file():                            # of which transformers takes much for granted
+        Folder(ref).close()
     return (model_class or named_class(config)).from_pretrained(ref, *args, config=config,
                                                                 quantization_config=quantization_config or QdslConfig(), **kwargs)
 
