@@ -110,10 +110,11 @@ def format_name(word: str) -> str:
 
 
 def check_models(*refs: str | None, base: str | None = None) -> None:
-    """Exit with code 1 for a model that is not there, before anything that takes long to import.
+    """Exit with code 1 for a model that is not there, or is none, before anything that takes long to import.
 
     base: the model of an option --base, which libraries look up by themselves.
     """
+    from qdsl.checkpoint.files.components import why_no_model
     from qdsl.checkpoint.files.references import available, parsed, similar
 
     with reported():
@@ -123,6 +124,8 @@ def check_models(*refs: str | None, base: str | None = None) -> None:
     for ref, target in targets.items():
         if isinstance(target, Path) and not target.exists():
             fail(f"{ref}: no such folder or file{similar(target)}")
+        if isinstance(target, Path) and (why := why_no_model(target)):
+            fail(f"{ref}: {why}")
 
 
 def check_options(device: str | None, *formats: tuple[str, Mapping[str, Any]]) -> None:

@@ -14,6 +14,7 @@ import transformers
 
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
+from qdsl.checkpoint.files.components import why_no_model
 from qdsl.checkpoint.files.references import local_path, similar
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
@@ -106,9 +107,8 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
     path = gguf_path(path) or path
     if not path.exists():
         raise LoadError(f"{ref}: no such folder or file{similar(path)}")
-    if path.is_file() and gguf_path(path) is None:
-        raise LoadError(f"{ref}: a language model is a GGUF file, or a folder of all its files" + (
-            f", as {path.parent}" if path.suffix == ".safetensors" else ""))
+    if why := why_no_model(path):
+        raise LoadError(f"{ref}: {why}")
     if base is None and any(path.glob("*.safetensors")) and not (path / "config.json").is_file():
         raise LoadError(f"{ref}: no config.json beside the weights, which says of what model they are")
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}

@@ -50,6 +50,7 @@ MISTAKES = {
     "a type that is none": ("quantize plain --type Q4_0 --tensor-type a=q9 --out x.gguf", 2, "expected one of F32, F16, Q4_0"),
     "a parameter without its equals sign": ("quantize plain --format nf4 --param block 64 --out x", 2, "as --param KEY=VALUE"),
     "a lossless format as a storage": ("convert model --to fix4 --out x", 2, "`qdsl compress --format fix4`"),
+    "a text as a language model": ("generate text.txt hello", 1, "text.txt: a language model is a GGUF file, or a folder of all"),
     "a prompt before the model": ("generate hello plain", 2, "the model comes before the prompt: `qdsl generate plain"),
     "a file of a folder": ("generate plain/model-00001-of-00001.safetensors hello", 1, "a folder of all its files, as plain"),
     "weights without a config": ("generate bare hello", 1, "bare: no config.json beside the weights"),

@@ -45,6 +45,14 @@ def gguf(path: Path) -> Path | None:
     return firsts[0] if len(firsts) == 1 else None
 
 
+def why_no_model(path: Path) -> str:
+    """Why an existing file holds no language model; '' for GGUF files and folders."""
+    if path.is_dir() or gguf(path) is not None:
+        return ""
+    return "a language model is a GGUF file, or a folder of all its files" + (
+        f", as {path.parent}" if path.suffix == ".safetensors" else "")
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """The GGUF files of a folder, of split ones the first."""
     return sorted(path for path in folder.glob("*.gguf") if re.search(r"-0*1-of-\d+$", path.stem) or "-of-" not in path.stem)
