@@ -62,6 +62,7 @@ def test_a_layer_of_mlx_takes_no_setting_of_the_whole(tmp_path: Path, whole: Any
     packed: Packed = {DOWN: (format, "mlx", {}), OUT: AFFINE[8]}
     right = mlx(*whole, **{OUT: {"group_size": 64, "bits": 8, **mode}})
     assert refused(tmp_path / "right", right, packed) == []
+    assert refused(tmp_path / "default", mlx(*whole, **{OUT: {"bits": 8, **mode}}), packed) == []          # groups of 64
     wrong = mlx(*whole, **{OUT: {"group_size": 64, "bits": 4, **mode}})
     assert refused(tmp_path / "wrong", wrong, packed) == [OUT]
     assert refused(tmp_path / "none", mlx(*whole), packed) == [OUT]

@@ -180,6 +180,7 @@ def test_numbers_and_words_of_open_objects_are_warnings(tmp_path: Path) -> None:
     ({"quant_method": "gptq", "rotation": "hadamard"}, "rotation"),
     ({"quant_method": "quark", "algo_config": [{"name": "rotation", "r1": True, "r4": True}]}, "algo_config.0.r4"),
     ({"quant_method": "quark", "algo_config": [{"name": "of tomorrow"}]}, "algo_config.0.name"),
+    ({"quant_method": "quark", "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int8"}}}}, "layer_type_quant_config"),
     ({"quant_method": "of tomorrow", "bits": 4}, "quant_method"),
 ])
 def test_what_acts_on_x_is_refused(settings: dict[str, Any], key: str) -> None:
