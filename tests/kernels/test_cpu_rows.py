@@ -19,7 +19,7 @@ from qdsl.runtime.cpu import kept, rows
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.torch import model
 from qdsl.runtime.weight.packed import FormatError
-from tests.support.covering import covering
+from tests.support.covering import covering, in_turn
 from tests.support.cpu_products import check, in_order, plain, sample
 from tests.support.formats import Case, cases, shapes, smallest
 
@@ -40,7 +40,7 @@ def lines(case: Case) -> list[str]:
 
 
 CASES = [case for case in cases() if lines(case)]
-COVERING = covering(CASES, lines)
+COVERING = in_turn(covering(CASES, lines))
 
 
 def bound(x: Tensor) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_dequantize_is_exact(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_turn(CASES), ids=str)
 def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
     """To nearest even from the exact float32 weight; results too large for the dtype are infinite in both."""
     packed = random_packed(case, smallest(case), seed=1).decode_streams().to(DEVICE)
@@ -85,7 +85,7 @@ def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
     assert_same(case.module.dequantize(packed.to("cpu"), dtype), exact.to(dtype), packed, "reference")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.size_axes], ids=str)
+@pytest.mark.parametrize("case", in_turn([case for case in CASES if case.module.FORMAT.size_axes]), ids=str)
 def test_every_block_size(case: Case) -> None:
     format = case.module.FORMAT
     for size in format.size_axes:
@@ -226,7 +226,7 @@ TILE_ROWS = {"cpu_avx512": 64, "cpu_avx2": 32, "cpu_scalar": 32}      # of a who
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts loads in the interpreter")
-@pytest.mark.parametrize("case", [case for case in CASES if has_codes(case)], ids=str)
+@pytest.mark.parametrize("case", in_turn([case for case in CASES if has_codes(case)]), ids=str)
 def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
     least = smallest(case)                                       # one weight says nothing of what others load
