@@ -204,6 +204,24 @@ def test_many_rows_and_long_ones_are_multiplied_in_parts(way: str, tmp_path: Pat
         check(copy.product(x, bias), x, weight, bias, (m, dtype), **bound(x))
 
 
+def test_a_compiler_that_knows_no_bfloat16_makes_loops_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = library.load
+
+    def old(source: str, options: tuple[str, ...] = ()) -> Any:
+        if "-mavx512bf16" in options:
+            raise library.NoCompiler("unrecognized command-line option")
+        return load(source, options)
+
+    monkeypatch.setattr(rows, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(library, "load", old)
+    packed = q4_0.quantize(sample(48, 256))
+    copy, weight = rows.interleaved_copy(packed), plain(packed)
+    assert copy is not None and not hasattr(copy.functions, "gemm_bfloat16")
+    for m in (3, 19):
+        x = sample(m, 256, dtype=torch.bfloat16)
+        check(copy.product(x, None), x, weight, what=m, terms=2)
+
+
 def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:
     """Of every code: x picks a column."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)

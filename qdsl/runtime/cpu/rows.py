@@ -108,7 +108,7 @@ class Way:
             loop, arrange, few.arranged = _few_rows(placed, kind, rounds_x)
             few.run, few.arrange = _address_of(loop), _address_of(arrange) if arrange else 0
             return cls(few, m, kind, kind)
-        is_narrow = dtype == torch.bfloat16 and has_bfloat16() and placed.factor is None
+        is_narrow = dtype == torch.bfloat16 and hasattr(placed.functions, "gemm_bfloat16") and placed.factor is None
         kind, name = (torch.bfloat16, "bfloat16") if is_narrow else (torch.float32, "float32")
         few.run, few.arrange = (_address_of(getattr(placed.functions, f"{step}_{name}")) for step in ("gemm", "arrange"))
         few.arranged = (placed.columns * kind.itemsize + SPACE) // 4
@@ -428,7 +428,14 @@ def source_of(loops: RowLoops, kinds: list[str], span: int) -> str:
 
 
 def _compiled(source: str, capability: str) -> ctypes.CDLL:
+    """The library of loops; without instructions for bfloat16 where the compiler does not know them."""
+    options = (*library.machine_options(capability), *(["-DINTEL"] if is_intel() else []))
     narrow = ("-mavx512bf16", *(("-mamx-tile", "-mamx-bf16") if has_tiles() else ())) if has_bfloat16() else ()
-    functions = library.load(source, (*library.machine_options(capability), *narrow, *(["-DINTEL"] if is_intel() else [])))
+    try:
+        functions = library.load(source, (*options, *narrow))
+    except library.NoCompiler:
+        if not narrow:
+            raise
+        functions = library.load(source, options)
     functions.interleave.restype, functions.interleave.argtypes = None, [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
     return functions
