@@ -92,6 +92,11 @@ def test_a_scale_of_attention_that_a_class_has_no_place_for(tmp_path: Path) -> N
     assert checked("bamba", "attention below 0", tmp_path) is None
 
 
+def test_an_epsilon_that_an_architecture_does_not_read(tmp_path: Path) -> None:
+    """Nemotron has norms with means, and another epsilon: a wrong one of norms without is no reason to refuse."""
+    assert checked("nemotron", "an epsilon below 0", tmp_path) is not None
+
+
 def test_windows_of_0_that_llama_cpp_does_not_answer(tmp_path: Path) -> None:
     """NaN is recorded for four types, and nothing for two at which it ends; the refusal names the key, and that."""
     key, case = "attention.sliding_window", "no windows"

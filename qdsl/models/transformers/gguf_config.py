@@ -311,7 +311,8 @@ def _check_computed(file: GgufFile, metadata: Mapping[str, Any], own: GgufMap) -
     used, every = ((value if isinstance(value, list) else [value]) for value in (metadata.get(USED), metadata.get(EXPERT_COUNT)))
     if every[0] and any(own is not None and not 0 < own <= max(every) for own in used):
         raise LoadError(f"{place}.{USED} is {metadata[USED]} of {every[0]} experts, by which llama.cpp computes nothing")
-    if wrong := next((key for key in POSITIVE if isinstance(value := metadata.get(key, 0), float) and value < 0), ""):
+    epsilons = [key for key in POSITIVE if is_read(key, own.architecture)]
+    if wrong := next((key for key in epsilons if isinstance(value := metadata.get(key, 0), float) and value < 0), ""):
         raise LoadError(f"{place}.{wrong} is {metadata[wrong]}: it is below 0")
     if own.model_type in table()["causal"] and metadata.get(CAUSAL) is False:
         raise LoadError(f"{place}.{CAUSAL} is false: {table()['causal'][own.model_type]}")
