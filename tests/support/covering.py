@@ -69,8 +69,8 @@ def covering(cases: Sequence[T], functions: Callable[[T], Sequence[Any]], which:
     return chosen
 
 
-def in_turn(cases: Sequence[T], always: Collection[T] = ()) -> list[T]:
-    """Half of dear cases, after the next commit the other half; all in `make test-all`.  always: those of each run."""
+def half_of(cases: Sequence[T], always: Collection[T] = ()) -> list[T]:
+    """Half of the cases of a slow test, the other half after the next commit; all in `make test-all`.  always: in each run."""
     return [case for number, case in enumerate(cases) if ALL or case in always or number % 2 == TURN % 2]
 
 
