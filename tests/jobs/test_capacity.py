@@ -103,7 +103,7 @@ def test_the_combination_that_loses_least(pipeline: Path) -> None:
     seen = []
     for vram in range(total, 0, -total // 100):
         report = capacity(pipeline, vram)
-        assert all(chosen.peak <= vram for chosen in (report.together, report.half_of) if chosen is not None)
+        assert all(chosen.peak <= vram for chosen in (report.together, report.in_turn) if chosen is not None)
         seen.append(max(map(CHOICES.index, report.together.formats.values())) if report.together else len(CHOICES))
     assert seen == sorted(seen) and {CHOICES[rank] for rank in {*seen} - {len(CHOICES)}} >= {AS_STORED, *LOSSLESS, "q8_0", "q4_k"}
     assert seen[-1] == len(CHOICES)
@@ -119,8 +119,8 @@ def test_models_that_stay(pipeline: Path) -> None:
     """While one runs, those that are resident are there too."""
     def peak(*resident: str) -> int:
         report: Capacity = capacity(pipeline, GB, resident)
-        assert report.half_of is not None
-        return report.half_of.peak
+        assert report.in_turn is not None
+        return report.in_turn.peak
 
     by_name = {model.name: model.needs[AS_STORED].resident for model in capacity(pipeline, GB).models}
     assert peak() == by_name["transformer"] and peak("transformer") == by_name["transformer"] + by_name["text_encoder"]
