@@ -17,7 +17,7 @@ from qdsl.core.stored import INPUT_SCALE, Description
 from qdsl.core.transforms import INPUT, KINDS, OUTPUT, Transform
 
 # How a list's entries name modules; see checkpoint/detect/ignored.py.
-DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix")
+DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix", "tag")
 # A producer's names for scales of stacked experts: 'down_proj_scale', 'down_proj_weight_scale', or none.
 EXPERT_NAMES = ("short", "full", "none")
 Dialect = Annotated[str, DIALECTS]
@@ -67,10 +67,16 @@ class LayerSettings:
 
 @dataclass(frozen=True, slots=True)
 class PatternSettings:
-    """How to read a map from patterns to settings.  under: the setting that they replace, '' if they are several."""
+    """How to read a map from patterns to settings.
+
+    under: the setting that they replace, '' if they are several.  whole: keys of the map that are settings of all layers, and no
+    patterns.  complete: where there are patterns, layers that none names are unquantized.
+    """
 
     dialect: Dialect
     under: str = ""
+    whole: tuple[str, ...] = ()
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class GroupSettings:
     key: the setting with the groups.  weights: the settings of a group's weights.  targets: the dialect of a group's list of
     layers.  every: the module class that means all layers.  embeddings: the class of embeddings.  name: of the single group that
     is written.  defaults: further settings of a written group, unless a rule sets them.  repeated: global settings that a written
-    group repeats.
+    group repeats.  presets: by name in capital letters, settings of a group that is a list of targets.
     """
 
     key: str
@@ -91,6 +97,14 @@ class GroupSettings:
     embeddings: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     repeated: tuple[str, ...] = ()
+    presets: Mapping[str, Annotated[Any, _any]] = field(default_factory=dict)
+
+    def expanded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings with the objects that presets stand for, in place of lists of targets under their names."""
+        groups: Any = settings.get(self.key)
+        presets = {name: {**self.presets[name.upper()], "targets": own} for name, own in groups.items()
+                   if isinstance(own, list) and name.upper() in self.presets} if isinstance(groups, Mapping) else {}
+        return {**settings, self.key: {**groups, **presets}} if presets else {**settings}
 
 
 @dataclass(frozen=True, slots=True)

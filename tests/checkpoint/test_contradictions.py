@@ -67,7 +67,7 @@ def settings_of(producer: str, rule: Mapping[str, Any], packed: PackedWeight) ->
         if all(word in packed.params for word in words) and key != "strategy":
             settings[key] = [packed.params[word] for word in words] if isinstance(wanted, list) else packed.params[wanted]
         elif words[-1] != "null":
-            settings[key] = words[-1]
+            settings[key] = packed.params.get(words[-1], words[-1]) if isinstance(words[-1], str) else words[-1]
     return {key: None if value == "null" else value for key, value in settings.items()}
 
 

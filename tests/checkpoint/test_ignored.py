@@ -27,6 +27,8 @@ MEANS: list[tuple[str, str, set[str]]] = [
     ("glob", "model.layers.?.*", {Q}), ("glob", "model.layers.[0-9][0-9].*", {MLP}),
     ("dynamic", r".*\.11\..*", {MLP}), ("dynamic", "q_proj", set()),
     ("suffix", "self_attn.q_proj", {Q}), ("suffix", "head", set()), ("suffix", "lm_head", {HEAD, "model.mlm_head.lm_head"}),
+    ("tag", "self_attn.q_proj", {Q}), ("tag", "q_proj", set()), ("tag", Q, set()), ("tag", "lm_head", {HEAD}),
+    ("tag", "mlm_head.lm_head", {"model.mlm_head.lm_head"}),
 ]
 
 

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 import qdsl
+from qdsl.checkpoint.detect.descriptions import description_of
 from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.detect.rules import says_extents, says_numbers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.jobs.convert import run
 from qdsl.jobs.convert.target import parse_conversion
 from qdsl.models.load import LoadError
+from tests.support import producer_folders
 
 Settings = Mapping[str, Any]
 LAYER = "model.layers.0.mlp.up_proj"
@@ -46,6 +49,16 @@ def quark(**weight: Any) -> dict[str, Any]:
     return of("quark", global_quant_config={"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel", **weight}}, export={})
 
 
+def hqq(nbits: int = 4, group_size: int = 32, axis: int = 1, **more: Any) -> dict[str, Any]:
+    """Settings as hqq has them of all layers, or under the tag of some."""
+    weight = {"nbits": nbits, "group_size": group_size, "axis": axis, "channel_wise": True, "optimize": True, "round_zero": True}
+    return {"weight_quant_params": weight, "scale_quant_params": None, "zero_quant_params": None, "offload_meta": False, **more}
+
+
+def tags(**by_tag: Any) -> dict[str, Any]:
+    return of("hqq", skip_modules=["lm_head"], quant_config={tag.replace("__", "."): own for tag, own in by_tag.items()})
+
+
 INT4 = ("int_group", "pack_quantized", {"bits": 4, "group": 32, "symmetric": True, "scale_type": "bf16"})
 GPTQ = ("int_group", "gptq_v1", {"bits": 4, "group": 32, "symmetric": True})
 AWQ = ("int_group", "awq", {"bits": 4, "group": 32})
@@ -64,6 +77,8 @@ FP8_STATIC = {**AUTO_ROUND, "bits": 8, "group_size": -1, "data_type": "fp", "act
               "act_dynamic": False, "fmt": "e4m3", "activation_scheme": "static"}
 AWQ_SETTINGS = {**GPTQ_SETTINGS, "zero_point": True, "version": "gemm"}
 MODELOPT = {"producer": {"name": "modelopt", "version": "0.29.0"}, "ignore": ["lm_head"]}
+HQQ, NF4 = ("hqq", "hqq", {"bits": 4, "group": 32}), ("nf4", "bitsandbytes", {"block": 128})
+NF4_SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
 ROTATED = {"transform_config": {"config_groups": {"R1": {"type": "of tomorrow", "apply": []}}}}
 
 # name -> storage, new tensors (None: left out), config
@@ -115,6 +130,12 @@ RIGHT: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings]] 
     "numbers with a point": (INT4, {}, compressed("pack-quantized", num_bits=4.0, group_size=32.0)),
     "awq by a kernel's name": (AWQ, {}, of("awq", **{**AWQ_SETTINGS, "version": "exllama"})),
     "a method without a quant_method": (GPTQ, {}, {"quantization_config": {"method": "gptq", "format": "gptq", **GPTQ_SETTINGS}}),
+    "hqq under tags": (HQQ, {}, tags(mlp__up_proj=hqq(), self_attn__q_proj=hqq(8))),
+    "hqq of another tag alone": (HQQ, {}, tags(self_attn__q_proj=hqq(8))),
+    "hqq of all layers and a tag": (HQQ, {}, tags(mlp__up_proj=hqq(), **hqq(8))),
+    "hqq of a tag that is null": (HQQ, {}, tags(mlp__up_proj=None, self_attn__q_proj=hqq(8))),
+    "hqq under the tags of experts": (HQQ, {}, tags(mlp__experts__up_proj=hqq(2), mlp__up_proj=hqq())),
+    "blocks of bitsandbytes": (NF4, {}, of("bitsandbytes", bnb_4bit_blocksize=128, **NF4_SETTINGS)),
     "tables of rotary positions": (FP8_CHANNEL, {"cos_cached": torch.ones(4, 4)}, of("fp8", activation_scheme="dynamic"))}
 # name -> storage, new tensors, config, part of the sentence
 REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings, str]] = {
@@ -137,6 +158,13 @@ REFUSED: dict[str, tuple[tuple[str, str, Settings], Mapping[str, Any], Settings,
                                                          block_structure=[32, 32]), r"'weight_scale' \[2, 2\] is \[N, 1\]"),
     "gptq without zero points": (GPTQ, {"qzeros": None}, of("gptq", **GPTQ_SETTINGS), "gptq_v1 bits=4 needs tensor 'qzeros'"),
     "awq without zero points": (AWQ, {"qzeros": None}, of("awq", **AWQ_SETTINGS), "awq bits=4 needs tensor 'qzeros'"),
+    **{f"hqq under a tag, {key} {value}": (HQQ, {}, tags(mlp__up_proj=hqq(**{key: value})), f"{key} = {value}")
+       for key, value in (("nbits", 8), ("nbits", 3), ("group_size", 64), ("axis", 0))},
+    "hqq under a tag, and what nobody knows": (HQQ, {}, tags(mlp__up_proj=hqq(levels=3)), "mlp.up_proj.levels is 3"),
+    "hqq under a tag, and a number": (HQQ, {}, tags(mlp__up_proj=4), "'mlp.up_proj' is '4', no object"),
+    **{f"blocks of {size} of bitsandbytes": (NF4, {}, of("bitsandbytes", bnb_4bit_blocksize=size, **NF4_SETTINGS),
+                                             f"bnb_4bit_blocksize = {size}, but the tensors fit nf4 of 128")
+       for size in (32, 64, 256, 4096, 129, True)},
     "weight formats of bitsandbytes that are tiles": (("bnb_int8", "bitsandbytes", {}), {"weight_format": torch.tensor(
         2, dtype=torch.uint8)}, of("bitsandbytes", load_in_8bit=True), "weight_format"),
     "zero points of ones beside FP8": (FP8_CHANNEL, {**FP8_SCALE, "weight_zero_point": torch.ones(N, 1, dtype=torch.int8)},
@@ -156,7 +184,9 @@ def folder(path: Path, stored: tuple[str, str, Settings], changes: Mapping[str, 
     format, storage, params = stored
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     packed = import_module(f"qdsl.generated.{format}").quantize(weight, storage, **params)
-    tensors = {**packed.tensors}
+    says = description_of(format)
+    tensors = {name.removeprefix(f"{LAYER}."): own for name, own in producer_folders.named(LAYER, packed).items()} \
+        if says_numbers(says) or says_extents(says) else {**packed.tensors}
     for name, change in changes.items():
         if isinstance(change, str):
             tensors[change] = tensors.pop(name, tensors.get(change))

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.generated import (
     fp8_block,
     fp8_channel,
@@ -129,3 +130,20 @@ def test_same_bytes_and_same_weights(name: str, data: st.DataObject) -> None:
     for leaf, tensor in theirs.items():
         assert same_bits(renamed[leaf].view(tensor.shape), tensor), leaf
     assert same_bits(case.module.dequantize(ours, read.dtype) + 0.0, read + 0.0)
+
+
+def test_presets_are_theirs() -> None:
+    """Each name of their table stands here for the same settings, but for how they observe x."""
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+
+    groups = producers().of("compressed-tensors").groups
+    assert groups is not None and groups.presets.keys() == PRESET_SCHEMES.keys()
+
+    def without_observers(scheme: Any) -> Any:
+        exclude = {"observer", "zp_dtype"}
+        return scheme.model_dump(exclude={"weights": exclude, "input_activations": exclude})
+
+    for name, own in groups.presets.items():
+        ours = QuantizationScheme(targets=["Linear"], **own)
+        assert without_observers(ours) == without_observers(preset_name_to_scheme(name, ["Linear"])), name

@@ -11,6 +11,7 @@ Producers interpret the same pattern differently:
     regex_or_glob  Quark: regex after 're:', else glob
     search       auto-round: a regular expression anywhere in the name
     suffix       GPTQ's modules_in_block_to_quantize: the last parts of the names of quantized modules
+    tag          HQQ: the module's name without numbers, and without the parts 'model' and 'layers'
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ COST = 1 << 24                                                   # ways to match
 COMPILED = 1 << 16                                               # ways that take as long as compiling an expression
 CALL = 256                                                       # ways that take as long as a match that fails at once
 SHORT, MOST_REPEATS = 32, 16                                     # patterns that are slow on a name this short are refused
+UNTAGGED = ("model", "layers")                                   # parts of names that HQQ's tags leave out
 FEW = 16                                                         # repeats of fewer characters count a way for each
 SECONDS, SECONDS_A_NAME = 0.3, 2e-5                              # matching time for a folder, and for each of its tensors
 # Modules that quantization skips, by a part of their names: heads, embeddings, norms, routers, and Mamba's dt_proj, which
@@ -84,6 +86,8 @@ class Rule:
             return self.pattern in module
         if self.dialect == "suffix":
             return module == self.pattern or module.endswith("." + self.pattern)
+        if self.dialect == "tag":
+            return self.pattern == ".".join(part for part in module.split(".") if part not in UNTAGGED and not part.isnumeric())
         if self.dialect == "glob":
             return fnmatch.fnmatchcase(module, self.pattern)
         if self.dialect == "transformers":

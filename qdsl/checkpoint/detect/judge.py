@@ -237,9 +237,10 @@ class Judge:
     def _wrong_settings(self, reading: Reading, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any],
                         ) -> dict[str, str]:
         """Settings of a rule that contradict the tensors, with the reason."""
-        wrong = {key: f"the tensors fit {best.format.name} of {words[-1]}" for key, constant in reading.constants.items()
-                 for words in [constant if isinstance(constant, list) else [constant]]
-                 if (own := at(settings, key)) is not None and not any(same(own, word) for word in words)}
+        constants = {key: constant if isinstance(constant, list) else [constant] for key, constant in reading.constants.items()}
+        wrong = {key: f"the tensors fit {best.format.name} of {_value(best, words[-1])}" for key, words in constants.items()
+                 if (own := at(settings, key)) is not None and not any(
+                     best.means(word, own) if _value(best, word) != word else same(own, word) for word in words)}
         for key, wanted in reading.follows.items():
             [(source, (word, without))] = wanted.items()
             is_stored, observed = self._observed(best, uses, source)
@@ -314,6 +315,11 @@ class Judge:
                   if rule.get("storage") == candidate.fit.storage for own in rule if own in uses}
         return [uses[own] for own, bits in widths.items()
                 if has_overflowed_zeros(self.collector.start(uses[own]), int(candidate.fit.params[bits]))]
+
+
+def _value(best: Candidate, word: Any) -> Any:
+    """The value of a parameter by its name; other words of a rule as they are."""
+    return best.fit.params.get(word, word) if isinstance(word, str) else word
 
 
 def needs_no_settings(format: Description) -> bool:

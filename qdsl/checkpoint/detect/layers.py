@@ -221,7 +221,7 @@ class _Recognizer:
     def _nearest(self, evidence: Evidence) -> LayoutMismatch:
         """The reason why tensors fit no format, from the nearest miss."""
         configs = [] if self.quantization is None else \
-            [self.quantization.settings, *(group.settings for group in self.quantization.groups)]
+            [self.quantization.settings, *(group.settings for group in self.quantization.groups if group.settings is not None)]
         return nearest_miss(self.formats, evidence, configs, self.is_foreign, NOT_KNOWN)
 
     def _unknown(self, module: Module) -> str:

@@ -158,10 +158,12 @@ class _Walk:
             return None
         objects = {f"{label}.": own for label, own in value.items() if isinstance(own, Mapping)}
         if not path and key in self.keys.patterns:
-            under = self.keys.patterns[key].under
-            return [(label, own, f"{under}." if under else "") for label, own in objects.items()]
+            how = self.keys.patterns[key]
+            below, whole = f"{how.under}." if how.under else "", {name: own for name, own in value.items() if name in how.whole}
+            return [*((label, own, below) for label, own in objects.items() if label[:-1] not in whole), ("", whole, below)]
         if not path and (key in self.keys.layers or key in self.keys.groups):
-            return [(label, own, "") for label, own in objects.items()]
+            others = {label: own for label, own in value.items() if key in self.keys.groups and f"{label}." not in objects}
+            return [*((label, own, "") for label, own in objects.items()), ("", others, f"{key}.")]
         if not path and key == WEIGHTS:
             return [("", value, "")]
         if name in self.account.heads or name in self.account.open:

@@ -37,11 +37,14 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers with settings of their own: all layers if `targets` is None or names their class.  embeddings: it names theirs."""
+    """Layers with settings of their own, None if their weights stay unquantized.
+
+    targets: None for all layers.  embeddings: it names their class.
+    """
 
     name: str
     targets: Rules | None
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] | None
     embeddings: bool = False
 
 
@@ -97,11 +100,13 @@ class Quantization:
             if (rule := patterns.first(module)) is not None:
                 return Scheme(own, str(rule))
         if not self.groups:
-            return Scheme(None, f"not in {self.complete[0]} (exact)") if self.complete else Scheme(self.settings)
-        group = next((group for group in self._named if group.targets and group.targets.first(module) is not None), None)
+            return Scheme(None, f"not in {self.complete[0]}") if self.complete else Scheme(self.settings)
+        matches = [(rule.pattern != module, place) for place, group in enumerate(self._named)
+                   if group.targets and (rule := group.targets.first(module)) is not None]
+        group = self._named[min(matches)[1]] if matches else None           # a whole name before expressions
         if group is None and EMBEDDINGS.fullmatch(module.rpartition(".")[2]):        # files do not state classes
             group = next((group for group in self.groups if group.embeddings), None)
-        group = group or next((group for group in self.groups if group.targets is None), None)
+        group = group or next((group for group in reversed(self.groups) if group.targets is None), None)   # the last one counts
         return Scheme(group.settings, group.name) if group else Scheme(None, "in no group")
 
     def has_8_bit_inputs(self, module: str) -> bool:
@@ -199,6 +204,8 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     method = str(data.get("quant_method") or _known_method(data) or method or registry.unnamed(data)).lower()
     names, keys = registry.of(method).settings, registry.keys(method)
     settings = {names.get(key, key): value for key, value in _with_integers(data).items()}
+    for how in keys.groups.values():
+        settings = how.expanded(settings)
     settings["quant_method"] = registry.of(method).name
     read = Quantization(source, method, settings, findings=findings(method, source, settings), budget=budget)
     read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)
@@ -207,7 +214,9 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
     by_name, by_pattern = _layers(settings, keys, modules)
     read.layers = by_name
     read.searched = [(rules("search", pattern, budget), own) for pattern, own in by_pattern.items()]
-    read.complete = [key for key, how in keys.layers.items() if how.complete and key in settings]
+    read.complete = [*(f"{key} (exact)" for key, how in keys.layers.items() if how.complete and key in settings),
+                     *(f"{key} ({how.dialect})" for key, how in keys.patterns.items() if how.complete
+                       and isinstance(settings.get(key), Mapping) and settings[key].keys() - {*how.whole})]
     read.dynamic = list(_dynamic(settings, keys, budget))
     for key, dialect in keys.only.items():
         if settings.get(key):
@@ -248,9 +257,12 @@ def _misplaced(settings: Mapping[str, Any], keys: ConfigKeys) -> Iterator[str]:
         value = settings.get(key)
         if value and not isinstance(value, Mapping):
             yield f"{key} is {shown(str(value))}, no object"
+        pattern = keys.patterns.get(key)
         for name, own in value.items() if isinstance(value, Mapping) else ():
-            if not (isinstance(own, Mapping) or (key in keys.patterns and (own is False or name.startswith(LEFT_ALONE)))):
-                yield f"{key}: {shown(name)} is {shown(str(own))}, no object of settings"
+            if not isinstance(own, Mapping) and not (pattern and (own is False or name.startswith(LEFT_ALONE)
+                                                                  or name in pattern.whole or (own is None and pattern.under))):
+                preset = f", and {shown(name)} is no preset's name" if isinstance(own, list) else ""
+                yield f"{key}: {shown(name)} is {shown(str(own))}, no object of settings{preset}"
 
 
 def _unaccepted(producer: Producer, every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -267,10 +279,11 @@ def _dynamic(settings: dict[str, Any], keys: ConfigKeys, budget: Budget) -> Iter
     for key, how in keys.patterns.items():
         by_pattern = settings.get(key)
         for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():
+            left = pattern.startswith(LEFT_ALONE) or own is False or (own is None and how.under != "")
+            if how.under and pattern not in how.whole:
+                yield rules(how.dialect, pattern, budget), None if left else ChainMap({how.under: own}, settings)
             if how.under:
-                yield rules(how.dialect, pattern, budget), ChainMap({how.under: own}, settings)
                 continue
-            left = pattern.startswith(LEFT_ALONE) or own is False
             yield (rules(how.dialect, re.sub(r"\A[-+]:", "", pattern), budget),
                    None if left else ChainMap(dict(own) if isinstance(own, Mapping) else {}, settings))
 
@@ -281,13 +294,14 @@ def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, b
     whole = {key: value for key, value in settings.items() if key != how.key and key not in keys.layers}
     groups: list[Group] = []
     for name, group in by_name.items() if isinstance(by_name, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
+        weights, targets = (group.get("weights"), group.get("targets")) if isinstance(group, Mapping) else (None, None)
+        if weights or targets:
+            targets = _listed(targets or [])
             own = {key: group[key] for key in how.repeated if group.get(key)}
-            targets = _listed(group.get("targets") or [])
             every = how.every in targets or not targets
             named = None if every else rules(how.targets, targets, budget)
-            groups.append(Group(name, named, ChainMap(own, dict(weights), whole), how.embeddings in targets))
+            groups.append(Group(name, named, ChainMap(own, dict(weights), whole) if isinstance(weights, Mapping) else None,
+                                how.embeddings in targets))
     return groups
 
 

@@ -30,8 +30,8 @@ class Reading:
 
     keys: the setting that gave each value, without constants of the rule; values may be unknown to the format.  weak: the rule
     took an absent setting as one of its alternatives.  follows: settings that follow from a tensor or field, with their values
-    for either case.  constants: settings that are fixed in the format, as a word or as alternatives; they may be absent.  fronts:
-    the prefix of lists for a further axis, of experts; None if settings have no prefix.
+    for either case.  constants: settings that are fixed in the format, as a word or as alternatives, or a parameter's name; they
+    may be absent.  fronts: the prefix of lists for a further axis, of experts; None if settings have no prefix.
     """
 
     storage: str

@@ -381,8 +381,8 @@ def _added_settings(rule: Mapping[str, Any]) -> dict[str, Any]:
 
 def _adapted_settings(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
     """A producer's settings adapted to another of its rules; parameters have the same values in every storage."""
-    new = copy.deepcopy(dict(old))
     own = producers().of(rule["quant_method"])
+    new = copy.deepcopy({**old} if own.groups is None else own.groups.expanded(old))
     names = {name: own.settings.get(name, name) for name in new}
     groups = [] if own.groups is None else \
         [group for group in _mappings(new.get(own.groups.key)) if isinstance(group.get("weights"), dict)]
