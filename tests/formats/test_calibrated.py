@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.encode.calibrated import solve
+from qdsl.encode.calibrated import descent, solve
 from qdsl.encode.calibrated.affine import affine
 from qdsl.encode.calibrated.descent import Descent, Run, descend
 from qdsl.encode.calibrated.hessian import Hessian, factor
@@ -119,7 +119,9 @@ def test_rounded_weights_stay_while_codes_are_solved() -> None:
 
 
 @pytest.mark.parametrize("format", [int_group.FORMAT, nf4.FORMAT, q4_k.FORMAT, mxfp4.FORMAT], ids=lambda format: format.name)
-def test_rows_do_not_depend_on_each_other(format: Format) -> None:
+def test_rows_do_not_depend_on_each_other(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the number of sweeps, which the loss of all decides."""
+    monkeypatch.setattr(descent, "LEAST_GAIN", -1)
     weight, hessian = layer()
     whole, half = quantize(format, weight, hessian), quantize(format, weight[:64], hessian)
     assert torch.equal(format.dequantize(whole, torch.float32)[:64], format.dequantize(half, torch.float32))
@@ -152,10 +154,21 @@ def test_fields_are_chosen_again_only_for_less_loss(format: Format) -> None:
     """Whatever they begin with: after rounding, all kinds of fields have much to gain."""
     weight, hessian = layer()
     rounded = format.quantize(weight)
+    before = {name: tensor.clone() for name, tensor in rounded.tensors.items()}
     chosen = descend(Descent(rounded, weight, hessian))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rounded.tensors.items())
     assert loss(format, chosen, weight, hessian) < 0.9 * loss(format, rounded, weight, hessian)
     exact = format.dequantize(rounded, torch.float32)
     assert descend(Descent(rounded, exact, hessian)) is rounded
+
+
+def test_no_row_is_swept_where_the_first_ones_gain_little() -> None:
+    weight, hessian = layer()
+    rounded = q4_k.FORMAT.quantize(weight)
+    first = int(descent.TRIED * SHAPE[0])
+    exact = torch.cat([q4_k.FORMAT.dequantize(rounded, torch.float32)[:first], weight[first:]])
+    assert descend(Descent(rounded, exact, hessian)) is rounded
+    assert descend(Descent(rounded, weight, hessian)) is not rounded
 
 
 def test_fields_that_decode_to_a_larger_loss_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

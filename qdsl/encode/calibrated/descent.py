@@ -3,7 +3,7 @@
 What a block of columns b adds to the loss when its weights change by d is d H_bb d^T - 2 d g_b^T, with g = (weight - decoded) H.
 In a field that weights are affine in, the best scale of a block is a quotient, which is rounded to the field's type; and the best
 of the rows of a grid is that of least cost among all.  See affine.py.  All fields of a run of columns are chosen before those of
-the next, so that one product with H serves them all.
+the next, so that one product with H serves them all.  Rows do not depend on each other, so the first ones say what a sweep gains.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from qdsl.encode.calibrated.affine import (
 from qdsl.encode.calibrated.hessian import Hessian
 from qdsl.host import progress
 from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.tiles import row_tiles
 
 STEP = 128                                                       # columns whose changes reach the others by one product
 SWEEPS = 3                                                       # over all fields, at most
-LEAST_GAIN = 0.1                                                 # of the loss, for another sweep
+TRIED = 1 / 8                                                    # of the rows, by whose loss the first sweep is judged
+LEAST_GAIN = 0.1                                                 # of the loss, for a sweep over all rows
 DRIFT = 1e-5                                                     # of the largest value, by sums of changes
 
 Choose = Callable[[slice, Tensor, Tensor], Tensor]               # columns, their H and g: how their weights change
@@ -41,9 +43,12 @@ Choose = Callable[[slice, Tensor, Tensor], Tensor]               # columns, thei
 def descend(state: Descent) -> PackedWeight:
     """The weight with the fields that lessen its loss.  Progress: its numbers, as many for each product with H."""
     products = 1 + max(0, len(state.names) - 1) / len(state.runs)        # of a sweep: fields of a run have one each, within it
-    losses, numbers = [state.loss], state.weight.numel() / (1 + SWEEPS * products)
+    losses, numbers = [state.loss], state.weight.numel() / (1 + (TRIED + SWEEPS) * products)
     progress.advance_units(numbers)                                     # of the gradient
-    for _ in range(SWEEPS if state.names else 0):
+    with progress.step_share(TRIED * products * numbers, TRIED * len(state.names) * state.weight.numel()):
+        if not state.promises():
+            return state.packed
+    for _ in range(SWEEPS):
         with progress.step_share(products * numbers, len(state.names) * state.weight.numel()):
             state.sweep(state.names)
         losses.append(state.loss)
@@ -76,6 +81,16 @@ class Descent:
     def loss(self) -> float:
         """The loss of the whole weight, from the values and the gradient."""
         return float(((self.weight - self.values) * self.gradient).sum(dtype=torch.float64))
+
+    def promises(self) -> bool:
+        """Whether a sweep over the first rows lessens their loss by LEAST_GAIN; True where they cannot be cut off."""
+        _, stop = next(row_tiles(self.packed, int(TRIED * self.weight.numel())), (0, 0))
+        if not self.names or stop == self.packed.shape[0]:
+            return bool(self.names)
+        first = Descent(self.packed.cut("N", 0, stop), self.weight.T[:stop], self.hessian)
+        loss = first.loss
+        first.sweep(first.names)
+        return first.loss < (1 - LEAST_GAIN) * loss
 
     def sweep(self, names: Sequence[str]) -> None:
         """Choose fields again, run by run."""
@@ -141,7 +156,7 @@ class Run:
     def _floats(self, name: str, blocks: Tensor, step: int) -> Tensor:
         """The best floats [blocks, N] of a field."""
         old = self.fields[name]
-        chosen = blocks.float()
+        chosen = blocks.to(torch.float32, copy=True)             # fields may be views of the weight's tensors
         doubled = self.decoded(**{name: (old.float() * 2).to(old.dtype)})
         factor = (doubled - self.values) / chosen.repeat_interleave(step, 0)
         factor = torch.where(torch.isfinite(factor), factor, 0)

@@ -38,18 +38,20 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
         return packed, fields
     blocks = cut_blocks(weight, *size)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
-    least = _block_errors(packed, fields, weight, importance, size)
-    for clip in CLIPS:
-        clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clip), high * clip), *weight.shape)
+
+    def quantized(clips: Tensor | float) -> tuple[PackedWeight, dict[str, Tensor]]:
+        clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clips), high * clips), *weight.shape)
         with progress.step_share(1, weight.numel()):
             trial = format.quantize(clipped, importance=importance, **options)
-        trial_fields = format.unpack(trial)
-        errors = _block_errors(packed, trial_fields, weight, importance, size)
-        better = errors < least
-        least = torch.where(better, errors, least)
-        for name in own:
-            fields[name] = _where_better(packed, name, better, size, trial_fields[name], fields[name])
-    return format.pack(fields, packed.storage, **packed.params), fields
+        return trial, format.unpack(trial)
+
+    least = _block_errors(packed, fields, weight, importance, size)
+    chosen = torch.ones_like(least)
+    for clip in CLIPS:
+        errors = _block_errors(packed, quantized(clip)[1], weight, importance, size)
+        chosen = torch.where(errors < least, clip, chosen)
+        least = torch.minimum(errors, least)
+    return quantized(chosen[:, None, :, None])
 
 
 def _fixed_options(format: Format, weight: Tensor) -> dict[str, Any]:
@@ -84,20 +86,3 @@ def _block_errors(packed: PackedWeight, fields: Mapping[str, Tensor], weight: Te
     """The squared errors of each block, weighted by the importance of columns: [blocks of rows, blocks of columns]."""
     error = decoded(packed, fields).sub_(weight).square_().mul_(importance)
     return cut_blocks(error, *size).sum((1, 3))
-
-
-def _where_better(packed: PackedWeight, name: str, better: Tensor, size: tuple[int, int], new: Tensor, old: Tensor) -> Tensor:
-    """A field's new values in the blocks that are better, and its old ones in the others."""
-    steps = _steps(packed, name)
-    assert steps is not None
-    n, k = packed.shape
-    rows, columns = (-(-extent // step) for extent, step in zip((n, k), steps, strict=True))
-    index = [torch.arange(count, device=old.device) * step // whole for count, step, whole in
-             zip((rows, columns), steps, size, strict=True)]
-    mask = better[index[0]][:, index[1]].view(old.shape)
-    return torch.where(mask, new.view(_bits(new)), old.view(_bits(old))).view(old.dtype)
-
-
-def _bits(values: Tensor) -> torch.dtype:
-    """A dtype in which torch selects values of any dtype bit by bit."""
-    return torch.uint8 if values.dtype.itemsize == 1 else values.dtype

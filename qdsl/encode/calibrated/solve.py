@@ -49,7 +49,7 @@ def quantize(format: Format, weight: Tensor, hessian: Hessian, method: str = GPT
     if weight.shape[1:] != hessian.matrix.shape[1:]:
         raise FormatError(f"{format.name}: the weight has {weight.shape[1]} columns, and its inputs had {len(hessian.matrix)}")
     weight = weight.detach().float()
-    trials = 1 if any(variant.importance for variant in format.variants.values()) else 1 + len(CLIPS)
+    trials = 1 if any(variant.importance for variant in format.variants.values()) else 2 + len(CLIPS)
     with progress.step_share((1 if method == IMPORTANCE else SCALES) * weight.numel(), trials):
         packed, fields = quantize_clipped(format, weight, hessian.importance ** power, options)
     if method == IMPORTANCE:
