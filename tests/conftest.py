@@ -15,7 +15,7 @@ VARIED = {"formats", "kernels", "models"}                        # folders whose
 
 
 def commits() -> str:
-    """The number of commits; 0 without git.  `half_of` (tests/support/covering.py) chooses by it which cases run."""
+    """The number of commits; 0 without git.  `quarter_of` (tests/support/covering.py) chooses by it which cases run."""
     if not shutil.which("git"):
         return "0"
     done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)

@@ -16,7 +16,7 @@ from qdsl.core.codecs import CODECS, implementation
 from qdsl.generated import df11, fix3, fix4, fp8_block, fp8_tensor, hlane, int8_block, int8_channel, int_group, nf4, q4_0, q4_k
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import algebra
-from tests.support.covering import ALL, half_of
+from tests.support.covering import ALL, quarter_of
 from tests.support.formats import Case, assert_same, cases, random_fields, same_bits, shapes, smallest
 
 CASES = cases()
@@ -85,7 +85,7 @@ def or_nearest(cut: Callable[[str, int, int], PackedWeight], dim: str, start: in
 # -- every storage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", half_of(CASES), ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES), ids=str)
 def test_step_is_the_least_at_which_a_weight_is_cut(case: Case) -> None:
     """And join puts the pieces together again, to tensors of the same bytes."""
     for packed, weight in weights(case):
@@ -118,7 +118,7 @@ def is_refused(packed: PackedWeight, dim: str, start: int, stop: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES), ids=str)
 def test_rows_in_any_order(case: Case) -> None:
     generator = torch.Generator().manual_seed(0)
     for packed, weight in weights(case):
@@ -133,7 +133,7 @@ def test_rows_in_any_order(case: Case) -> None:
                     check(packed.rows(rows), weight[rows])
 
 
-@pytest.mark.parametrize("case", half_of(CASES[1:]), ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES[1:]), ids=str)
 def test_shards_at_and_inside_blocks(case: Case) -> None:
     """Where one is refused, the borders that the error names work; pieces in one storage join to the weight."""
     for turn, (packed, weight) in enumerate(weights(case)):
@@ -148,7 +148,7 @@ def test_shards_at_and_inside_blocks(case: Case) -> None:
                 check(PackedWeight.join(pieces, dim), weight)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES), ids=str)
 def test_on_meta_shapes_are_those_of_numbers(case: Case) -> None:
     """All but those of entropy codes, which depend on the numbers."""
     for packed, _ in weights(case)[::2]:

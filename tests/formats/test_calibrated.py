@@ -20,7 +20,7 @@ from qdsl.encode.calibrated.solve import IMPORTANCE, quantize, quantize_codes
 from qdsl.generated import hqq_axis0, int_group, iq2_xs, mxfp4, nf4, q4_k
 from qdsl.runtime.format import Format
 from qdsl.runtime.weight.packed import FormatError
-from tests.support.covering import half_of
+from tests.support.covering import quarter_of
 from tests.support.formats import SHIPPED, module
 
 # K is a multiple of all blocks but those of any_precision, and N of all rows of tiles
@@ -53,7 +53,7 @@ def loss(format: Format, packed: object, weight: Tensor, hessian: Hessian) -> fl
     return hessian.loss(format.dequantize(packed, torch.float32) - weight)      # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("path", half_of(with_quantizer()), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", quarter_of(with_quantizer()), ids=lambda path: path.stem)
 def test_the_loss_is_less_than_that_of_rounding(path: Path) -> None:
     """At most three quarters of it, unless a table holds all vectors of the weight."""
     format, (weight, hessian), options = module(path).FORMAT, layer(LENGTHS.get(path.stem, SHAPE[1])), OPTIONS.get(path.stem, {})
@@ -79,7 +79,7 @@ def test_a_last_block_may_be_shorter() -> None:
     assert ragged >= {"fp8_block", "int8_block", "coreml_lut", "nf4"}
 
 
-@pytest.mark.parametrize("path", half_of(with_quantizer()[1:]), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", quarter_of(with_quantizer()[1:]), ids=lambda path: path.stem)
 def test_independent_inputs_take_the_nearest_codes(path: Path) -> None:
     """No other code of a weight is nearer, with the scales that were chosen."""
     k = LENGTHS.get(path.stem, SHAPE[1])

@@ -21,7 +21,7 @@ from qdsl.core import places
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import stream_kernels, tiles
-from tests.support.covering import ALL, by_turns
+from tests.support.covering import ALL, by_turns, quarter_of
 from tests.support.formats import (
     Case,
     assert_same,
@@ -59,7 +59,7 @@ def weight(case: Case, chosen: dict[str, int | str], seed: int = 0) -> PackedWei
     return case.module.FORMAT.checked(packed.derive({k: v for k, v in packed.tensors.items() if k not in index}))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES), ids=str)
 def test_there_and_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE", 40 * SHAPE[1])            # several tiles of rows, the last one short
     for chosen in params(case):

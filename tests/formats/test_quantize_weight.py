@@ -27,7 +27,7 @@ from qdsl.generated import (
 )
 from qdsl.runtime import FormatError
 from qdsl.runtime.weight import tiles
-from tests.support.covering import half_of
+from tests.support.covering import quarter_of
 from tests.support.formats import (
     NO_QUANTIZER,
     Case,
@@ -173,7 +173,7 @@ def test_an_importance_that_does_not_fit_is_refused(module: ModuleType) -> None:
             module.quantize(weight, importance=importance)
 
 
-@pytest.mark.parametrize("case", half_of(QUANTIZED), ids=str)
+@pytest.mark.parametrize("case", quarter_of(QUANTIZED), ids=str)
 def test_an_importance_changes_what_a_search_finds_and_nothing_else(case: Case) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(next(shapes(case, (64, 128), (512, 1024))), generator=generator)
@@ -199,7 +199,7 @@ def test_weights_too_large_for_their_scales_are_refused(module: ModuleType, size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", half_of([case for case in CASES if case.module.FORMAT.variant(case.choice).encode]), ids=str)
+@pytest.mark.parametrize("case", quarter_of([case for case in CASES if case.module.FORMAT.variant(case.choice).encode]), ids=str)
 def test_quantizing_what_was_quantized_changes_little(case: Case, dtype: torch.dtype) -> None:
     """A weight that a format made stays within one code of itself, and values of zero stay zero.
 

@@ -17,7 +17,7 @@ from qdsl.analyze.check.stored_bits import StoredBits, bit_patterns
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support.blessing import prove_stored
-from tests.support.covering import ALL, half_of
+from tests.support.covering import ALL, quarter_of
 from tests.support.formats import Case, cases, is_held, random_fields, random_packed, raw, same_bits, shapes, smallest, spec
 from tests.support.slow_reading import Reading
 
@@ -38,7 +38,7 @@ def stored_bits(case: Case, shape: tuple[int, int]) -> StoredBits:
     return StoredBits(check_cases.StorageCase(case.spec, case.module.FORMAT, case.storage, case.choice), shape)
 
 
-@pytest.mark.parametrize("case", half_of(LINEAR), ids=str)
+@pytest.mark.parametrize("case", quarter_of(LINEAR), ids=str)
 def test_every_bit_lands_where_the_spec_says(case: Case) -> None:
     """One-hot storage bits and field bits; larger storages by patterns that single out every bit as surely."""
     bits = stored_bits(case, smallest(case))
@@ -60,7 +60,7 @@ def test_every_bit_lands_where_the_spec_says(case: Case) -> None:
         assert (bits.pack(pattern) == bits.expected_stored(pattern)).all()
 
 
-@pytest.mark.parametrize("case", half_of(BITS[1:]), ids=str)
+@pytest.mark.parametrize("case", quarter_of(BITS[1:]), ids=str)
 @pytest.mark.parametrize("seed", range(3 if ALL else 1))
 def test_any_bytes_survive(case: Case, seed: int) -> None:
     """pack(unpack(bytes)) == bytes, in all bits that hold a field.
@@ -131,7 +131,7 @@ def test_what_is_no_digit_is_refused(case: Case) -> None:
             case.module.pack({**fields, name: wrong}, storage=case.storage, **case.choice)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES), ids=str)
 @settings(max_examples=12 if ALL else 6, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_fields_survive(case: Case, data: st.DataObject) -> None:

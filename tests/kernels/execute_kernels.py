@@ -36,7 +36,7 @@ from qdsl.runtime.torch import experts
 from qdsl.runtime.torch.linear import as_stored
 from tests.kernels import test_w8a8
 from tests.kernels.test_lanes import expected, matrix_unit_of, shapes_of
-from tests.support.covering import ALL, covering, half_of, kernels
+from tests.support.covering import ALL, covering, kernels, quarter_of
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
 from tests.support.only_ptx import stop_at_ptx
 
@@ -84,7 +84,7 @@ def jobs() -> list[Job]:
             turn, offsets = number // 3, OFFSETS[kind in ("gemv", "skinny", "tile_gemm")]
             chosen.append(Job(case, kind, arch, ROWS[kind][turn % len(ROWS[kind])], DTYPES[turn % 2], ORDERS[turn % 5 % 3],
                               offsets[turn % len(offsets)], SUMS[number % 2]))
-    return half_of(chosen)
+    return quarter_of(chosen)
 
 
 def is_counted(case: Case) -> bool:

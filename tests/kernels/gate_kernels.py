@@ -20,7 +20,7 @@ from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.libraries.call import Call
-from tests.support.covering import half_of
+from tests.support.covering import quarter_of
 from tests.support.formats import EXTRA, SHIPPED, module
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -94,7 +94,7 @@ LEADING = tuple(Gate(name, storage, rows, tuple((kind, math.inf) for kind in TYP
 
 def gates_of(arch: str) -> list[Gate]:
     """Half of the gates in turn, another half for another architecture."""
-    return half_of(GATES if arch == "sm_90" else GATES[1:])
+    return quarter_of(GATES if arch == "sm_90" else GATES[1:])
 
 
 def weight(gate: Gate, shape: tuple[int, int]) -> PackedWeight:

@@ -20,7 +20,7 @@ from qdsl.runtime.cpu import kept, rows
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.torch import model
 from qdsl.runtime.weight.packed import FormatError
-from tests.support.covering import covering, half_of
+from tests.support.covering import covering, quarter_of
 from tests.support.cpu_products import check, in_order, plain, sample
 from tests.support.formats import Case, cases, shapes, smallest
 
@@ -41,7 +41,7 @@ def lines(case: Case) -> list[str]:
 
 
 CASES = [case for case in cases() if lines(case)]
-COVERING = half_of(covering(CASES, lines))
+COVERING = quarter_of(covering(CASES, lines))
 
 
 def bound(x: Tensor) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.torch import experts, ops
 from qdsl.runtime.weight import stream_kernels
+from tests.support.covering import quarter_of
 from tests.support.formats import SHIPPED, Case, cases, random_packed, shuffled_fields, smallest
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -178,7 +179,7 @@ def test_decoded_experts(module: Any, dtype: torch.dtype, many: bool, monkeypatc
 dequantize = launch.dequantize
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if case.path in SHIPPED], ids=str)
+@pytest.mark.parametrize("case", quarter_of([case for case in cases() if case.path in SHIPPED]), ids=str)
 def test_experts_are_taken_as_they_are_stored(case: Case) -> None:
     """Along whichever axis a tensor has the rows of an expert, and none where all experts share it."""
     packed = experts_of(case, 5, 128, max(256, smallest(case)[1]))

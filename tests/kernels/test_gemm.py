@@ -15,7 +15,7 @@ from qdsl.runtime.gpu.families import ANY_GPU
 from qdsl.runtime.gpu.families.units import gemm_config
 from qdsl.runtime.torch.linear import as_stored
 from tests.support import compiling
-from tests.support.covering import by_turns, half_of
+from tests.support.covering import by_turns, quarter_of
 from tests.support.formats import Case, cases, random_packed, shapes, smallest
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -69,7 +69,7 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, sp
     return out.cpu()
 
 
-@pytest.mark.parametrize(("case", "turn"), half_of(by_turns(CASES, TURNS)), ids=str)
+@pytest.mark.parametrize(("case", "turn"), quarter_of(by_turns(CASES, TURNS)), ids=str)
 def test_the_product_is_that_of_the_weights_rounded_to_the_type_of_x(
         case: Case, turn: tuple[tuple[int, int], int, torch.dtype, int]) -> None:
     (n, k), rows, dtype, split = turn

@@ -14,7 +14,7 @@ from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import Kernels, PackedWeight
 from qdsl.runtime.gpu import launch, tiles
 from qdsl.runtime.weight.arrays import power
-from tests.support.covering import ALL, WALK, covering, half_of, kernels
+from tests.support.covering import ALL, WALK, covering, kernels, quarter_of
 from tests.support.formats import (
     Case,
     assert_same,
@@ -68,7 +68,7 @@ def test_tiles_of_more_axes_than_the_kernel_orders_are_stored_one_by_one() -> No
     assert tiles.columns_in_order(many, 4, 64) == tiles.columns_in_order(few, 4, 8) == {"DIGITS": None, "ORDER": None}
 
 
-@pytest.mark.parametrize("case", half_of(CASES, COVERING), ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES, COVERING), ids=str)
 def test_dequantize_is_exact(case: Case) -> None:
     for number, shape in enumerate(grid(case)):
         packed = random_packed(case, shape, seed=number).decode_streams().to(DEVICE)
@@ -76,7 +76,7 @@ def test_dequantize_is_exact(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", half_of(CASES), ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES), ids=str)
 def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
     """To nearest even from the exact float32 weight; results too large for the dtype are infinite in both."""
     packed = random_packed(case, smallest(case), seed=1).decode_streams().to(DEVICE)
@@ -85,7 +85,7 @@ def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
     assert_same(case.module.dequantize(packed.to("cpu"), dtype), exact.to(dtype), packed, "reference")
 
 
-@pytest.mark.parametrize("case", half_of([case for case in CASES if case.module.FORMAT.size_axes]), ids=str)
+@pytest.mark.parametrize("case", quarter_of([case for case in CASES if case.module.FORMAT.size_axes]), ids=str)
 def test_every_block_size(case: Case) -> None:
     format = case.module.FORMAT
     for size in format.size_axes:
@@ -108,7 +108,7 @@ def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> 
     return out
 
 
-@pytest.mark.parametrize("case", half_of(CASES, COVERING), ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES, COVERING), ids=str)
 def test_linear(case: Case) -> None:
     """Within what float32 sums of K terms may lose, against float64; and one rounding to the dtype of x."""
     for number, shape in enumerate(grid(case), CASES.index(case)):
@@ -129,7 +129,7 @@ def test_linear(case: Case) -> None:
         assert ((product.double() - wanted).abs() <= bound).all(), shape
 
 
-@pytest.mark.parametrize("case", half_of(CASES, COVERING), ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES, COVERING), ids=str)
 def test_linear_reads_each_weight_where_it_belongs(case: Case) -> None:
     """With one-hot rows of x, linear is dequantize: the same bits, since nothing is summed but zeros."""
     packed = random_packed(case, smallest(case), seed=2).decode_streams().to(DEVICE)
@@ -140,7 +140,7 @@ def test_linear_reads_each_weight_where_it_belongs(case: Case) -> None:
     assert torch.equal(product, case.module.dequantize(packed.to("cpu"), torch.float32)[:, columns].t())
 
 
-@pytest.mark.parametrize("case", half_of(cases(types=True), COVERING), ids=str)
+@pytest.mark.parametrize("case", quarter_of(cases(types=True), COVERING), ids=str)
 def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """All codes, and all 65536 halves as scales: subnormal, infinite and NaN too.  Kernel and reference agree.
 
@@ -226,7 +226,7 @@ TILE_ROWS = {"cpu_avx512": 64, "cpu_avx2": 32, "cpu_scalar": 32}      # of a who
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts loads in the interpreter")
-@pytest.mark.parametrize("case", half_of([case for case in CASES if has_codes(case)]), ids=str)
+@pytest.mark.parametrize("case", quarter_of([case for case in CASES if has_codes(case)]), ids=str)
 def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
     least = smallest(case)                                       # one weight says nothing of what others load

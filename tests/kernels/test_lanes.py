@@ -14,7 +14,7 @@ from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.families import BY_NAME, lanes
 from qdsl.runtime.torch.linear import as_stored
-from tests.support.covering import ALL, by_turns, covering, half_of, kernels
+from tests.support.covering import ALL, by_turns, covering, kernels, quarter_of
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -128,7 +128,7 @@ def hopper() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", half_of(CASES, COVERING), ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES, COVERING), ids=str)
 def test_one_row(case: Case) -> None:
     for i, params in enumerate(tried(case)):
         step = shapes_of(case, params)[0][1]
@@ -188,7 +188,7 @@ def test_one_row_with_numbers_that_are_not_finite(case: Case) -> None:
         assert torch.equal(out[out.isinf()].sign(), exact[exact.isinf()].sign().bfloat16()), values
 
 
-@pytest.mark.parametrize("case", half_of(FEW, COVERING), ids=str)
+@pytest.mark.parametrize("case", quarter_of(FEW, COVERING), ids=str)
 def test_few_rows(case: Case) -> None:
     """Up to 8, and more in blocks of 8."""
     for i, params in enumerate(tried(case)):
@@ -198,7 +198,7 @@ def test_few_rows(case: Case) -> None:
             check(case, shapes[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
 
 
-@pytest.mark.parametrize("case", half_of([case for case in FEW if case in COVERING]), ids=str)
+@pytest.mark.parametrize("case", quarter_of([case for case in FEW if case in COVERING]), ids=str)
 def test_two_blocks_of_rows(case: Case) -> None:
     """With 16 rows of x in a program a row has the bits that it has with 8."""
     number = COVERING.index(case)
@@ -211,7 +211,7 @@ def test_two_blocks_of_rows(case: Case) -> None:
     assert torch.equal(product(x, packed, bias, two), product(x, packed, bias, one))
 
 
-@pytest.mark.parametrize("case", half_of([case for case in CASES if "tile_gemm" in matrix_unit_of(case).families], COVERING),
+@pytest.mark.parametrize("case", quarter_of([case for case in CASES if "tile_gemm" in matrix_unit_of(case).families], COVERING),
                          ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(tried(case)):
@@ -261,7 +261,7 @@ def test_tiles_of_128_rows(case: Case, tile: lanes.Tall, hopper: None) -> None:
 SCALED = [case for case in CASES if "tile_gemm" in matrix_unit_of(case).families and matrix_unit_of(case).sums.scale]
 
 
-@pytest.mark.parametrize("case", SCALED, ids=str)
+@pytest.mark.parametrize("case", quarter_of(SCALED), ids=str)
 def test_scaled_weights(case: Case, hopper: None) -> None:
     """`tile_gemm` that rounds scaled weights to x's type and sums all of K at once: as exact as the rounded weight."""
     served = [params for params in tried(case) if all(map(matrix_unit_of(case).serves, sizes_of(case, params)))]
@@ -291,7 +291,7 @@ def test_programs_that_share_k(case: Case, hopper: None) -> None:
         assert not scratch.counters.take(1, packed.device).any()
 
 
-@pytest.mark.parametrize(("case", "dtype"), half_of(by_turns(COVERING, DTYPES)), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), quarter_of(by_turns(COVERING, DTYPES)), ids=str)
 def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
     """Columns of a span of 512, one at a time, so that nothing is summed but zeros: each is where it belongs.
 
@@ -315,7 +315,7 @@ def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
     assert ((products - weight).abs() <= weight.abs() * (eps / 2 + rounding(case, packed, dtype) * 1.01) + slack * eps).all()
 
 
-@pytest.mark.parametrize("case", half_of([case for case in FEW if case in COVERING][1:]), ids=str)
+@pytest.mark.parametrize("case", quarter_of([case for case in FEW if case in COVERING][1:]), ids=str)
 def test_bits_do_not_depend_on_the_run_or_on_other_rows(case: Case) -> None:
     """The same call gives the same bits; a row among up to 8 others, or in another place, gives its own."""
     packed = packed_of(case, shapes_of(case)[1], next(choices(case)), seed=5)

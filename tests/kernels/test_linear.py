@@ -23,7 +23,7 @@ import qdsl
 from qdsl.generated import fp8_block, fp8_tensor, int_group, q4_0, q8_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.cpu import linear as cpu
-from tests.support.covering import ALL, by_turns
+from tests.support.covering import ALL, by_turns, quarter_of
 from tests.support.formats import Case, cases, random_packed, same_bits, shapes, smallest
 
 CASES = cases()
@@ -71,7 +71,7 @@ def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what:
 # -- linear ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quarter_of(CASES), ids=str)
 def test_linear_is_the_product_with_the_dequantized_weight(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest weight, and ragged ones: the last block short along both axes where the format allows that.
 

@@ -28,7 +28,7 @@ from qdsl.runtime.gpu.prepared import Prepared, prepare
 from qdsl.runtime.libraries.call import Call
 from qdsl.runtime.torch import linear, ops
 from tests.support import compiling
-from tests.support.covering import half_of
+from tests.support.covering import quarter_of
 from tests.support.interpreter import INTERPRETED
 
 META, BF16 = torch.device("meta"), torch.bfloat16
@@ -51,7 +51,7 @@ def choice_for(packed: PackedWeight, m: int, gpu: Gpu) -> plan.Choice:
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", half_of([*GPUS.values()]), ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", quarter_of([*GPUS.values()]), ids=lambda gpu: gpu.name)
 def test_no_candidate_is_much_cheaper(gpu: Gpu) -> None:
     """Of every storage, entropy codes too.  `python -m bench --only dispatch` takes all shapes and rows for every GPU."""
     turn = [*GPUS.values()].index(gpu)

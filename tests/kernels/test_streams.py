@@ -23,7 +23,7 @@ from qdsl.runtime.gpu.product import product as gpu_product
 from qdsl.runtime.torch import linear
 from qdsl.runtime.torch.ops import operation_arguments, weight_key
 from qdsl.runtime.weight import stream_kernels
-from tests.support.covering import ALL, half_of
+from tests.support.covering import ALL, quarter_of
 from tests.support.interpreter import INTERPRETED, guarded
 from tests.support.paths import ROOT
 
@@ -280,7 +280,7 @@ def places(form: str) -> Iterator[str]:
     yield from importlib.import_module(f"qdsl.generated.{form}").FORMAT.variants[()].storages[form].tensors
 
 
-@pytest.mark.parametrize(("form", "name"), half_of([(form, name) for form in FORMS for name in places(form)]))
+@pytest.mark.parametrize(("form", "name"), quarter_of([(form, name) for form in FORMS for name in places(form)]))
 def test_damage_leads_no_kernel_out_of_its_tensors(form: str, name: str) -> None:
     """Refused, or decoded within bounds to numbers that may be wrong."""
     patterns = normal(8, 2048) if form != "df11" else normal(8, 512)

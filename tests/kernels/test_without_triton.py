@@ -15,6 +15,7 @@ import bench.gpu.__main__ as bench_gpu
 from qdsl.generated import q4_0
 from qdsl.runtime.gpu import launch, tune
 from qdsl.runtime.libraries.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
+from tests.support.covering import quarter_of
 from tests.support.formats import ROOT, Case, cases, random_packed, same_bits, smallest
 from tests.support.jobs import command
 
@@ -22,7 +23,7 @@ without_triton = pytest.mark.skipif(is_installed, reason="Triton is installed")
 
 
 @without_triton
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", quarter_of(cases()), ids=str)
 def test_a_format(case: Case) -> None:
     packed, format = random_packed(case, smallest(case)), case.module.FORMAT
     again = format.pack(format.unpack(packed), storage=case.storage, **case.choice)

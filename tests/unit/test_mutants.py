@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutants import EQUAL, caught, verdict
 from tests.support.answers import kept
-from tests.support.covering import ALL, half_of
+from tests.support.covering import ALL, quarter_of
 from tests.support.formats import SPECS, spec
 from tests.support.mistakes import KINDS, Mutant, mutants
 
@@ -21,7 +21,7 @@ SHARES = 6                                                       # of a spec's m
 def test_every_mutant_is_caught(path: Path, share: int) -> None:
     answers = kept(path.stem)
     listed = mutants(path) if ALL else mutants(path)[::1 + len(mutants(path)) // MANY]
-    wrong = [problem for mutant in half_of(listed[share::SHARES]) if (problem := verdict(mutant, path.stem, answers))]
+    wrong = [problem for mutant in quarter_of(listed[share::SHARES]) if (problem := verdict(mutant, path.stem, answers))]
     assert not wrong, "\n".join(wrong)
 
 
