@@ -176,8 +176,8 @@ def pdl(where: Where) -> Iterator[Row]:
         copies = _copies(where, weight)
         for m in where.some((1, 8)):
             x, results = _normal(where, m, k) / 64, dict[str, Tensor]()
-            for setting in configure.OVERLAPS:
-                with patch.dict(os.environ, {configure.OVERLAP: setting}):
+            for setting in configure.OVERLAP.choices:
+                with patch.dict(os.environ, {configure.OVERLAP.variable: setting}):
                     chain = partial(_chain, x, copies)           # each product takes the result of the one before it
                     results[setting] = chain().view(torch.int16)   # bits, as codes of 8 bits overflow after some products
                     same = torch.equal(results["never"], results[setting])

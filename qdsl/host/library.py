@@ -28,7 +28,7 @@ from qdsl.host.system import processor_flags
 # off subnormal numbers in the whole process.
 OPTIONS = ("-std=gnu11", "-O2", "-fno-fast-math", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing",
            "-fPIC", "-shared", "-w")
-SETTING, CHOICES = "QDSL_CPU_COMPILE", ("auto", "always", "never")
+SETTING = "QDSL_CPU_COMPILE"
 SECONDS = 120                                                    # time limit of the compiler
 _compiling: dict[str, threading.Lock] = {}                       # by file name: other libraries compile meanwhile
 
@@ -41,14 +41,14 @@ _chosen = ""
 
 
 def choose(choice: str) -> None:
-    """Use one of CHOICES in this process, instead of QDSL_CPU_COMPILE."""
+    """Use this in this process, instead of QDSL_CPU_COMPILE."""
     global _chosen
     _chosen = choice
 
 
 def setting() -> str:
     """The choice of the last call of `choose`, else QDSL_CPU_COMPILE, which may be invalid."""
-    return _chosen or os.environ.get(SETTING, CHOICES[0])
+    return _chosen or os.environ.get(SETTING, "auto")
 
 
 @cache

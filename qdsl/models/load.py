@@ -38,7 +38,7 @@ from qdsl.models.ties import keep_ties, recorded_ties, tie
 from qdsl.models.transforms import folded_weight, place_transforms
 from qdsl.runtime.cpu.int4 import OPERATIONS
 from qdsl.runtime.cpu.linear import has_torch_kernels
-from qdsl.runtime.gpu.placement import may_change, setting
+from qdsl.runtime.gpu.placement import PLANAR, may_change
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.torch.layers import QuantizedLinear, embedding_class, linear_class, replaced_by
 from qdsl.runtime.torch.model import match_dense as match_dense_layers
@@ -125,7 +125,7 @@ def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()
         is_fast = layer.device.type == "cpu" and layer.compute_dtype in OPERATIONS["cpu"].dtypes
         return not is_fast or is_left(layer, name) or not may_change(layer)
 
-    is_allowed = has_torch_kernels() and not library.has_compiler() and setting() != "never"
+    is_allowed = has_torch_kernels() and not library.has_compiler() and PLANAR.value() != "never"
     fused = fuse_model(model, is_unfused).quantized if is_allowed else {}
     changed = [*fused, *use_fastest_storages(model, is_left).quantized]
     make_ready(model, lambda name: not devices and place(name) in report.packed)

@@ -286,7 +286,7 @@ def overlapping(name: str, storage: str, rows: int, dtype: torch.dtype) -> dict[
     calls, outs = [], []
     for setting in ("auto", "never"):
         outs.append(torch.full((rows, 40), torch.nan, dtype=dtype))
-        with configure.assumed(9, configure.MULTIPROCESSORS), patch.dict(os.environ, {configure.OVERLAP: setting}):
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.dict(os.environ, {configure.OVERLAP.variable: setting}):
             calls += launch.linear_calls(x, packed, bias, outs[-1], candidate=candidate)
     before = (x, bias, *packed.tensors.values())
     findings = run(calls[1:], "sm_90", outs[1], Options())

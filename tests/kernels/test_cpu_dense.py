@@ -73,9 +73,9 @@ def test_which_weights_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = quantized(fix4, weight)
     assert dense.kept_decoded(packed) is None                         # of no layer
     packed.keeps_copy = True
-    monkeypatch.setenv(kept.SETTING, "never")
+    monkeypatch.setenv(kept.INTERLEAVE.variable, "never")
     assert dense.kept_decoded(packed) is None
-    monkeypatch.delenv(kept.SETTING)
+    monkeypatch.delenv(kept.INTERLEAVE.variable)
     monkeypatch.setattr(dense, "free_memory", lambda: 2 * weight.nbytes - 1)
     assert dense.kept_decoded(packed) is None and torch.equal(fix4.linear(weight[:1], packed), linear(weight[:1], weight))
     monkeypatch.setattr(kept, "_entries", {})

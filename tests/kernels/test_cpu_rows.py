@@ -53,7 +53,7 @@ def bound(x: Tensor) -> dict[str, Any]:
 def compiled(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """Products are compiled in these tests, of small weights too, with few optimizations."""
     monkeypatch.setenv("QDSL_CACHE", str(cache_folder))
-    monkeypatch.setenv(kept.SETTING, "always")
+    monkeypatch.setenv(kept.INTERLEAVE.variable, "always")
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-O1"))
     monkeypatch.setattr(rows, "_libraries", {})
     monkeypatch.setattr(kept, "_entries", {})
@@ -255,7 +255,7 @@ def test_codes_and_scales_of_eight_bits_have_their_exact_values() -> None:
 
 def test_explain_lists_copies_among_the_ways_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a layer of a model has them, with times."""
-    monkeypatch.setenv(kept.SETTING, "auto")
+    monkeypatch.setenv(kept.INTERLEAVE.variable, "auto")
     monkeypatch.setenv("QDSL_CPU_INT8", "1")
     choice = processors.explain_choice(processors.random_weight(q4_0.FORMAT, (64, 256), None, {}), 1, "bf16")
     assert [(own["kernel"], own["config"]) for own in choice["candidates"]] == [
@@ -313,9 +313,9 @@ def test_a_setting_keeps_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPa
     layers = torch.nn.Sequential(torch.nn.Linear(256, 64))
     model.quantize_model(layers, q4_0.FORMAT)
     for choice, has_copies in (("never", (False, False)), ("auto", (False, True)), ("always", (True, True))):
-        monkeypatch.setenv(kept.SETTING, choice)
+        monkeypatch.setenv(kept.INTERLEAVE.variable, choice)
         assert tuple(rows.interleaved_copy(weight) is not None for weight in (packed, layers[0].packed)) == has_copies
     assert q4_0.linear(sample(1, 256), packed).shape == (1, 64)
-    monkeypatch.setenv(kept.SETTING, "maybe")
+    monkeypatch.setenv(kept.INTERLEAVE.variable, "maybe")
     with pytest.raises(FormatError, match="QDSL_CPU_INTERLEAVE is auto, always or never, not 'maybe'"):
         rows.interleaved_copy(packed)

@@ -56,10 +56,10 @@ def test_a_loader_stores_weights_planar_on_a_gpu(gpu: None, tmp_path: Path, monk
     assert report.bytes_after == sum(tensor.nbytes for tensor in faster.state_dict().values())
     assert {name.rpartition(".")[2] for name in faster.up.state_dict()} == {*faster.up.packed.tensors, "bias"}
     assert qdsl.save_model(faster, tmp_path / "out").exact and files(tmp_path / "out") == files(source)
-    monkeypatch.setenv(placement.SETTING, "never")
+    monkeypatch.setenv(placement.PLANAR.variable, "never")
     assert set(qdsl.load_weights_(stored, source).packed.values()) == {"int_group.gptq_v2"} and storages(stored) == {"gptq_v2"}
     torch.testing.assert_close(faster.up(x), stored.up(x))
-    monkeypatch.setenv(placement.SETTING, "always")
+    monkeypatch.setenv(placement.PLANAR.variable, "always")
     with pytest.raises(FormatError, match="QDSL_PLANAR is auto, larger or never, not 'always'"):
         qdsl.load_weights_(mlp(), source)
 

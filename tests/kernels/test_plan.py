@@ -184,17 +184,17 @@ def test_launches_overlap_where_that_is_set(capability: int, monkeypatch: pytest
     assert {call.family for call in calls()} == {"gemv", "gemv_records", "skinny"}
     for setting in ("never", "auto", None):
         if setting is None:
-            monkeypatch.delenv(configure.OVERLAP)
+            monkeypatch.delenv(configure.OVERLAP.variable)
         else:
-            monkeypatch.setenv(configure.OVERLAP, setting)
+            monkeypatch.setenv(configure.OVERLAP.variable, setting)
         overlap = setting == "auto" and capability >= 9
         assert {(call.arguments[-1], "launch_pdl" in call.options) for call in calls() if call.arguments[0][0].shape[1] == 512} \
             == {(512 if overlap else None, overlap)}
         assert {call.arguments[-1] for call in calls()} == ({512, 576} if overlap else {None})
-    monkeypatch.setenv(configure.OVERLAP, "auto")
+    monkeypatch.setenv(configure.OVERLAP.variable, "auto")
     [grouped] = launch.grouped_calls(rows, packed, tiles, None, rows)
     assert grouped.arguments[-1] is None and "launch_pdl" not in grouped.options
-    monkeypatch.setenv(configure.OVERLAP, "always")
+    monkeypatch.setenv(configure.OVERLAP.variable, "always")
     with pytest.raises(FormatError, match="QDSL_PDL is never or auto, not 'always'"):
         calls()
 

@@ -359,7 +359,7 @@ def test_layers_with_groups_of_other_lengths_stay_alone() -> None:
 
 def test_copies_whose_groups_differ_in_length_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one number of several, too, for which loops take the length as an argument."""
-    monkeypatch.setenv(kept.SETTING, "always")
+    monkeypatch.setenv(kept.INTERLEAVE.variable, "always")
     first, second = (rows.interleaved_copy(q4_k.quantize(sample(64, K, seed=seed))) for seed in range(2))
     assert first is not None and second is not None and joined._are_alike([first, second])
     weight = rows.described_weight(second.codes, second.levels, second.fields, list(second.weight.shift)[:len(second.fields)], 64,

@@ -20,6 +20,7 @@ from qdsl.generated import int_group
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.torch.module import WIDER
 from qdsl.runtime.torch.no_weight import NoWeight
+from tests.support.covering import quarter_of
 from tests.support.formats import ROOT, SHIPPED, same_bits
 from tests.support.packed_layers import CPU, is_unchanged, layer_of, module_of, quantized, sample, stored_bits
 
@@ -62,7 +63,7 @@ for inside in (False, True):
 
 def test_formats_imported_under_meta_work() -> None:
     """A library that builds models on meta imports modules there, too, and may quantize there."""
-    done = subprocess.run([sys.executable, "-c", META, *FORMATS], env={**os.environ, "PYTHONPATH": str(ROOT)},
+    done = subprocess.run([sys.executable, "-c", META, *quarter_of(FORMATS)], env={**os.environ, "PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -6,7 +6,6 @@ all; 'never' none.  Products with other weights read them as they are stored.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from qdsl.host.system import page_out
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.settings import Setting
 
-SETTING, CHOICES = "QDSL_CPU_INTERLEAVE", ("auto", "always", "never")
+INTERLEAVE = Setting("QDSL_CPU_INTERLEAVE", ("auto", "always", "never"))
 Copy = TypeVar("Copy")
 
 _entries: dict[tuple[int, ...], KeptCopy[Any] | None] = {}         # by addresses of tensors and the description
@@ -42,21 +42,13 @@ class KeptCopy(Generic[Copy]):
         return self.versions.setdefault(isinstance(tensors[0], torch.nn.Parameter), versions) == versions
 
 
-def interleave_setting() -> str:
-    """The value of QDSL_CPU_INTERLEAVE.  Raises FormatError where it is none of CHOICES."""
-    choice = os.environ.get(SETTING, CHOICES[0])
-    if choice not in CHOICES:
-        raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {choice!r}")
-    return choice
-
-
 def kept(packed: PackedWeight, make: Callable[[], KeptCopy[Copy] | None], is_new: bool = False) -> KeptCopy[Copy] | None:
     """What `make` copied of a weight at the first call; None for a weight without a copy, for which `make` returns None.
 
     is_new: make another one.  A changed or replaced tensor gets a new copy; tensors of inference mode, which do not tell that
     they change, have none.  Memory that is written through `tensor.data` is not noticed: see `forget_copies`.
     """
-    choice = interleave_setting()
+    choice = INTERLEAVE.value()
     if choice == "never" or (choice == "auto" and not packed.keeps_copy):
         return None
     if packed.is_decoded or packed.has_branch or not packed.tensors:

@@ -21,8 +21,10 @@ from qdsl.runtime.cpu.printed import TYPES, DecodeReads
 from qdsl.runtime.cpu.source import DECODE, Source, source_of
 from qdsl.runtime.gpu.launch import read_tensors, size_arguments
 from qdsl.runtime.gpu.tiles import grid_axes
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.settings import Setting
 
+COMPILE = Setting(library.SETTING, ("auto", "always", "never"))
 FEW = 8                                                          # rows of x for which one loop is faster than tiles
 TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
 SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
@@ -105,10 +107,8 @@ def has_vectors(packed: PackedWeight) -> bool:
 
 def are_compiled(packed: PackedWeight) -> bool:
     """Whether the setting wants loops for a weight of this size.  Raises FormatError for an unknown QDSL_CPU_COMPILE."""
-    setting = library.setting()
-    if setting not in library.CHOICES:
-        raise FormatError(f"{library.SETTING} is {', '.join(library.CHOICES[:-1])} or {library.CHOICES[-1]}, not {setting!r}")
-    return setting == "always" or (setting == "auto" and packed.shape[0] * packed.shape[1] >= SMALL)
+    choice = COMPILE.value(library.setting())
+    return choice == "always" or (choice == "auto" and packed.shape[0] * packed.shape[1] >= SMALL)
 
 
 def find_loop(packed: PackedWeight, rows: int) -> BoundLoop | None:

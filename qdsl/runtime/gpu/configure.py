@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +18,11 @@ from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu, of_arch, of_device
 from qdsl.runtime.libraries.triton import runs_kernels
 from qdsl.runtime.weight import stream_kernels
 from qdsl.runtime.weight.arrays import power
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.settings import Setting
 
 MULTIPROCESSORS = 132                                            # assumed without a GPU: an H100's
-OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), its values, the default first
+OVERLAP = Setting("QDSL_PDL", ("never", "auto"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,7 @@ def overlaps(device: torch.device) -> bool:
 
     Raises FormatError for an unknown QDSL_PDL.
     """
-    setting = os.environ.get(OVERLAP, OVERLAPS[0])
-    if setting not in OVERLAPS:
-        raise FormatError(f"{OVERLAP} is {' or '.join(OVERLAPS)}, not {setting!r}")
-    return setting == "auto" and target(device).capability >= 9
+    return OVERLAP.value() == "auto" and target(device).capability >= 9
 
 
 def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:

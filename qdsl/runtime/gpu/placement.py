@@ -16,20 +16,13 @@ from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.strides import why_copied
 from qdsl.runtime.libraries.private_apis import is_fsdp_shard
 from qdsl.runtime.libraries.triton import runs_kernels
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.planar import planar_template
+from qdsl.runtime.weight.settings import Setting
 
-SETTING, CHOICES = "QDSL_PLANAR", ("auto", "larger", "never")
+PLANAR = Setting("QDSL_PLANAR", ("auto", "larger", "never"))
 ROWS = (1, 1, 16, 64)                                            # rows of x to compare; one row per token counts twice
 GAIN = 1.05                                                      # the speedup that planar must reach (predicted)
-
-
-def setting() -> str:
-    """The value of QDSL_PLANAR.  Raises FormatError where it is none of CHOICES."""
-    choice = os.environ.get(SETTING, CHOICES[0])
-    if choice not in CHOICES:
-        raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {choice!r}")
-    return choice
 
 
 def fastest_storage(packed: PackedWeight, quantizes_x: bool = False) -> PackedWeight:
@@ -39,7 +32,7 @@ def fastest_storage(packed: PackedWeight, quantizes_x: bool = False) -> PackedWe
     weights become planar: else every product sorts their columns.  The result is at most 4 % larger, or 12 % for codes below 4
     bits, unless QDSL_PLANAR is `larger`.  Raises FormatError for an unknown QDSL_PLANAR.
     """
-    choice = setting()
+    choice = PLANAR.value()
     if choice == "never" or quantizes_x:
         return packed
     if packed.device.type == "cpu" and not runs_kernels(packed.device):

@@ -179,7 +179,7 @@ def make_ready(model: nn.Module, filter: Callable[[str], bool]) -> None:
     filter(name): of which layers.  Where there is an accelerator, to which the model may be moved, the first product does it.
     """
     keep_copies(model, filter)
-    if torch.accelerator.is_available() or kept.interleave_setting() == "never":
+    if torch.accelerator.is_available() or kept.INTERLEAVE.value() == "never":
         return
     groups = siblings_of(model, filter)
     together = {id(layer) for group in groups for layer in group.layers}
