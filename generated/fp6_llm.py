@@ -151,10 +151,8 @@ VARIANT = Variant(
                     base=(0, 0)), Sums(finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),)),
                     {"skinny": {}, "tile_gemm": {"zero": (0, 0), "spans": (0, 2)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
-        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("s",)),
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "s"},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 6, ("s",)),
 )
 
 PROGRAM = {
@@ -186,6 +184,10 @@ PROGRAM = {
                     {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
                 "s": ("scale_type", "N", {"field": "s"}),
             }},
+        },
+        "options": {
+            "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+            "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
         },
     }},
 }

@@ -147,10 +147,8 @@ VARIANT = Variant(
                     base=(0, 0)), Sums(scale=group_sums.scaled, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
-        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "s"},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
 PROGRAM = {
@@ -177,6 +175,10 @@ PROGRAM = {
                     {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
                 "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"field": "s"}),
             }},
+        },
+        "options": {
+            "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+            "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
         },
     }},
 }

@@ -79,10 +79,7 @@ VARIANT = Variant(
     storages={
         "rows": Storage(unpack_rows, pack_rows, Kernels(_decode_rows, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
-        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"least": 1.1754943508222875e-38},
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"least": 1.1754943508222875e-38},
 )
 
 PROGRAM = {
@@ -99,6 +96,10 @@ PROGRAM = {
                 {"slices": (("q", 0, [0, 1]), ("s", 4096, [0, [(4, 4, 1)]]), ("rope", 4224, [0, [(64, 2, 1)]]))})},
             "fixed": {"K": 512},
         }},
+        "options": {
+            "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+            "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
+        },
         "appended": ("rope",),
     }},
 }

@@ -131,9 +131,8 @@ VARIANT = Variant(
                     Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-128, 0)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s",)),
 )
 
 PROGRAM = {
@@ -157,6 +156,7 @@ PROGRAM = {
                 "s": ("scale_type", "ceil(N/bn)", "ceil(K/bk)", {"field": "s"}),
             }},
         },
+        "options": {"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     }},
 }
 

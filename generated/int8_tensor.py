@@ -170,9 +170,8 @@ VARIANT = Variant(
                     Sums(finish=group_sums.with_zero, row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)),
                     ones=True), {"skinny": {}, "tile_gemm": {"zero": (-128, 0), "sums": True}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5},
+    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("s", "z")),
 )
 
 PROGRAM = {
@@ -199,6 +198,7 @@ PROGRAM = {
                 "z": ("i8", {"optional": "z", "field": "z"}),
             }},
         },
+        "options": {"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
         "defaults": {"z": 0},
     }},
 }

@@ -179,6 +179,7 @@ PROGRAM = {
                 "factor": "/m",
             },
         },
+        "only_read": True,
         "plus": (("low_rank",
             {"up": ("proj_up", "scale_type", "N", "?",
             {"digits": ("N/16", "?", "8", "4", "2", "2", "2"), "order": ((0, 4, 2), (1, 5, 3, 6)), "aliases": ("lora_up",)}),

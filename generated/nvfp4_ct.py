@@ -159,10 +159,7 @@ VARIANT = Variant(
                     row_fields=(GroupField("g", 0, 0),), blocks=("16",)),
                     {"skinny": {}, "gemv": {"raw": bitplanes.raw_e2m1}, "tile_gemm": {"zero": (0, 0)}}))),
     },
-    decode=decode, encode=encode,
-    options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
-        "zeros": ("signed", "negative", "positive")},
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("g", "s")),
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("g", "s")),
 )
 
 PROGRAM = {
@@ -184,6 +181,10 @@ PROGRAM = {
                 "g": ("f32", {"field": "g"}),
                 "s": ("e4m3", "N", "K/16", {"field": "s"}),
             }},
+        },
+        "options": {
+            "empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
+            "zeros": ("signed", "negative", "positive"),
         },
     }},
 }

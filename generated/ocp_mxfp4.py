@@ -293,10 +293,7 @@ VARIANT = Variant(
                     Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",)),
                     {"skinny": {}, "gemv": {"raw": bitplanes.raw_e2m1}, "tile_gemm": {"zero": (0, 0)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
-        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"},
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("e",)),
 )
 
@@ -346,6 +343,10 @@ PROGRAM = {
                     ("q", 4, [0, [(2, 8), (4, 4, 1), (2, 2), (2, 16), (4, 1, 1), (0, 16, 1)]], 2, 2))}),
                 "e": ("e8m0", "N", "K/32", {"field": "e"}),
             }},
+        },
+        "options": {
+            "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+            "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
         },
     }},
 }

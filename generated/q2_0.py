@@ -153,10 +153,8 @@ VARIANT = Variant(
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 64),), blocks=("64",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-1, -129), "exact": True, "spans": (4,)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "d"}, settings={"divisor": 1, "by": "exact", "ties": "away", "offset": 1},
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d",)),
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": 1, "by": "exact", "ties": "away", "offset": 1}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d",)),
 )
 
 PROGRAM = {
@@ -174,6 +172,7 @@ PROGRAM = {
                 "d": ("f16", "N", "K/64", {"field": "d"}),
             }},
         },
+        "options": {"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     }},
 }
 

@@ -276,10 +276,8 @@ VARIANT = Variant(
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-8, -136), "exact": True}}))),
     },
-    decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
-    roles={"code": "q", "scale": "d"}, settings={"divisor": -8, "by": "exact", "ties": "up", "offset": 8},
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d",)),
+    decode=decode, encode=encode, importance=True, scheme="signmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": -8, "by": "exact", "ties": "up", "offset": 8}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 4, ("d",)),
 )
 
 PROGRAM = {
@@ -316,6 +314,7 @@ PROGRAM = {
                 "d": ("f16", "N", "K/32", {"field": "d"}),
             }},
         },
+        "options": {"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
     }},
 }
 

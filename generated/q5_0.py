@@ -165,10 +165,8 @@ VARIANT = Variant(
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-16, -144), "exact": True, "spans": (0, 1)}}))),
     },
-    decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
-    roles={"code": "q", "scale": "d"}, settings={"divisor": -16, "by": "exact", "ties": "up", "offset": 16},
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d",)),
+    decode=decode, encode=encode, importance=True, scheme="signmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": -16, "by": "exact", "ties": "up", "offset": 16}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 5, ("d",)),
 )
 
 PROGRAM = {
@@ -189,6 +187,7 @@ PROGRAM = {
                 "d": ("f16", "N", "K/32", {"field": "d"}),
             }},
         },
+        "options": {"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
     }},
 }
 

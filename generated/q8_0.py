@@ -132,10 +132,8 @@ VARIANT = Variant(
                     Sums(scale=group_sums.scaled_codes, group_fields=(GroupField("d", 1, 32),), blocks=("32",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-128, 0)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "d"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("d",)),
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": 127, "by": "exact", "ties": "away"}, row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("d",)),
 )
 
 PROGRAM = {
@@ -153,6 +151,7 @@ PROGRAM = {
                 "d": ("f16", "N", "K/32", {"field": "d"}),
             }},
         },
+        "options": {"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     }},
 }
 

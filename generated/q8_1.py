@@ -78,9 +78,8 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "d", "sums": "s"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "d", "sums": "s"},
+    settings={"divisor": 127, "by": "exact", "ties": "away"},
 )
 
 PROGRAM = {
@@ -91,6 +90,7 @@ PROGRAM = {
         "fields": {"d": ("f16", "N", "K/32"), "s": ("f16", "N", "K/32"), "q": ("i8", "N", "K")},
         "storages": {"gguf": {"tensors": {"blocks": ("u8", "N", "36*K/32",
             {"slices": (("d", 0, [0, [(0, 36, 1)]]), ("s", 16, [0, [(0, 36, 1)]]), ("q", 32, [0, [(32, 1, 1), (0, 36, 1)]]))})}}},
+        "options": {"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     }},
 }
 

@@ -80,8 +80,8 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack_gguf, pack_gguf, Kernels(_decode_gguf, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
-    scheme="signmax", roles={"code": "q", "scale": "d", "sums": "bs"}, settings={"divisor": -127, "by": "ratio"},
+    decode=decode, encode=encode, scheme="signmax", roles={"code": "q", "scale": "d", "sums": "bs"},
+    settings={"divisor": -127, "by": "ratio"},
 )
 
 PROGRAM = {
@@ -93,6 +93,7 @@ PROGRAM = {
         "storages": {"gguf": {"tensors": {"blocks": ("u8", "N", "292*K/256",
             {"slices": (("d", 0, [0, [(0, 292, 1)]]), ("q", 32, [0, [(256, 1, 1), (0, 292, 1)]]),
             ("bs", 2080, [0, [(16, 2, 1), (0, 292, 1)]]))})}}},
+        "options": {"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
     }},
 }
 

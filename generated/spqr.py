@@ -175,6 +175,7 @@ PROGRAM = {
             },
             "order": "in_perm",
         }},
+        "only_read": True,
         "defaults": {"p": None},
         "plus": (("csr",
             {"start": ("row_offsets", "i32", "?"), "column": ("col_vals", "i32", "?", {"half": ("i32", 0)}),

@@ -153,9 +153,8 @@ VARIANT = Variant(
                     Sums(scale=_scale_planar, group_fields=(GroupField("d", 1, 256),), blocks=("256",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (-1, -129), "exact": True, "spans": (4,)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
-    roles={"code": "q", "scale": "d"}, settings={"divisor": 1, "by": "exact", "ties": "away", "lost": "zero", "offset": 1},
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": 1, "by": "exact", "ties": "away", "lost": "zero", "offset": 1},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 2, ("d",)),
 )
 
@@ -174,6 +173,7 @@ PROGRAM = {
                 "d": ("f16", "N", "K/256", {"field": "d"}),
             }},
         },
+        "options": {"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
     }},
 }
 

@@ -195,6 +195,10 @@ PROGRAM = {
                     "order": "order",
                 },
             },
+            "options": {
+                "by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+                "span": ("found", "full", "tight", "signed"),
+            },
             "defaults": {"g": None, "z": 8},
         },
         (2,): {
@@ -254,6 +258,10 @@ PROGRAM = {
                     },
                     "order": "order",
                 },
+            },
+            "options": {
+                "by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+                "span": ("found", "full", "tight", "signed"),
             },
             "defaults": {"g": None, "z": 2},
         },
@@ -336,6 +344,10 @@ PROGRAM = {
                     },
                     "order": "order",
                 },
+            },
+            "options": {
+                "by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+                "span": ("found", "full", "tight", "signed"),
             },
             "defaults": {"g": None, "z": 4},
         },
@@ -422,6 +434,10 @@ PROGRAM = {
                     "order": "order",
                 },
             },
+            "options": {
+                "by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+                "span": ("found", "full", "tight", "signed"),
+            },
             "defaults": {"g": None, "z": 128},
         },
         (5,): {
@@ -489,6 +505,10 @@ PROGRAM = {
                     "order": "order",
                 },
             },
+            "options": {
+                "by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+                "span": ("found", "full", "tight", "signed"),
+            },
             "defaults": {"g": None, "z": 16},
         },
         (6,): {
@@ -555,6 +575,10 @@ PROGRAM = {
                     },
                     "order": "order",
                 },
+            },
+            "options": {
+                "by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+                "span": ("found", "full", "tight", "signed"),
             },
             "defaults": {"g": None, "z": 32},
         },
@@ -625,6 +649,10 @@ PROGRAM = {
                     },
                     "order": "order",
                 },
+            },
+            "options": {
+                "by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+                "span": ("found", "full", "tight", "signed"),
             },
             "defaults": {"g": None, "z": 64},
         },

@@ -498,8 +498,5 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 3, default=4.0)), blocks=("group",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"point": 1, "zero": (0, 0), "exact": True, "spans": (4, 4)}}))),
     },
-    decode=decode, encode=encode,
-    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
-        "span": ("found", "full", "tight", "signed")},
-    row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("s", "z")),
+    decode=decode, encode=encode, row_loops=RowLoops(ROW_FUNCTIONS, "q", 3, ("s", "z")),
 )

@@ -53,6 +53,10 @@ PROGRAM = {
                     "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                 }},
             },
+            "options": {
+                "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+                "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
+            },
         },
         ("e3m2",): {
             "fields": {"e": ("e8m0", "N", "ceil(K/32)"), "q": ("code", "N", "K")},
@@ -80,6 +84,10 @@ PROGRAM = {
                         {"slices": (("q", 0, [0, [(2, 16), (4, 4, 1), (4, 4), (4, 1, 1), (2, 2), (0, 16, 1)]], 4, 2),)}),
                     "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                 }},
+            },
+            "options": {
+                "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+                "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
             },
         },
     },

@@ -61,6 +61,10 @@ PROGRAM = {
                     "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                 }},
             },
+            "options": {
+                "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+                "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
+            },
         },
         ("e5m2",): {
             "fields": {"e": ("e8m0", "N", "ceil(K/32)"), "q": ("code", "N", "K")},
@@ -83,6 +87,10 @@ PROGRAM = {
                         {"slices": (("q", 0, [0, [(2, 16), (8, 4, 1), (2, 8), (4, 1, 1), (0, 32, 1)]]),)}),
                     "e": ("e8m0", "N", "ceil(K/32)", {"field": "e"}),
                 }},
+            },
+            "options": {
+                "divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
+                "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive"),
             },
         },
     },

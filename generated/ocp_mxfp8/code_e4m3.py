@@ -202,9 +202,6 @@ VARIANT = Variant(
                     base=(0, 0)), Sums(scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",)),
                     {"skinny": {}, "gemv": {}, "tile_gemm": {"zero": (0, 0)}}))),
     },
-    decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
-        "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"},
+    decode=decode, encode=encode, scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"},
     row_loops=RowLoops(ROW_FUNCTIONS, "q", 8, ("e",)),
 )

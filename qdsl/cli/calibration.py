@@ -46,17 +46,25 @@ class CalibrationRun:
             refuse_options(context, HEADING, "--calibrate")
             return None
         needs("running a language model", "models", "transformers")
-        from qdsl.encode.calibrated.solve import METHODS
+        from qdsl.cli.models import check_length
+        from qdsl.core.options import METHODS
+        from qdsl.host.files import read_utf8
         from qdsl.jobs.calibrate import Sampling
+        from qdsl.jobs.gguf.mixes import type_named
 
         if method is not None and method not in METHODS:
             fail(f"--method is {' or '.join(METHODS)}, not {method}", 2)
         if not text.is_file():
             fail(f"{text}: no such file of text", 2)
+        with reported():
+            check_length(read_utf8(text), length, "--length")
         if bits is not None and any(context.params.get(name) is not None for name in ("mix", "format")):
             fail("--target-bits chooses the types of a GGUF file itself: leave out --type and --format", 2)
         if types is not None and bits is None:
             fail("--types is for --target-bits", 2)
+        with reported(2):
+            for name in (types or "Q8_0").split(","):
+                type_named(name.strip())
         return cls(Sampling(text, method or METHODS[0], samples, length, sequential), device, bits, types)
 
     def for_folder(self, model: Path, aim: Conversion) -> tuple[Conversion, Callable[[Path], None]]:
@@ -66,11 +74,10 @@ class CalibrationRun:
         from qdsl.checkpoint.detect.ignored import is_skipped
         from qdsl.jobs.convert.target import target_format
 
-        format = target_format(aim)
         options = {**aim.options, "storage": aim.storage}
 
         def target(name: str) -> Any:
-            return None if is_skipped(name, aim.ignore or ()) else (format, options)
+            return None if is_skipped(name, aim.ignore or ()) else (target_format(aim), options)
 
         with reported():
             return replace(aim, calibration=self.sampling.data()), partial(self._write, model, target, has_stored_names=True)
@@ -86,6 +93,7 @@ class CalibrationRun:
             planned, types = plan_file.plan(source, options, None, requantize), budget.types_of(self.types)
             tensors = [step.tensor for step in planned.steps if not step.copied]
             every = {tensor.name: budget.candidates(tensor, types, options) for tensor in tensors}
+            budget.within(planned, {name: dict.fromkeys(own, 0.0) for name, own in every.items() if own}, bits, options)
             costs = tensor_costs(model, tensors, every, self.sampling, self._folder(model, out, None), progress, self.device)
             return budget.within(planned, costs, bits, options)
 

@@ -53,8 +53,10 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     from qdsl.checkpoint.files.folder import Folder
     from qdsl.jobs.compress.units import FORMATS
     from qdsl.jobs.convert import run
+    from qdsl.jobs.convert.config import check_settings
+    from qdsl.jobs.convert.plan_conversion import changed_layers
     from qdsl.jobs.convert.target import parse_conversion
-    from qdsl.jobs.engine.others import check_folder
+    from qdsl.jobs.engine import stage
     from qdsl.jobs.gguf.dequantize import DTYPES
 
     part, label = read_part(shard)
@@ -71,10 +73,13 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     with reported(2):
         aim = parse_conversion(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits, producer=producer or "", allow_unknown=allow_unknown)
+        check_settings(aim)
     with reported():
-        check_folder(out, folder)                                # before layers are detected, which may take long
+        stage.check_output(out, folder, force)                   # before layers are detected, which may take long
     with reported(), exit_on_sigterm(), Folder(folder) as source:
-        detected, transposed = compared(source, shaped_layers(source, layer_shapes))
+        detected = shaped_layers(source, layer_shapes)
+        changed_layers(source, detected, aim)                    # before libraries of models are imported
+        detected, transposed = compared(source, detected)
         aim = replace(aim, transposed=transposed)
         report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=progress)
     print_converted(report, as_json, label)

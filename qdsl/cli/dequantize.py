@@ -73,11 +73,11 @@ def _dequantize_folder(path: Path, out: Path, dtype: str, jobs: int | None, skip
     from qdsl.jobs.compress.units import FORMATS
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.target import parse_conversion
-    from qdsl.jobs.engine.others import check_folder
+    from qdsl.jobs.engine import stage
 
     (part, label), patterns = read_part(shard), read_patterns(skip)
     with reported(), exit_on_sigterm():
-        check_folder(out, path)
+        stage.check_output(out, path, force)
         with Folder(path) as source:
             detected = shaped_layers(source, layer_shapes)
             if detected.groups or any(layer.format in FORMATS for layer in detected.layers):

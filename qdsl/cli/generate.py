@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdsl.cli.app import app, fail, json_text, needs, reported, without_controls
-from qdsl.cli.models import Device, DType, MatchDense, check_models, check_options, format_name, print_allowed, running
+from qdsl.cli.models import (
+    Device,
+    DType,
+    MatchDense,
+    check_models,
+    check_options,
+    check_plain,
+    format_name,
+    print_allowed,
+    running,
+)
 from qdsl.cli.options import AllowUnknown, Force, Json, Params, headed, read_param, refuse_options
 
 if TYPE_CHECKING:
@@ -100,6 +110,7 @@ def generate(typer_context: typer.Context, model: AnyModel, prompt: Prompt = Non
     _check_options(chat, raw, system, as_json, temperature, top_k, top_p)
     needs("running a language model", "models", "transformers")
     with running():
+        check_plain(model, *([format] if format else []))
         check_options(device, *([(format, params)] if format else []))
         from qdsl.models import language
         from qdsl.models.generation import Sampling, check_conversation, check_prompt

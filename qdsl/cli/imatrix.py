@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qdsl.cli.app import app, input_argument, needs, reported
-from qdsl.cli.models import Device, check_models, running
+from qdsl.cli.models import Device, check_length, check_models, running
 from qdsl.cli.options import Force
 from qdsl.cli.progress import progress
 
@@ -23,11 +23,12 @@ def imatrix(model: Annotated[Path, input_argument("A folder of a language model,
     """Write an importance matrix for `quantize --imatrix`, as llama-imatrix does in its GGUF form."""
     needs("running a language model", "models", "transformers")
     check_models(str(model))
-    from qdsl.host.files import check_output
+    from qdsl.host.files import check_output, read_utf8
     from qdsl.jobs.calibrate import Sampling, write_imatrix
 
     with running(), reported():
         check_output(out, model, text, force=force)
+        check_length(read_utf8(text), length, "--length")
         left_out = write_imatrix(model, Sampling(text, "", samples, length), out, progress, device)
     for name in left_out:
         typer.echo(f"note: layer {name} has no tensor of its own in GGUF files")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import zipfile
 from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 
 from qdsl.cli.app import app, fail, json_text, reported
 from qdsl.cli.options import Force, Json
+from qdsl.core.places import regular
 from qdsl.core.text import listed
 
 if TYPE_CHECKING:
@@ -141,6 +143,9 @@ def _asked(file: Path | None) -> tuple[str, Path | None, dict[str, Any]]:
 def _infer_from_tensors(file: Path, packed: str | None, values: str, values_file: Path | None, others: list[str],
                 name: str) -> tuple[Inferred, dict[str, Any]]:
     """A spec from the tensors of a file; and the tensors that it takes, with the values as 'expected'."""
+    for path in filter(None, (file, values_file)):               # before torch is imported
+        if regular(path).suffix != ".safetensors" and not zipfile.is_zipfile(path):
+            fail(f"{path}: neither a .safetensors nor a .npz file")
     from qdsl.analyze.check.formats import EXPECTED
     from qdsl.infer.run import InferError, infer
     from qdsl.infer.text import stored_name

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from unicodedata import normalize
 
 import typer
 
 from qdsl.cli.app import app, fail, json_text, needs, one_of, reported, without_controls
-from qdsl.cli.options import AllowUnknown, Force, Json, read_param
+from qdsl.cli.options import AllowUnknown, Force, Json, read_device, read_param
 from qdsl.cli.progress import progress
 from qdsl.cli.words import DTYPES
 from qdsl.host.progress import SAMPLES
@@ -20,8 +21,11 @@ from qdsl.host.progress import SAMPLES
 if TYPE_CHECKING:
     from qdsl.models.language import LanguageModel
 
+ENDS = 8                                                         # the most tokens that a tokenizer adds to a text
+
 Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
-Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
+Device = Annotated[str | None, typer.Option("--device", callback=read_device,
+                                            help="Such as cpu or cuda:1; by default a GPU where there is one.")]
 
 
 def _known_dtype(name: str) -> str:
@@ -60,7 +64,9 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         if svg is not None:
             check_output(svg, text, force=force)
         content = read_utf8(text)
+        check_length(content, context, "--context")
         quantizers = [(name, dict(map(read_param, params))) for name, *params in map(str.split, format)]
+        check_plain(against or "", *(name for name, _ in quantizers))
         check_options(device, *quantizers)
         from qdsl.models import evaluate as measure
         from qdsl.models import language
@@ -114,7 +120,7 @@ def check_models(*refs: str | None, base: str | None = None) -> None:
 
     base: the model of an option --base, which libraries look up by themselves.
     """
-    from qdsl.checkpoint.files.components import why_no_model
+    from qdsl.checkpoint.files.components import why_no_config, why_no_model
     from qdsl.checkpoint.files.references import available, parsed, similar
 
     with reported():
@@ -124,7 +130,7 @@ def check_models(*refs: str | None, base: str | None = None) -> None:
     for ref, target in targets.items():
         if isinstance(target, Path) and not target.exists():
             fail(f"{ref}: no such folder or file{similar(target)}")
-        if isinstance(target, Path) and (why := why_no_model(target)):
+        if isinstance(target, Path) and (why := why_no_model(target) or ("" if base else why_no_config(target))):
             fail(f"{ref}: {why}")
 
 
@@ -133,16 +139,47 @@ def check_options(device: str | None, *formats: tuple[str, Mapping[str, Any]]) -
 
     Callers import the libraries that run models afterwards, which takes seconds.
     """
+    from qdsl.checkpoint.detect.descriptions import program_of
+    from qdsl.checkpoint.detect.targets import with_storage
+    from qdsl.core.options import choose_options
+    from qdsl.core.program import description
+
+    for name, params in formats:
+        format, options = with_storage(name, params)
+        choose_options(description(program_of(format)), options)
     if device is not None:
         from qdsl.models.plugin import usable_device
 
         usable_device(device)
-    for name, params in formats:
-        import qdsl
-        from qdsl.checkpoint.detect.targets import with_storage
 
-        format, options = with_storage(name, params)
-        qdsl.load(format).FORMAT.chosen(options)
+
+def check_plain(ref: str, *formats: str) -> None:
+    """Exit with code 1 for a local model that is quantized already, in other formats than those that it is to have."""
+    from qdsl.checkpoint.detect.layers import detected_layers
+    from qdsl.checkpoint.files import components
+    from qdsl.checkpoint.files.references import parsed
+
+    path = parsed(ref)
+    if not formats or not isinstance(path, Path):
+        return
+    if components.gguf(path) is not None:
+        fail(f"{ref}: a GGUF file keeps its formats: leave out --format")
+    with reported(), components.open_models(path) as models:
+        own = {layer.format for folder in models.values() for layer in detected_layers(folder).layers}
+    wanted = [name.partition(".")[0] for name in formats]
+    if others := sorted(name for format in wanted for name in own - {format, ""}):
+        fail(f"{ref}: --format {wanted[0]} contradicts its layers, which are {', '.join(dict.fromkeys(others))}: leave it out, "
+             "or convert them with `qdsl convert --requantize`")
+
+
+def check_length(content: str, tokens: int, option: str) -> None:
+    """Exit with code 1 for a text of fewer bytes than a run has tokens: but for those at its ends, a token has a byte or more.
+
+    Some tokenizers normalize a text first, which makes more bytes of it.
+    """
+    size = len(content.encode())
+    if size + ENDS < tokens and all(len(normalize(form, content).encode()) + ENDS < tokens for form in ("NFKC", "NFKD")):
+        fail(f"the text has {size} bytes, and a chunk takes {tokens} tokens: give more text or a smaller {option}")
 
 
 def print_allowed(loaded: LanguageModel) -> None:

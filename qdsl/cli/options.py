@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import fail
+from qdsl.cli.app import fail, reported
+
+
+def _known_spec(word: str) -> str:
+    """A word that names a spec.  Exits with code 2 for others."""
+    from qdsl.checkpoint.detect.targets import spec_of
+
+    with reported():
+        spec_of(word)
+    return word
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
@@ -24,12 +34,26 @@ OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="
 Producer = Annotated[str | None, typer.Option("--producer", help=PRODUCER_HELP)]
 AllowUnknown = Annotated[bool, typer.Option("--allow-unknown", help=ALLOW_HELP)]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
-Spec = Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")]
+Spec = Annotated[str, typer.Argument(callback=_known_spec, help="A spec file, or the name of a format that ships with qdsl.")]
 Storage = Annotated[str | None, typer.Option("--storage", help="A storage; the format's first by default.")]
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")]
 Extents = Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")]
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
          "TIB": 1 << 40}
+
+# Kinds of devices that torch computes on, and `npu`, which a package adds to it.
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "ipu", "maia", "npu", "privateuseone")
+
+
+def read_device(name: str | None) -> str | None:
+    """The name of a device.  Exits with code 2 for one that no machine has; torch, which takes seconds to import, knows the rest.
+    """
+    kind, _, number = (name or "cpu").partition(":")
+    if kind == "meta":
+        fail(f"device '{name}' has no numbers: nothing can be computed on it", 2)
+    if kind not in DEVICES or not (number.isdecimal() or kind == name or name is None):
+        fail(f"device '{name}' cannot be used here: expected {', '.join(DEVICES[:4])}, or one of several as cuda:1", 2)
+    return name
 
 
 def headed(heading: str, *names: str, **settings: Any) -> Any:

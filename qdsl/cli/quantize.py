@@ -15,7 +15,18 @@ from qdsl.cli.calibration import HEADING, CalibrationRun, moments_of, options_wi
 from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
 from qdsl.cli.model_class import missing_in
-from qdsl.cli.options import AllowUnknown, Force, Jobs, Json, headed, read_param, read_part, read_patterns, refuse_options
+from qdsl.cli.options import (
+    AllowUnknown,
+    Force,
+    Jobs,
+    Json,
+    headed,
+    read_device,
+    read_param,
+    read_part,
+    read_patterns,
+    refuse_options,
+)
 from qdsl.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -63,8 +74,8 @@ TargetBits = Annotated[float | None, _calibrated("--target-bits", min=0.1, help=
                                                  "weight, in the types that change predictions least.")]
 Types = Annotated[str | None, _calibrated("--types", help="That --target-bits may take, with commas between; by default Q2_K to "
                                           "Q6_K and Q8_0.")]
-Device = Annotated[str | None, _calibrated("--device", help="That runs the model, such as cuda; by default a GPU where there is "
-                                                            "one.")]
+Device = Annotated[str | None, _calibrated("--device", callback=read_device, help="That runs the model, such as cuda; by default "
+                                           "a GPU where there is one.")]
 
 
 @app.command()
@@ -91,8 +102,9 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
         return
     from qdsl.jobs.gguf import mixes
 
-    if out is not None and out.suffix in OTHER_FILES:
-        fail(f"--type writes a GGUF file, which {out} does not say: let its name end in .gguf", 2)
+    if out is not None and (out.suffix in OTHER_FILES or out.is_dir()):
+        fail(f"--type writes a GGUF file, and {out} {'is a folder' if out.is_dir() else 'names none'}: let its name end in .gguf",
+             2)
     with reported(2):
         chosen = mixes.mix_for(target_bits) if target_bits else mixes.mix_of(mix or "")
         options = mixes.Options(chosen, imatrix is not None, pure, leave_output,
@@ -153,8 +165,8 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
             check_output(out, *inputs, force=force or dry_run)
         if svg is not None:
             check_output(svg, *inputs, *([out] if out else []), force=force)
-        source = language_folder(file, arch, allow_unknown) or open_source(file, arch, allow_unknown)
         importance = read(imatrix) if imatrix else None
+        source = language_folder(file, arch, allow_unknown) or open_source(file, arch, allow_unknown)
         options = options_within(calibration, file, source, options, requantize, out)
         planned = plan_file.plan(source, options, importance, requantize)
         costs = {}
@@ -184,11 +196,11 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
                      svg: Path | None, allow_unknown: bool, as_json: bool,
                       calibration: CalibrationRun | None) -> None:
     """Write a folder of plain safetensors with its Linear layers quantized."""
-    from qdsl.checkpoint.detect.ledger import refuse
     from qdsl.host.files import check_output, write_text
     from qdsl.jobs.convert import run
+    from qdsl.jobs.convert.config import check_settings
     from qdsl.jobs.convert.target import parse_conversion
-    from qdsl.jobs.engine.others import check_folder
+    from qdsl.jobs.engine import stage
     from qdsl.jobs.gguf import quality
 
     if out is None:
@@ -200,15 +212,14 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     with reported(2):
         aim = parse_conversion(to, True, dict(map(read_param, param or [])), patterns, tuple(component or ()),
                     producer=producer or "", allow_unknown=allow_unknown)
+        check_settings(aim)
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
-        check_folder(out, path)                                  # before the input is read
-        lacks = refuse(path, missing_in(path), allow_unknown)
+        stage.check_output(out, path, force)                     # before the input is read
         aim, calibrate = (aim, None) if calibration is None else calibration.for_folder(path, aim)
         report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=progress,
-                              calibrate=calibrate)
-        report["notes"] += lacks
+                              calibrate=calibrate, missing=lambda: missing_in(path))
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]
             write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))

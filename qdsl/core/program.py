@@ -84,4 +84,11 @@ def description(program: Mapping[str, Any], in_files: bool = False) -> Descripti
         {key: {name: called(_axes, data) for name, data in variant["fields"].items()}
          for key, variant in variants.items() if variant.get("cuts", ("N", "K"))[1] != "1"},
         frozenset(key for key, variant in variants.items() if PLANAR in variant["storages"]),
-        program.get("fixed", {}), tuple(name for name in storages(program) if name in left))
+        program.get("fixed", {}), tuple(name for name in storages(program) if name in left),
+        {key: variant.get("options", {}) for key, variant in variants.items() if "only_read" not in variant})
+
+
+def is_entropy_code(program: Mapping[str, Any], storage: str) -> bool:
+    """Whether a storage holds plain numbers in an entropy code."""
+    return any("copies" in variant and "streams" in variant["storages"].get(storage, ())
+               for variant in program["variants"].values())

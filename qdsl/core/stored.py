@@ -140,7 +140,8 @@ class Description:
     of the parameters in `by`.  detect: the rules of the spec and of producers for checkpoints.  tables: numbers that small
     tensors repeat, according to these rules.  fields: axes by the same choices, for variants whose blocks are runs of weights.
     planar: the choices with a storage `planar`.  fixed: N or K, if all weights have the same.  transient: storages that no file
-    has, made when a checkpoint is loaded.
+    has, made when a checkpoint is loaded.  quantizers: the values of each option of the encode scheme, for the choices that have
+    one; () means any positive number.
     """
 
     name: str
@@ -154,6 +155,12 @@ class Description:
     planar: frozenset[tuple[int | str, ...]] = frozenset()
     fixed: Mapping[str, int] = field(default_factory=dict)
     transient: tuple[str, ...] = ()
+    quantizers: Mapping[tuple[int | str, ...], Mapping[str, tuple[str | bool, ...]]] = field(default_factory=dict)
+
+    @property
+    def options(self) -> Mapping[str, tuple[str | bool, ...]]:
+        """The values of each option of the encode scheme."""
+        return self.quantizers.get(next(iter(self.variants)), {})
 
     @property
     def layouts(self) -> list[Mapping[str, Stored]]:

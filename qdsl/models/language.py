@@ -14,7 +14,7 @@ import transformers
 
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
-from qdsl.checkpoint.files.components import why_no_model
+from qdsl.checkpoint.files.components import why_no_config, why_no_model
 from qdsl.checkpoint.files.references import local_path, similar
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
@@ -109,8 +109,8 @@ def load_language_model(ref: str, format: str | None = None, device: str | None 
         raise LoadError(f"{ref}: no such folder or file{similar(path)}")
     if why := why_no_model(path):
         raise LoadError(f"{ref}: {why}")
-    if base is None and any(path.glob("*.safetensors")) and not (path / "config.json").is_file():
-        raise LoadError(f"{ref}: no config.json beside the weights, which says of what model they are")
+    if base is None and (why := why_no_config(path)):
+        raise LoadError(f"{ref}: {why}")
     options: dict[str, Any] = {"dtype": dtype, "device_map": usable_device(device)}
     wanted = " ".join([format, *(f"{key}={value}" for key, value in (params or {}).items())]) if format else ""
     language = LanguageModel(f"{ref} as {wanted}" if wanted else ref, str(path), None, 0.0, base)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qdsl.core import options as quantizer_options
 from qdsl.core.program import description
-from qdsl.core.shapes import own_value, values_text
-from qdsl.core.text import did_you_mean
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.torch import dequantize, experts, ops
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear, embedding_class, linear_class
@@ -62,15 +61,7 @@ class Format:
 
     def complete(self, params: Mapping[str, int | str]) -> dict[str, int | str]:
         """All parameters: the caller's, validated, and defaults for the others.  Raises FormatError."""
-        for name, value in params.items():
-            if name not in self.params:
-                options = next(iter(self.variants.values())).options
-                further = f", and the options {', '.join(options)} to quantize" if options else ""
-                raise FormatError(f"{self.name} has no parameter '{name}'; it has {', '.join(self.params) or 'none'}{further}"
-                                  f"{did_you_mean(name, (*self.params, *options))}")
-            if value not in self.params[name]:
-                raise FormatError(f"{self.name}: {name} is one of {values_text(self.params[name])}, not {value!r}")
-        return {name: own_value(values, params.get(name, values[0])) for name, values in self.params.items()}
+        return quantizer_options.complete(self.description, params)
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
         """Size parameters as numbers; -1 becomes the length of the axis that the parameter divides."""
@@ -78,13 +69,8 @@ class Format:
 
     def storage(self, name: str | None, params: Mapping[str, int | str]) -> tuple[str, Storage]:
         """A storage by its name, or the default.  Raises FormatError."""
-        variant = self.variant(params)
-        chosen = name or next(iter(variant.storages))
-        if chosen not in variant.storages:
-            of_params = f" for {', '.join(f'{key}={params[key]}' for key in self.by)}" if chosen in self.storages else ""
-            near = "" if of_params else did_you_mean(str(chosen), variant.storages)
-            raise FormatError(f"{self.name} has no storage '{chosen}'{of_params}; it has {', '.join(variant.storages)}{near}")
-        return chosen, variant.storages[chosen]
+        chosen = quantizer_options.storage_name(self.description, name, params)
+        return chosen, self.variant(params).storages[chosen]
 
     # -- from and to checkpoints --------------------------------------------------------------------------------------
 
@@ -159,7 +145,7 @@ class Format:
 
     def chosen(self, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
         """The parameters, options of the encode scheme, and storage that options of quantize select.  Raises FormatError."""
-        return quantize.choose_options(self, options)
+        return quantizer_options.choose_options(self.description, options)
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
         """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.

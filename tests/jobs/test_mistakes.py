@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from qdsl.checkpoint.files import references
 from qdsl.cli import app, serve
 from tests.support import folders
 from tests.support.converted_folders import two_files, two_layers
+from tests.support.paths import ROOT
 
 MISTAKES = {
     "a command with another spelling": ("quantise model", 2, "Did you mean 'quantize'"),
@@ -64,6 +68,24 @@ MISTAKES = {
     "a spec's file as a format": ("quantize plain --format specs/w5.yaml --out x", 2, "QDSL_SPECS=specs in front of the command"),
     "a folder of files without endings": ("inspect blobs", 1, "it has GGUF files, of which one is to be named: sha256-0"),
     "a folder in a home": ("inspect ~/nothing", 1, "/nothing: No such file or directory"),
+    "a producer without settings for a storage": ("quantize plain --format q4_0 --producer gptq --out x", 2, "those of qdsl do"),
+    "the same of a conversion": ("convert model --to awq --producer hqq --out x", 2, "those of awq, auto-round do"),
+    "a component of one model": ("quantize plain --format q4_0 --component vae --out x", 1, "one model, and no pipeline"),
+    "a storage of another format": ("convert model --to bitsandbytes --out x", 1, "int_group has no storage 'bitsandbytes'"),
+    "a storage as a parameter": ("quantize plain --format q4_0 --storage awq --out x", 2, "no storage 'awq': it has gguf"),
+    "a folder as a GGUF file": ("quantize plain --type Q4_0 --out models", 2, "models is a folder: let its name end in .gguf"),
+    "a text as an importance matrix": ("quantize plain --type Q4_0 --imatrix text.txt --out x.gguf", 1, "importance matrix is"),
+    "a device that is none": ("generate plain hello --device gpu", 2, "expected cpu, cuda, mps, xpu, or one of several as"),
+    "a format of a quantized model": ("generate model hello --format q4_0", 1, "its layers, which are int_group: leave it out"),
+    "a format of a GGUF file": ("generate a.gguf hello --format q4_0", 1, "a GGUF file keeps its formats: leave out --format"),
+    "a parameter of no format": ("generate plain hello --format q4_0 --param bits=3", 1, "q4_0 has no parameter 'bits'"),
+    "a text of too few tokens": ("evaluate plain --text text.txt", 1, "has 11 bytes, and a chunk takes 512 tokens"),
+    "the same of a calibration": ("quantize plain --format q4_0 --calibrate text.txt --out x", 1, "or a smaller --length"),
+    "a method that is none": ("quantize plain --format q4_0 --calibrate text.txt --method awq --out x", 2, "gptq or importance"),
+    "a type among others that is none": ("quantize plain --target-bits 4 --types Q4_K,Q9_K --calibrate long.txt --out x.gguf", 2,
+                                         "no type 'Q9_K'"),
+    "a format with a typing error": ("explain q4_9", 2, "did you mean q4_k, q4_1 or q4_0?"),
+    "a spec that is not there": ("test nope.yaml", 2, "no file 'nope.yaml'"),
     "a GGUF file, converted": ("convert a.gguf --to awq --out x", 1, "`qdsl dequantize` makes one of a GGUF file"),
 }
 
@@ -82,6 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("sha256-0", "sha256-1"):
         shutil.copy("a.gguf", Path("blobs") / name)
     Path("text.txt").write_text("Some words.")
+    Path("long.txt").write_text("Some words." * 200)
     Path("latin.txt").write_bytes(b"caf\xe9")
     monkeypatch.setattr(references, "getproxies", dict)
     monkeypatch.setattr(references, "_endpoint", lambda: "http://127.0.0.1:9")
@@ -115,9 +138,25 @@ def test_a_mistake_is_answered_with_what_to_type(folder: Path, line: str, code: 
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-@pytest.mark.parametrize("line", [line for line, code, _ in MISTAKES.values() if code])
-def test_the_same_as_json(folder: Path, line: str) -> None:
-    """A failure is one object with its code, which is the process's."""
-    result = CliRunner().invoke(app, [*line.split(), "--json"], catch_exceptions=False)
-    [answer] = map(json.loads, result.stdout.splitlines())
-    assert answer["exit_code"] == result.exit_code and answer["error"]
+WITHOUT_TORCH = """
+import json
+import sys
+sys.modules["torch"] = None
+from typer.testing import CliRunner
+from qdsl.checkpoint.files import references
+from qdsl.cli import app
+references.getproxies, references._endpoint = dict, lambda: "http://127.0.0.1:9"
+for line in sys.argv[1:]:
+    words = line.split()
+    result = CliRunner().invoke(app, [*words, *(["--json"] if words[0] != "imatrix" else [])])   # which has no report
+    print(result.stdout.strip() or json.dumps({"error": result.stderr, "exit_code": result.exit_code}))
+"""
+
+
+def test_mistakes_are_answered_before_torch_is_imported_and_as_json(folder: Path) -> None:
+    """Importing torch takes seconds.  With --json a failure is one object with its code, which is the process's."""
+    wrong = [(line, code) for line, code, _ in MISTAKES.values() if code]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *(line for line, _ in wrong)], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    answers = dict(zip(wrong, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert {line: answer for (line, code), answer in answers.items() if answer["exit_code"] != code or not answer["error"]} == {}

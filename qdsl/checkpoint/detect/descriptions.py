@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import qdsl.generated
 from qdsl.checkpoint.detect.producers import Producers, producers
@@ -25,6 +26,11 @@ def descriptions() -> tuple[Description, ...]:
 
 def description_of(format: str) -> Description:
     return next(own for own in descriptions() if own.name == format)
+
+
+def program_of(format: str) -> dict[str, Any]:
+    """The whole program of a format, with storages that files do not have."""
+    return read(modules(qdsl.generated.__path__)[format])
 
 
 @cache

@@ -53,6 +53,13 @@ def why_no_model(path: Path) -> str:
         f", as {path.parent}" if path.suffix == ".safetensors" else "")
 
 
+def why_no_config(path: Path) -> str:
+    """Why a folder of weights does not say of what model they are; '' where it does."""
+    if any((path / name).is_file() for name in ("config.json", PIPELINE)) or not any(path.glob("*.safetensors")):
+        return ""
+    return "no config.json beside the weights, which says of what model they are"
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """The GGUF files of a folder, of split ones the first."""
     return sorted(path for path in folder.glob("*.gguf") if re.search(r"-0*1-of-\d+$", path.stem) or "-of-" not in path.stem)

@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qdsl.core.options import GPTQ as GPTQ
+from qdsl.core.options import IMPORTANCE as IMPORTANCE
+from qdsl.core.options import METHODS as METHODS
 from qdsl.encode.calibrated.affine import Columns, affine
 from qdsl.encode.calibrated.descent import Descent, descend
 from qdsl.encode.calibrated.hessian import Hessian
@@ -33,7 +36,6 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
-GPTQ, IMPORTANCE = METHODS = ("gptq", "importance")
 STEP = 128                                                       # columns whose errors reach the others by one product
 SCALES, CODES = 1 / 8, 1 / 2                                     # of the time; the rest is spent on all fields once more
 

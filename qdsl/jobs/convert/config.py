@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from qdsl.checkpoint.detect.descriptions import description_of
+from qdsl.checkpoint.detect.descriptions import description_of, descriptions
 from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
 from qdsl.checkpoint.detect.layer import Layers
@@ -31,6 +31,7 @@ from qdsl.core.text import counted
 from qdsl.core.transforms import Transform
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan_conversion import Plan
+from qdsl.jobs.convert.target import Conversion
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.engine.heads import config_with_ties
 
@@ -292,6 +293,17 @@ def _is_only_read(rule: Mapping[str, Any]) -> bool:
     layers = producers().keys(rule["quant_method"]).layers.values()
     says_nothing = "with" not in rule and not rule.keys() - {*ABOUT_RULE, "quant_method"}
     return any("." in key for key in rule) or (says_nothing and any(settings.complete for settings in layers))
+
+
+def check_settings(aim: Conversion) -> None:
+    """Raises RewriteError for a producer whose settings never describe the target, whatever the layers are."""
+    formats = [own for own in descriptions() if aim.format in ("", own.name) and aim.storage in own.storages]
+    rules = [rule for own in formats for rule in own.detect.get("config", [])
+             if rule.get("storage", aim.storage if len(own.storages) == 1 else "") == aim.storage]
+    if aim.producer and formats and not any(same(aim.producer, rule["quant_method"]) for rule in rules):
+        others = dict.fromkeys(rule["quant_method"] for rule in rules if not _is_only_read(rule))
+        raise RewriteError(f"no settings of {shown(aim.producer)} describe layers in {aim.label}; those of "
+                           f"{', '.join(others) or 'qdsl'} do")
 
 
 def check_producer(folder: Folder, plan: Plan) -> None:

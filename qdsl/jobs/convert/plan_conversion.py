@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from qdsl.checkpoint.detect.descriptions import description_of
+from qdsl.checkpoint.detect.descriptions import description_of, program_of
 from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.header_claims import HeaderClaims
 from qdsl.checkpoint.detect.ignored import is_skipped
@@ -26,6 +26,8 @@ from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.crc import Range
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import TensorFile, laid_out, shown, torch_dtypes
+from qdsl.core.options import FormatError, storage_name
+from qdsl.core.program import description
 from qdsl.core.shapes import granule, shared_blocks
 from qdsl.core.stored import OF_QUANTIZED_X, Description
 from qdsl.core.text import listed
@@ -130,13 +132,7 @@ def plan(folder: Folder, layers: Layers, aim: Conversion, model: str = "") -> Pl
     RewriteError with every quantized layer that cannot; plain ones are skipped.
     """
     every_layer = layers.layers
-    wanted = [layer for layer in every_layer if aim.includes(layer)]
-    changed = [layer for layer in wanted if not aim.is_reached(layer)]
-    _refuse(folder, [(layer, layer.why) for layer in every_layer if not layer.format])
-    if not wanted and not aim.is_from_plain:
-        refuse_groups(folder, layers.groups)
-        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if every_layer else
-                           f"{folder.path}: no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones")
+    changed = changed_layers(folder, layers, aim)
     named: dict[str, _Named] = {}
     problems: list[tuple[Layer, str]] = []
     for layer in changed:
@@ -145,9 +141,7 @@ def plan(folder: Folder, layers: Layers, aim: Conversion, model: str = "") -> Pl
         except RewriteError as error:
             problems.append((layer, str(error)))
     if not aim.is_from_plain and not (aim.keep_misfits and named):
-        _refuse(folder, [(layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {why}") for layer, why in problems],
-                *([] if aim.requantize else [OTHER_WAYS]),
-                *(["--keep-misfits leaves them as they are"] if named else []))
+        _refuse_storage(folder, aim, problems, *(["--keep-misfits leaves them as they are"] if named else []))
     changed = [layer for layer in changed if layer.name in named]
     files = _files(folder, [(layer, named[layer.name]) for layer in changed], _folded_tensors(layers, changed, aim))
     kept = tuple(layer for layer in every_layer if not aim.includes(layer) or aim.is_reached(layer) or
@@ -160,6 +154,40 @@ def plan(folder: Folder, layers: Layers, aim: Conversion, model: str = "") -> Pl
     left = {layer.name: "a pattern names it" for layer in every_layer
             if not aim.is_from_plain and is_skipped(layer.name, aim.skip)}
     return Plan(aim, shards, tuple(changed), kept, left | {layer.name: why for layer, why in problems}, sources)
+
+
+def changed_layers(folder: Folder, layers: Layers, aim: Conversion) -> list[Layer]:
+    """The layers that a conversion changes.
+
+    Raises RewriteError for what the headers of files tell: unrecognised layers, none to convert, a storage of another format.
+    """
+    wanted = [layer for layer in layers.layers if aim.includes(layer)]
+    _refuse(folder, [(layer, layer.why) for layer in layers.layers if not layer.format])
+    if not wanted and not aim.is_from_plain:
+        refuse_groups(folder, layers.groups)
+        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if layers.layers else
+                           f"{folder.path}: no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones")
+    changed = [layer for layer in wanted if not aim.is_reached(layer)]
+    if not aim.requantize:
+        formats = {name: description(program_of(name)) for name in {layer.format for layer in changed}}
+        problems = [(layer, _why_no_storage(formats[layer.format], aim.storage, layer.params)) for layer in changed]
+        if all(why for _, why in problems):                      # of some, all reasons are listed when their tensors were read
+            _refuse_storage(folder, aim, problems)
+    return changed
+
+
+def _why_no_storage(format: Description, storage: str, params: Mapping[str, int | str]) -> str:
+    try:
+        storage_name(format, storage, params)
+    except FormatError as error:
+        return str(error)
+    return ""
+
+
+def _refuse_storage(folder: Folder, aim: Conversion, problems: Sequence[tuple[Layer, str]], *advice: str) -> None:
+    """Raises RewriteError for layers that a storage cannot hold, and why."""
+    _refuse(folder, [(layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {why}") for layer, why in problems],
+            *([] if aim.requantize else [OTHER_WAYS]), *advice)
 
 
 def _folded_tensors(layers: Layers, changed: Sequence[Layer], aim: Conversion) -> set[str]:

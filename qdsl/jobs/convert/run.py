@@ -17,7 +17,7 @@ from qdsl.checkpoint.detect.groups import refuse_groups
 from qdsl.checkpoint.detect.ignored import unmatched
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
-from qdsl.checkpoint.detect.ledger import refuse
+from qdsl.checkpoint.detect.ledger import Finding, refuse
 from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within
@@ -36,7 +36,7 @@ from qdsl.jobs.convert.target import Conversion, layer_format, parse_conversion
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.intact import missing_shards, write_missing
-from qdsl.jobs.engine.others import check_folder, refuse_adapter
+from qdsl.jobs.engine.others import refuse_adapter
 from qdsl.jobs.engine.pieces import encode_missing, keep_intact, read_all
 from qdsl.jobs.engine.shards import Shard, balanced_part, index
 from qdsl.jobs.engine.work import ShowProgress, no_progress
@@ -69,36 +69,38 @@ def convert(folder: Folder, detected: Layers, aim: Conversion, out: Path, *, job
     Memory: per process twice the largest tensor, and torch; to requantize also some float32 copies of the largest weight.
     Raises RewriteError, CheckpointError and OSError.
     """
-    check_folder(out, folder.path)
+    stage.check_output(out, folder.path, force)
     refuse(folder.path, detected.findings, aim.allow_unknown)
     return _rewrite(folder.path, [_Model("", folder, detected, plan(folder, detected, aim))], aim, out, jobs, part, force, tell)
 
 
 def quantize(path: Path, aim: Conversion, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None,
              force: bool = False, tell: ShowProgress = no_progress,
-             calibrate: Callable[[Path], None] | None = None) -> dict[str, Any]:
+             calibrate: Callable[[Path], None] | None = None, missing: Callable[[], Sequence[Finding]] = tuple) -> dict[str, Any]:
     """Write a checkpoint with its plain Linear layers quantized, and everything else unchanged.
 
     path: a folder of one or more models, or a .safetensors file.  aim: of `parse_conversion` with `ignore`.  part, force, tell,
     resuming: as of `convert`.  calibrate: writes the moments of inputs into a folder, before weights are quantized by them; it
-    resumes, too.
+    resumes, too.  missing: finds parameters that the models lack; it is called when headers of files tell of nothing wrong.
     Memory: per process the largest quantized tensor, torch, and some float32 weights.
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
-    check_folder(out, path)
+    stage.check_output(out, path, force)
     with components.open_models(path) as models:
         moments = str((out / stage.STAGE / MOMENTS).absolute()) if calibrate else ""
         aim = replace(aim, only=components.selected_models(models, aim.only), moments=moments)
-        return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell, calibrate)
+        detected = _detected(path, models, aim)
+        notes = refuse(path, missing(), aim.allow_unknown)
+        report = _rewrite(path, _quantized(path, detected, aim), aim, out, jobs, part, force, tell, calibrate)
+    return {**report, "notes": [*report["notes"], *notes]}
 
 
-def _quantized(path: Path, models: Mapping[str, Folder], aim: Conversion) -> list[_Model]:
-    """The models of a pipeline, with the plans of those that are quantized."""
+def _detected(path: Path, models: Mapping[str, Folder], aim: Conversion) -> dict[str, tuple[Folder, Layers]]:
+    """The models of a pipeline, with their layers.  Raises RewriteError for what the headers of files tell."""
     if unknown := [name for name in aim.only if name not in models]:
-        raise RewriteError(f"{path}: no model {shown(unknown[0])}: there are {', '.join(filter(None, models)) or 'not several'}")
-    quantized = []
-    for name, folder in models.items():
-        detected = layers(folder)
+        raise RewriteError(f"{path}: no model {shown(unknown[0])}: {_components(models)}")
+    every = {name: (folder, layers(folder)) for name, folder in models.items()}
+    for name, (folder, detected) in every.items():
         refuse(folder.path, detected.findings, aim.allow_unknown)
         is_selected = name in aim.only or not aim.only
         if is_selected and detected.layers:
@@ -107,6 +109,19 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Conversion) -> lis
         if is_selected:
             refuse_adapter(folder)
             refuse_groups(folder, detected.groups)
+    return every
+
+
+def _components(models: Mapping[str, Folder]) -> str:
+    names = [*filter(None, models)]
+    return f"there are {', '.join(names)}" if names else "the folder is one model, and no pipeline of several"
+
+
+def _quantized(path: Path, models: Mapping[str, tuple[Folder, Layers]], aim: Conversion) -> list[_Model]:
+    """The models of a pipeline, with the plans of those that are quantized."""
+    quantized = []
+    for name, (folder, detected) in models.items():
+        is_selected = name in aim.only or not aim.only
         chosen, left = plain_layers(folder, aim.ignore or ()) if is_selected else ([], {"": f"`--component {name}` quantizes it"})
         planned = plan(folder, replace(detected, layers=chosen), aim, name)
         used = {full for layer in planned.changed for full in layer.tensors.values()}
@@ -214,7 +229,8 @@ def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
         parse_conversion(aim.label, True, aim.params, aim.ignore, aim.only)
     with ExitStack() as stack:
         if aim.is_from_plain:
-            models = _quantized(path, stack.enter_context(components.open_models(path)), aim)
+            folders = stack.enter_context(components.open_models(path))
+            models = _quantized(path, _detected(path, folders, aim), aim)
         else:
             folder = stack.enter_context(Folder(path))
             detected = shaped_layers(folder, shapes)

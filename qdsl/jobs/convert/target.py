@@ -8,12 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdsl.checkpoint.detect.descriptions import description_of
+from qdsl.checkpoint.detect.descriptions import description_of, program_of
 from qdsl.checkpoint.detect.ignored import is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
 from qdsl.checkpoint.detect.targets import format_target, producer_target, storage_target
+from qdsl.core.options import FormatError, choose_options
 from qdsl.core.places import UnknownSpec
+from qdsl.core.program import description, is_entropy_code
 from qdsl.jobs.engine import RewriteError
 
 if TYPE_CHECKING:
@@ -104,15 +106,14 @@ def parse_conversion(to: str, requantize: bool = False, params: Mapping[str, int
     if not requantize:
         format, _, storage = _read_target(storage_target, to).rpartition(".")
         return Conversion(format, storage, skip=skip, keep_misfits=keep_misfits, producer=producer, allow_unknown=allow_unknown)
-    from qdsl.runtime.weight.packed import FormatError
-
     name, _, storage = _read_target(format_target, to).partition(".")
-    format = import_module(f"qdsl.generated.{name}").FORMAT
+    program = program_of(name)
     try:
-        chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
+        chosen, options, storage = choose_options(
+            description(program), {**(params or {}), **({"storage": storage} if storage else {})})
     except FormatError as error:
         raise RewriteError(str(error)) from None
-    if format.storage(storage, chosen)[1].streams and format.variant(chosen).copies:
+    if is_entropy_code(program, storage):
         raise RewriteError(f"{name}.{storage} is an entropy code of bfloat16, of variable length: "
                            f"`qdsl compress --format {name}` compresses plain matrices without loss")
     if ignore is not None and "safetensors" in description_of(name).detect:

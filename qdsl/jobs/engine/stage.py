@@ -17,7 +17,7 @@ from qdsl.checkpoint.files.safetensors import parse_header, shown
 from qdsl.host import unfinished
 from qdsl.host.files import locked, make_folder, write_text
 from qdsl.jobs.engine import OccupiedFolder, RewriteError
-from qdsl.jobs.engine.others import check_overwrites, has_checkpoint, other_files, replaceable_files
+from qdsl.jobs.engine.others import check_folder, check_overwrites, has_checkpoint, other_files, replaceable_files
 from qdsl.jobs.engine.shards import Shard
 
 STAGE = ".qdsl-stage"
@@ -58,6 +58,15 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
     write(stage / REQUEST, request)
     unfinished.begin(stage)
     return stage
+
+
+def check_output(out: Path, source: Path, force: bool = False) -> None:
+    """Raises OutputError for a folder that `begin` refuses whatever the request is, before the input is read."""
+    check_folder(out, source)
+    if out.is_file():
+        raise OccupiedFolder(f"{out} is a file: the output is a folder")
+    if not any((out / place).exists() for place in (DONE, Path(STAGE, REQUEST))):
+        _check_empty(out, force, source)
 
 
 def _check_empty(out: Path, force: bool, source: Path) -> None:

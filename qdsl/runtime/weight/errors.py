@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from qdsl.core.codecs import StreamError
-
-
-class FormatError(ValueError):
-    """Tensors, fields or parameters do not form a weight of the format; the message says what the format needs."""
+from qdsl.core.options import FormatError as FormatError
 
 
 class UnrepresentableValue(FormatError):

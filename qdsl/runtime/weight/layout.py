@@ -275,7 +275,7 @@ class Variant:
         fields = {name: called(Field, field) for name, field in data["fields"].items()}
         storages = {name: storage.described(data["storages"][name], stored[name], fields, data.get("defaults", ()))
                     for name, storage in self.storages.items()}
-        further = {key: value for key, value in data.items() if key not in ("plus", "storages", "fields")}
+        further = {key: value for key, value in data.items() if key not in ("plus", "storages", "fields", "only_read")}
         return replace(self, storages=storages, fields=fields, plus=plus, **further)
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qdsl.core.options import choose_options
 from qdsl.runtime.libraries.private_apis import without_autocast
 from qdsl.runtime.weight import convert, tiles
 from qdsl.runtime.weight.arrays import empty
@@ -28,7 +28,7 @@ def quantize(format: WeightFormat, weight: Tensor, storage: str | None, importan
     parameters of the format and options of its encode scheme.  Raises FormatError, with the row and column of a weight that is
     not finite.
     """
-    params, scheme_options, name = choose_options(format, {"storage": storage, **options})
+    params, scheme_options, name = choose_options(format.description, {"storage": storage, **options})
     variant = format.variant(params)
     layout = variant.storages[name]
     assert variant.encode is not None
@@ -91,19 +91,3 @@ def _checked_importance(format: WeightFormat, importance: Tensor, weight: Tensor
     if bad.numel():
         raise FormatError(f"{format.name}: the importance of column {int(bad[0])} is {float(importance[int(bad[0])]):g}")
     return importances
-
-
-def choose_options(format: WeightFormat, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
-    """The parameters, options of the encode scheme, and storage that options of quantize select.  Raises FormatError."""
-    choices = next(iter(format.variants.values())).options
-    params = format.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})
-    scheme_options = {key: value for key, value in options.items() if key in choices}
-    for key, value in scheme_options.items():
-        if choices[key] and value not in choices[key]:
-            raise FormatError(f"{format.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
-        if not choices[key] and not (type(value) in (int, float) and 0 < value < math.inf):
-            raise FormatError(f"{format.name}: {key} is a positive number, not {value}")
-    name, _ = format.storage(options.get("storage"), params)
-    if format.variant(params).encode is None:
-        raise FormatError(f"{format.name} has no quantizer yet: its spec names no encode scheme")
-    return params, scheme_options, name

@@ -17,13 +17,14 @@ from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import DecodeBody
 from qdsl.compiler.emit.triton.matrix_unit_layout import matrix_unit_plan
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
+from qdsl.compiler.ir.program import Encode, Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name
 from qdsl.compiler.passes.samples import size_axis
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.tables import is_number
 from qdsl.core.codecs import CODECS
 from qdsl.core.layout import record_pieces
+from qdsl.core.schemes import SCHEMES
 
 Data = dict[str, Any]
 
@@ -51,8 +52,16 @@ def variant_data(programs: Sequence[Program], decoded: DecodeBody) -> Data:
     storages = {program.storage: {"tensors": _tensors(program), **_further(program)} for program in programs}
     cuts = _border_axes(decoded)
     return {"fields": fields, **({} if cuts == ("N", "K") else {"cuts": cuts}), "storages": storages,
+            **({"only_read": True} if first.encode is None else not_empty(options=_quantizer_options(first, first.encode))),
             **not_empty(codes=_codes(first), defaults=_defaults(programs), plus=branch_data(first),
                         appended=first.appended if first.encode is not None else (), copies=decoded.copies)}
+
+
+def _quantizer_options(program: Program, encode: Encode) -> Data:
+    """The options of the encode scheme that a caller may choose, with their values."""
+    code = program.field(encode.roles["code"]).number
+    assert code is not None
+    return {option: tuple(map(_option, SCHEMES[encode.scheme].words(option, code))) for option in encode.open}
 
 
 def options(**values: object) -> tuple[Data, ...]:

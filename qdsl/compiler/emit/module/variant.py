@@ -32,14 +32,10 @@ def variant(programs: Sequence[Program]) -> list[str]:
 
 
 def _encode(program: Program) -> list[str]:
-    """The encoder, and the options that a caller may choose."""
+    """The encoder, and what it depends on."""
     encode = program.encode
     assert encode is not None
-    code = program.field(encode.roles["code"]).number
-    assert code is not None
-    words = {option: map(literal, SCHEMES[encode.scheme].words(option, code)) for option in encode.open}
-    options = ", ".join(f"{quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
-    arguments = ["encode=encode", "importance=True" if encode.importance else "", f"options={{{options}}}" if options else "",
+    arguments = ["encode=encode", "importance=True" if encode.importance else "",
                  *(_scheme(encode) if SCHEMES[encode.scheme].kernel else [])]
     return [argument for argument in arguments if argument]
 
