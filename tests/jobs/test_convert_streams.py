@@ -110,7 +110,7 @@ def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = folders.folder(tmp_path / "in", folders.named({"w": weight(0, (8, 40))}), {"norm": torch.ones(3)}, config=CONFIG)
     reports = list(folders.killed_everywhere(lambda out: convert(path, out), tmp_path))
     sizes = {report["nbytes"] for report in reports}
-    assert sizes == {sum(map(len, tensor_files(tmp_path / "whole").values()))} and len(reports) > 25
+    assert sizes == {sum(map(len, tensor_files(tmp_path / "whole").values()))} and len(reports) > 25 // folders.KILLED
 
 
 def test_a_piece_of_a_stranger_is_encoded_again(fp8: Path, tmp_path: Path) -> None:

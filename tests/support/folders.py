@@ -20,6 +20,8 @@ from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.runtime import PackedWeight
 
+KILLED = 1 if os.environ.get("QDSL_TEST_ALL") else 3              # of so many operations of a writer, one is its last
+TURN = int(os.environ.get("QDSL_TEST_TURN", "0"))
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq_v2"}
 
 
@@ -101,13 +103,14 @@ def signalled(arguments: Sequence[str | Path], out: Path, after: int, number: in
         os._exit(code)
 
 
-def killed_everywhere(work: Callable[[Path], Any], parent: Path, step: int = 1) -> Iterator[Any]:
-    """Kill the writer of a folder before every `step`-th operation, and yield what the next one, which finishes, returns.
+def killed_everywhere(work: Callable[[Path], Any], parent: Path) -> Iterator[Any]:
+    """Kill the writer of a folder before every KILLED-th operation, others after each commit, and let the next one finish.
 
-    Asserts that no reader takes what is left for a checkpoint unless it is whole, and that the next makes the same bytes.
+    Yields what that returns.  Asserts that no reader takes what is left for a checkpoint unless it is whole, and that the next
+    makes the same bytes.
     """
     work(parent / "whole")
-    whole, after = files(parent / "whole"), 0
+    whole, after = files(parent / "whole"), TURN % KILLED
     while killed(lambda: work(out), out := parent / f"out{after}", after):
         left = files(out) if out.exists() else {}
         try:
@@ -118,7 +121,7 @@ def killed_everywhere(work: Callable[[Path], Any], parent: Path, step: int = 1) 
             assert {name: data for name, data in left.items() if not name.startswith(".qdsl")} == whole
         yield work(out)
         assert files(out) == whole
-        after += step
+        after += KILLED
     assert files(out) == whole
 
 

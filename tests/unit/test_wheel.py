@@ -115,12 +115,6 @@ def test_a_wheel_holds_the_package_its_formats_and_their_specs(wheel: Path) -> N
     assert "qdsl = qdsl.__main__:main" in entry
 
 
-def test_a_wheel_runs_every_format(installed: Path, cache_folder: Path) -> None:
-    done = python(installed, "-c", USE, str(installed), cache=cache_folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == NAMES
-
-
 def test_the_command_of_a_wheel_finds_its_specs(installed: Path) -> None:
     """By name; what it builds of them is what it holds already, and a user's own file is built where the user is."""
     listed = python(installed, "-m", "qdsl", "list", "--json")
@@ -134,8 +128,8 @@ def test_the_command_of_a_wheel_finds_its_specs(installed: Path) -> None:
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stderr
 
 
-def test_generated_modules_run_with_the_compiler_deleted(installed: Path, cache_folder: Path) -> None:
-    """Nothing of what reads, checks and prints specs is needed to use a format, nor to find its compiled loops again."""
+def test_a_wheel_runs_every_format_with_the_compiler_deleted(installed: Path, tmp_path: Path) -> None:
+    """Nothing of what reads, checks and prints specs is needed to use a format."""
     for name in COMPILER:
         path = installed / "qdsl" / name
         if path.is_dir():
@@ -143,6 +137,6 @@ def test_generated_modules_run_with_the_compiler_deleted(installed: Path, cache_
         else:
             path.unlink()
     program = WITHOUT + USE + "import qdsl.checkpoint.files.safetensors, qdsl.checkpoint.files.folder"
-    done = python(installed, "-c", program, str(installed), cache=cache_folder)
+    done = python(installed, "-c", program, str(installed), cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == NAMES
