@@ -120,7 +120,7 @@ def check_models(*refs: str | None, base: str | None = None) -> None:
 
     base: the model of an option --base, which libraries look up by themselves.
     """
-    from qdsl.checkpoint.files.components import why_no_config, why_no_model
+    from qdsl.checkpoint.files.components import open_models, why_no_config, why_no_model
     from qdsl.checkpoint.files.references import available, parsed, similar
 
     with reported():
@@ -132,6 +132,9 @@ def check_models(*refs: str | None, base: str | None = None) -> None:
             fail(f"{ref}: no such folder or file{similar(target)}")
         if isinstance(target, Path) and (why := why_no_model(target) or ("" if base else why_no_config(target))):
             fail(f"{ref}: {why}")
+        if isinstance(target, Path) and any(target.glob("*.safetensors")):
+            with reported(), open_models(target):                # reads the headers
+                pass
 
 
 def check_options(device: str | None, *formats: tuple[str, Mapping[str, Any]]) -> None:

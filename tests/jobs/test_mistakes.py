@@ -58,6 +58,7 @@ MISTAKES = {
     "a prompt before the model": ("generate hello plain", 2, "the model comes before the prompt: `qdsl generate plain"),
     "a file of a folder": ("generate plain/model-00001-of-00001.safetensors hello", 1, "a folder of all its files, as plain"),
     "weights without a config": ("generate bare hello", 1, "bare: no config.json beside the weights"),
+    "a file that is cut off": ("generate cut hello", 1, "bytes are missing"),
     "far too many threads": ("generate plain hello --threads 1000000", 2, "less than or equal to"),
     "a folder as a text": ("imatrix plain models --out i.gguf", 1, "models: not a regular file, but a folder"),
     "a format's name in capitals": ("new W4", 2, "'W4' is no name of a format: expected small letters"),
@@ -98,6 +99,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folders.folder(Path("plain"), {"up.weight": torch.ones(128, 128, dtype=torch.bfloat16)}, config={"model_type": "llama"})
     shutil.copytree("plain", "bare")
     Path("bare/config.json").unlink()
+    shutil.copytree("plain", "cut")
+    os.truncate("cut/model-00001-of-00001.safetensors", 20000)
     Path("models/qwen").mkdir(parents=True)
     Path("a.gguf").write_bytes(b"GGUF")
     Path("blobs").mkdir()
