@@ -58,7 +58,7 @@ def quantizers(name: str, params: Mapping[str, Any]) -> dict[str, Quantize]:
         return quantize
 
     def rounded(weight: Tensor, hessian: Hessian) -> tuple[Tensor, int]:
-        packed = form.quantize(weight, **params)
+        packed = form.quantize(weight.float(), **params)
         return form.dequantize(packed, torch.float32), packed.nbytes
 
     def ggml(weight: Tensor, hessian: Hessian) -> tuple[Tensor, int]:
@@ -157,14 +157,15 @@ def main() -> None:
     parser.add_argument("--test-samples", type=int, default=20, help="of each text")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--method", action="append", choices=METHODS)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model's products")
     options = parser.parse_intermixed_args()
     torch.set_num_threads(1)                                     # as the commands that quantize do
-    language = load_language_model(options.model, device="cpu", dtype="float32")
+    language = load_language_model(options.model, device="cpu", dtype=options.dtype)
     if language.packed_layers:
         language.model.dequantize()
     measured = Measured(language, options)
     every = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    head = {"model": Path(language.name).name, "date": date.today().isoformat(),
+    head = {"model": Path(language.name).name, "date": date.today().isoformat(), "dtype": options.dtype,
             "calibration": {"text": options.calibrate.name, "samples": options.samples, "length": options.length},
             "collecting_cpu_s": round(measured.seconds, 1),
             "texts": [{"name": path.name, "tokens": len(base), "perplexity": round(float(base.mean().exp()), 4)}

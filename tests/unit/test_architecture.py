@@ -306,7 +306,8 @@ def files_of(module: str) -> list[Path]:
 # 480 more join products, 400 read configs of GGUF files, and the tracer's 1,200 are gone.  Generated modules have literals of
 # their formats, 1,950 lines in place of 3,540 of JSON.
 # 200 more quantize and calibrate codes of four columns that share bits.
-BUDGET = {"qdsl/analyze/execute": 2_730, "qdsl": 67_348, "generated": 20_648}
+# 26 more find the fields of trials without packing them.
+BUDGET = {"qdsl/analyze/execute": 2_730, "qdsl": 67_374, "generated": 20_648}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

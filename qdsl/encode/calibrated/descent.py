@@ -37,6 +37,7 @@ TRIED = 1 / 8                                                    # of the rows, 
 LEAST_GAIN = 0.1                                                 # of the loss, for a sweep over all rows
 DRIFT = 1e-5                                                     # of the largest value, by sums of changes
 
+Kinds = Mapping[str, "Affine | bool"]
 Choose = Callable[[slice, Tensor, Tensor], Tensor]               # columns, their H and g: how their weights change
 
 
@@ -65,14 +66,13 @@ class Descent:
     of long blocks first: codes are then the best ones for the scales that are stored.  names: those fields.  runs: of columns.
     """
 
-    def __init__(self, packed: PackedWeight, weight: Tensor, hessian: Hessian) -> None:
+    def __init__(self, packed: PackedWeight, weight: Tensor, hessian: Hessian, kinds: Kinds | None = None) -> None:
         self.packed, self.hessian, self.weight = packed, hessian, weight.T.contiguous()
         fields = packed.format.unpack(packed)
         self.values = decoded(packed, fields).T.contiguous()
         self.gradient = hessian.matrix @ (self.weight - self.values)
         steps = {name: field_columns(packed, name) for name in fields}
-        kinds = {name: _kind(packed, name, step) for name, step in sorted(steps.items(), key=lambda item: -item[1])}
-        self.kinds = {name: kind for name, kind in kinds.items() if kind is not None}
+        self.kinds = _kinds(packed, steps) if kinds is None else kinds
         self.names = tuple(self.kinds)
         k, size = packed.shape[1], lcm(STEP, packed.step("K"), *(steps[name] for name in self.names))
         self.runs = [Run(self, slice(start, min(k, start + size)), steps) for start in range(0, k, size)]
@@ -87,7 +87,7 @@ class Descent:
         _, stop = next(row_tiles(self.packed, int(TRIED * self.weight.numel())), (0, 0))
         if not self.names or stop == self.packed.shape[0]:
             return bool(self.names)
-        first = Descent(self.packed.cut("N", 0, stop), self.weight.T[:stop], self.hessian)
+        first = Descent(self.packed.cut("N", 0, stop), self.weight.T[:stop], self.hessian, self.kinds)
         loss = first.loss
         first.sweep(first.names)
         return first.loss < (1 - LEAST_GAIN) * loss
@@ -121,6 +121,12 @@ class Descent:
 def _bytes(values: Tensor) -> Tensor:
     """Values of one byte as integers, which torch joins whatever they are."""
     return values.view(torch.uint8) if values.element_size() == 1 else values
+
+
+def _kinds(packed: PackedWeight, steps: Mapping[str, int]) -> Kinds:
+    """How weights depend on the fields that may be chosen, those of long blocks first."""
+    kinds = {name: _kind(packed, name, step) for name, step in sorted(steps.items(), key=lambda item: -item[1])}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def _kind(packed: PackedWeight, name: str, step: int) -> Affine | bool | None:

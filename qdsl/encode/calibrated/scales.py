@@ -14,6 +14,7 @@ from qdsl.encode.calibrated.affine import decoded
 from qdsl.encode.calibrated.levels import code_field
 from qdsl.host import progress
 from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.quantize import encoded_again
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
@@ -39,19 +40,20 @@ def quantize_clipped(format: Format, weight: Tensor, importance: Tensor, options
     blocks = cut_blocks(weight, *size)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
 
-    def quantized(clips: Tensor | float) -> tuple[PackedWeight, dict[str, Tensor]]:
-        clipped = join_blocks(torch.minimum(torch.maximum(blocks, low * clips), high * clips), *weight.shape)
-        with progress.step_share(1, weight.numel()):
-            trial = format.quantize(clipped, importance=importance, **options)
-        return trial, format.unpack(trial)
+    def clipped(clips: Tensor | float) -> Tensor:
+        return join_blocks(torch.minimum(torch.maximum(blocks, low * clips), high * clips), *weight.shape)
 
     least = _block_errors(packed, fields, weight, importance, size)
     chosen = torch.ones_like(least)
     for clip in CLIPS:
-        errors = _block_errors(packed, quantized(clip)[1], weight, importance, size)
+        with progress.step_share(1, weight.numel()):
+            trial = encoded_again(packed, clipped(clip), options)
+        errors = _block_errors(packed, trial, weight, importance, size)
         chosen = torch.where(errors < least, clip, chosen)
         least = torch.minimum(errors, least)
-    return quantized(chosen[:, None, :, None])
+    with progress.step_share(1, weight.numel()):
+        packed = format.quantize(clipped(chosen[:, None, :, None]), importance=importance, **options)
+    return packed, format.unpack(packed)
 
 
 def _fixed_options(format: Format, weight: Tensor) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,16 +44,37 @@ def quantize(format: WeightFormat, weight: Tensor, storage: str | None, importan
     types = {key: value for key, value in params.items() if isinstance(value, str)}
     importances = {} if importance is None else {"importance": _checked_importance(format, importance, weight)}
     chosen = {**layout.options, **scheme_options, **(importances if variant.importance else {})}
-    index = {key: default_field(format.description, variant, key, shape, params, weight.device)
-             for key, field in variant.fields.items() if field.type == "index" and key not in (*layout.where, *layout.omits)}
     whole = full_template(format, name, shape, params)
-    quantized = _stacked(whole, (pack(format, {**fields, **index, **_zeros(variant, fields, params)}, name, params)
-        for fields in tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
+    rows = _encoded(whole, weight, sizes, {**sizes, **types, **chosen})
+    quantized = _stacked(whole, (pack(format, fields, name, params) for fields in rows))
     free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have the tensors that any needs
     left = set() if free else convert.omitted(quantized, layout)
     if not left:
         return quantized
     return quantized.derive({key: tensor for key, tensor in quantized.tensors.items() if key not in left})
+
+
+def encoded_again(packed: PackedWeight, weight: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The fields that `quantize` would choose for another weight of a quantized one's shape: it packs none.
+
+    options: those of the scheme.
+    """
+    _, chosen, _ = choose_options(packed.format.description, options)
+    types = {key: value for key, value in packed.params.items() if isinstance(value, str)}
+    parts = list(_encoded(packed, weight, packed.sizes, {**packed.sizes, **types, **packed.layout.options, **chosen}))
+    shared = {name for name in parts[0] if packed.variant.fields[name].groups is not None}
+    return {name: parts[0][name] if name in shared or len(parts) == 1 else torch.cat([part[name] for part in parts])
+            for name in parts[0]}
+
+
+def _encoded(packed: PackedWeight, weight: Tensor, sizes: Mapping[str, int], options: Mapping[str, Any],
+             ) -> Iterator[dict[str, Tensor]]:
+    """All fields of tiles of rows; of the quantized weight only shape and layout count."""
+    format, variant, layout, params = packed.format, packed.variant, packed.layout, packed.params
+    index = {key: default_field(format.description, variant, key, packed.shape, params, weight.device)
+             for key, field in variant.fields.items() if field.type == "index" and key not in (*layout.where, *layout.omits)}
+    for fields in tiles.encode_rows(variant, weight, sizes, options, packed.step("N")):
+        yield {**fields, **index, **_zeros(variant, fields, params)}
 
 
 def _zeros(variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> dict[str, Tensor]:
