@@ -114,7 +114,7 @@ live: .venv-live/ready       ## with the packages of producers, in an environmen
 	.venv-live/bin/python -m pytest --dist loadgroup --junitxml=build/live.xml tests/live/test_compressed_tensors.py tests/models/test_transformers.py \
 		tests/live/test_bitsandbytes.py tests/live/test_torchao_live.py tests/live/test_transformers_live.py tests/models/test_gguf_models.py \
 		tests/live/test_gguf_models_live.py tests/jobs/test_gguf_folder.py tests/live/test_evaluate_live.py tests/live/test_diffusers_live.py \
-		tests/live/test_mlx.py tests/live/test_other_programs_live.py tests/live/test_gguf_tokens_live.py \
+		tests/live/test_mlx.py tests/live/test_gptqmodel_live.py tests/live/test_other_programs_live.py tests/live/test_gguf_tokens_live.py \
 		tests/live/test_gguf_absent_live.py tests/live/test_gguf_keys_live.py tests/live/test_transforms_live.py tests/live/test_producer_programs_live.py tests/live/test_serve_live.py
 	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest \
 		--junitxml=build/live-llama.xml tests/jobs/test_mixes.py tests/live/test_programs_live.py

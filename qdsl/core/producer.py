@@ -233,6 +233,17 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
+class ShorterWords:
+    """Tensors whose words of 32 bits may be stored as shorter integers, of which several have the same bits in the same order.
+
+    setting: names their type.  axes: by format, storage and tensor, the axis along which integers follow each other.
+    """
+
+    setting: str
+    axes: Mapping[str, Mapping[str, Mapping[str, Annotated[int, _any]]]]
+
+
+@dataclass(frozen=True, slots=True)
 class Producer:
     """The description of one producer's checkpoints.
 
@@ -245,7 +256,7 @@ class Producer:
     written: further settings to write.  follows_tensors: readers require exactly the tensors that settings mention.  experts:
     one of EXPERT_NAMES.  formats: rules for settings by format.  headers: rules for a header's JSON by format.  tensors: by
     format and storage, the storage's tensors -> the ends of their names in checkpoints.  transforms, schemes: how transforms of
-    x are stated.
+    x are stated.  shorter: tensors that may have shorter integers.
 
     Settings that no other key of the file names, with dots for nested ones: used, settings that qdsl reads or that repeat what
     tensors say.  inert: no number of a model depends on them.  coarser: x or caches in few bits, where qdsl computes in more.
@@ -282,6 +293,7 @@ class Producer:
     tensors: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
     transforms: tuple[TransformRule, ...] = ()
     schemes: TransformSchemes | None = None
+    shorter: ShorterWords | None = None
     used: tuple[str, ...] = ()
     inert: tuple[str, ...] = ()
     coarser: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ PLANAR = "planar"                                                # the storage t
 NO_SHAPE = "; give shape=(N, K)"                                 # ending of messages if tensors do not determine N and K
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "i64": "int64",
             "index": "int32", "shape": "int64"}
+SHORTER = {"int8": 4, "int16": 2}                                # integers that may be parts of a word -> how many
 EXPONENTS = "float8_e8m0fnu"                                     # torch's dtype of powers of two, which files also have as bytes
 INPUT_SCALE = "input_scale"                                      # the tensor next to a weight by which x is quantized
 OF_QUANTIZED_X = (INPUT_SCALE, "input_zero_point", "input_global_scale")     # all tensors by which x is quantized
@@ -56,7 +57,8 @@ class Stored:
     other fields.  words: (axis, count), if records hold so many elements along an axis that are no neighbours; positions are then
     those in a tensor whose last axis has a record's words.  adds, flips: what is added to an element with these bits in files,
     and the bits that are flipped.  padding: unused bits of an element, for readers of checkpoints.  seen: the axes in files, if
-    different.  within: the integer type in files that holds several elements, low ones first.
+    different.  within: the integer type in files that holds several elements, low ones first.  shorter: the axis along which
+    files may have shorter integers, several of which are an element, low ones first; None if they may not.
     """
 
     dtype: str
@@ -71,6 +73,7 @@ class Stored:
     padding: int
     seen: tuple[Axis, ...]
     within: str
+    shorter: int | None
 
     def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", field: str = "",
                  slices: Sequence[Any] = (), row_codes: Sequence[Any] = (), words: Sequence[int] = (), adds: int = 0,
@@ -79,16 +82,25 @@ class Stored:
                          for pieces in (((field, 0, range(len(axes))),) if field else slices, row_codes))
         fill(self, dtype=dtype, axes=tuple(map(axis, axes)), aliases=tuple(aliases), optional=optional, slices=pieces,
              row_codes=codes, words=tuple(words), adds=adds, flips=flips, padding=padding, seen=tuple(map(axis, seen)),
-             within=within)
+             within=within, shorter=None)
 
     def elements_of(self, tensor: TensorInfo) -> TensorInfo:
-        """A tensor of a file with its elements unpacked from integers that hold several; exponents as bytes."""
+        """A tensor of a file with its elements unpacked from integers that hold several, or joined; exponents as bytes."""
+        if several := self.several(tensor):
+            shape = [extent // several if axis == self.shorter else extent for axis, extent in enumerate(tensor.shape)]
+            return TensorInfo(element_dtype(self.dtype), tuple(shape))
         if self.dtype == "u8" and tensor.dtype == EXPONENTS:
             return TensorInfo("uint8", tensor.shape, tensor.values)
         if not self.within or not tensor.shape or tensor.dtype != INTEGERS[self.within]:
             return tensor
         several = int(self.within[1:]) // int(self.dtype[1:])
         return TensorInfo(element_dtype(self.dtype), (*tensor.shape[:-1], tensor.shape[-1] * several))
+
+    def several(self, tensor: TensorInfo) -> int:
+        """How many shorter integers of a file are an element; 0 for elements as they are."""
+        count = SHORTER.get(tensor.dtype, 0)
+        is_alike = count and self.shorter is not None and not self.words and len(tensor.shape) == len(self.axes)
+        return count if is_alike and self.shorter is not None and tensor.shape[self.shorter] % count == 0 else 0
 
     def of_file(self, dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """The dtype and shape in files: a list of integers, if they hold several elements."""
@@ -100,10 +112,11 @@ class Stored:
         """Whether it is [N, 1], one number per row."""
         return [axis.text for axis in self.axes] == ["N", "1"]
 
-    def called(self, aliases: Sequence[str]) -> Stored:
-        """The same tensor with further aliases."""
+    def called(self, aliases: Sequence[str], shorter: int | None = None) -> Stored:
+        """The same tensor with further aliases, or with shorter integers along an axis."""
         tensor = copy(self)
         object.__setattr__(tensor, "aliases", (*self.aliases, *aliases))
+        object.__setattr__(tensor, "shorter", shorter)
         return tensor
 
     @property
@@ -275,16 +288,16 @@ def fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[in
     Raises LayoutMismatch with the reason of the nearest miss if there is none.
     """
     matches: list[Fit] = []
-    nearest = LayoutMismatch(-1, f"{format.name} has no storage '{storage}' here")
+    misses = [(-1, 0, LayoutMismatch(-1, f"{format.name} has no storage '{storage}' here"))]       # and how many names match
     requested = dict(params or {})
     for choice, name, layout in _candidates(format, storage, requested):
         label = f"{format.name}.{name}" + "".join(f" {key}={value}" for key, value in choice.items())
         try:
             matches += _fits(format, layout, name, label, tensors, shape, {**requested, **choice})
         except LayoutMismatch as miss:
-            nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
+            misses.append((miss.reached, len(named(layout, tensors)), miss))
     if not matches:
-        raise nearest
+        raise max(misses, key=lambda own: own[:2])[2]
     matches = [fit for fit in matches if fit.as_stored] or matches
     return [fit for fit in matches if not any(_leaves_out(fit, other) for other in matches)]
 
@@ -310,7 +323,10 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     keys = named(layout, tensors)
     missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
     if missing:
-        raise LayoutMismatch(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
+        names = missing[0], *layout[missing[0]].aliases          # in the spelling of the others: `_scales` beside `_blocks`
+        spelling = next(((name, *layout[name].aliases).index(key) for name, key in keys.items()), 0)
+        needed, present = (names[spelling:] or names)[0], ", ".join(tensors) or "none"
+        raise LayoutMismatch(0, f"{label} needs tensor '{needed}'; given are {present}")
     own = {keys.get(name, name): stored for name, stored in layout.items()}              # by the names that messages have
     present = _rows_of_experts(own, {key: own[key].elements_of(tensors[key]) for key in keys.values()})
     chosen, dtypes = _typed(format, own, label, present, params)

@@ -142,7 +142,9 @@ class Collector:
         for tensor, value in weight.tensors.items():
             if tensor not in numbers(_description(weight)):
                 full, dtype, shape = self._full_name(layer, weight, tensor), value.dtype, tuple(value.shape)
-                if dtype != self._kinds.get(full, (None,))[0]:   # which may have elements by themselves
+                if dtype != (kept := self._kinds.get(full, (None,))[0]):             # which may have elements by themselves
+                    # Words take the place of shorter integers, whose type the producer's settings may say.
+                    self.changed |= dtype == torch.int32 and kept is not None and kept.itemsize < dtype.itemsize
                     kind, shape = weight.described[tensor].of_file(str(dtype)[6:], shape)
                     dtype = getattr(torch, kind)
                 self._add(full, dtype, shape, partial(self._tensor, name, rows, storage, record, tensor, dtype))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ import qdsl
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
-from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.checkpoint.detect.layers import detected_layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.core.stored import Description
 from qdsl.runtime import FormatError
 from tests.support.packed_layers import module_of
@@ -128,3 +132,23 @@ def test_scales_of_blocks_in_another_shape_are_refused(producer: str, shape: tup
         checkpoint = open_layer({**weight, "weight_scale_inv": (torch.float32, wrong)}, SETTINGS[producer])
         with pytest.raises(CheckpointError, match=r"weight_scale_inv.* has shape"):
             checkpoint.weight("layer")
+
+
+OSS = {"_blocks": torch.zeros(2, 64, 2, 16, dtype=torch.uint8), "_scales": torch.full((2, 64, 2), 120, dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize("is_said", [True, False], ids=["settings", "no settings"])
+@pytest.mark.parametrize(("kept", "missing"), [("_blocks", "_scales"), ("_scales", "_blocks")])
+@pytest.mark.parametrize("others", [True, False], ids=["of one layer", "of all"])
+def test_a_missing_tensor_of_experts_is_named_as_files_have_it(is_said: bool, kept: str, missing: str, others: bool,
+                                                               tmp_path: Path) -> None:
+    """gpt-oss: `_scales` beside `_blocks`, not the storage's own name, and not a storage that has neither."""
+    experts = "model.layers.0.mlp.experts"
+    whole = {f"{experts}.down_proj{name}": tensor for name, tensor in OSS.items() if others or name == kept}
+    write(tmp_path / "model.safetensors", {f"{experts}.gate_up_proj{kept}": OSS[kept], **whole})
+    settings = {"quantization_config": {"quant_method": "mxfp4"}} if is_said else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", **settings}))
+    with Folder(tmp_path) as folder:
+        layer = next((own for own in detected_layers(folder).layers if own.name.endswith("gate_up_proj")), None)
+    assert (layer is None and kept == "_scales" and not others) or (layer and \
+        layer.why == f"ocp_mxfp4.gpt_oss needs tensor '{missing}'; given are {kept}")

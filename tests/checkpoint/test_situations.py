@@ -225,6 +225,42 @@ def test_what_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
         computed(tmp_path / "in")
 
 
+# A plain weight among quantized layers, which no list excludes, and what stands beside it; part of the sentence.
+ONE = torch.ones(())
+_OF_BLOCKS = of("fp8", weight_block_size=[32, 32])
+_OF_NVFP4 = of("modelopt", quant_algo="NVFP4", group_size=16)
+NEXT_TO_PLAIN: dict[str, tuple[tuple[str, str, Settings], Settings, Mapping[str, Tensor], str]] = {
+    "FP8 cast to bfloat16, and its scales": (BLOCKS, _OF_BLOCKS, {"weight_scale_inv": torch.ones(2, 2)},
+                                             "'weight' has dtype bfloat16; the format needs float8_e4m3fn"),
+    "scales of gptq": (GPTQ, of("gptq", **GPTQ_SETTINGS), {"scales": torch.ones(2, N)}, "scales"),
+    "an index of gptq": (GPTQ, of("gptq", **GPTQ_SETTINGS), {"g_idx": torch.zeros(K, dtype=torch.int32)}, "needs tensor"),
+    "scales of rows": (INT8, compressed("int-quantized", strategy="channel"), {"weight_scale": torch.ones(N, 1)}, "weight_scale"),
+    "maxima of bitsandbytes": (NF4, of("bitsandbytes", **NF4_SETTINGS), {"weight.absmax": torch.ones(32)}, "needs uint8"),
+    "what modelopt measured": (NVFP4, _OF_NVFP4, {"weight_quantizer._amax": ONE}, "_amax"),
+    "a global scale": (NVFP4, _OF_NVFP4, {"weight_scale_2": ONE}, "needs tensor"),
+    "a scale of another name": (BLOCKS, _OF_BLOCKS, {"scale_weight": ONE}, "scale_weight")}
+
+
+@pytest.mark.parametrize("name", NEXT_TO_PLAIN)
+def test_a_plain_weight_among_quantized_ones(name: str, tmp_path: Path) -> None:
+    """Alone it is what it is, and reports say so.  What belongs to codes beside it means that its numbers are others."""
+    stored, config, tensors, sentence = NEXT_TO_PLAIN[name]
+    folder(tmp_path / "in", stored, {}, config)
+    other = LAYER.replace("0", "1")
+    plain = {f"{other}.weight": torch.randn(N, K, generator=torch.Generator().manual_seed(2), dtype=torch.float32).bfloat16()}
+    write(tmp_path / "in" / "more.safetensors", plain)
+    model = torch.nn.ModuleList(torch.nn.Linear(K, N, bias=False) for _ in range(2))
+    with Folder(tmp_path / "in") as read:
+        [module] = layers(read).left
+    assert module.problem.startswith("plain, though config.json") and module.name == other
+    qdsl.load_weights_(model, tmp_path / "in", {LAYER: "0", other: "1"})
+    assert model[1].weight.equal(plain[f"{other}.weight"].float())
+    write(tmp_path / "in" / "more.safetensors", {**plain, **{f"{other}.{leaf}": tensor for leaf, tensor in tensors.items()}})
+    with pytest.raises((CheckpointError, LoadError), match=sentence):
+        qdsl.load_weights_(torch.nn.ModuleList(torch.nn.Linear(K, N, bias=False) for _ in range(2)), tmp_path / "in",
+                           {LAYER: "0", other: "1"})
+
+
 STRATEGIES: Mapping[str, tuple[Mapping[str, Any], list[int]]] = {       # of 8 bits: further settings, and the shape of scales
     "tensor": ({}, [1]), "channel": ({}, [N, 1]), "group": ({"group_size": 32}, [N, K // 32]),
     "block": ({"block_structure": [32, 32]}, [N // 32, K // 32])}

@@ -48,13 +48,18 @@ def _with_producers(registry: Producers) -> tuple[Description, ...]:
 
 
 def _renamed(format: Description, every: Sequence[Producer]) -> Variants:
-    """The variants of a format with producers' tensor names as additional aliases."""
+    """The variants of a format with producers' tensor names as additional aliases, and with axes of shorter integers."""
     names = [producer.tensors[format.name] for producer in every if format.name in producer.tensors]
-    if not names:
+    shorter = [own.shorter.axes[format.name] for own in every if own.shorter is not None and format.name in own.shorter.axes]
+    if not names and not shorter:
         return format.variants
 
     def aliases(storage: str, tensor: str) -> list[str]:
         return [own[storage][tensor] for own in names if tensor in own.get(storage, {})]
 
-    return {key: {storage: {tensor: stored.called(aliases(storage, tensor)) for tensor, stored in layout.items()}
+    def axis(storage: str, tensor: str) -> int | None:
+        return next((own[storage][tensor] for own in shorter if tensor in own.get(storage, {})), None)
+
+    return {key: {storage: {tensor: stored.called(aliases(storage, tensor), axis(storage, tensor))
+                            for tensor, stored in layout.items()}
                   for storage, layout in storages.items()} for key, storages in format.variants.items()}

@@ -14,6 +14,7 @@ from typing import Any
 
 from qdsl.checkpoint.detect.header_claims import flat
 from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, content_error, from_tensors, is_block, readings, same
+from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.core.shapes import granule, is_unlisted, shared_blocks
 from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
 
@@ -320,11 +321,11 @@ def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
 
 
 def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
-    """Whether all tensors, more than just 'weight', have names of a storage or of tensors that any layer may have."""
+    """Whether all tensors, not just 'weight', have names of a storage or of tensors that any layer may have."""
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in entries if leaf not in NOT_OF_WEIGHT and leaf not in rules}
     return not rules.keys().isdisjoint(entries) or (
-        len(names) > 1 and any(names <= {*named(layout, entries).values()} for layout in format.layouts))
+        not names <= {WEIGHT} and any(names <= {*named(layout, entries).values()} for layout in format.layouts))
 
 
 def _through_experts(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int], experts: int,

@@ -15,6 +15,7 @@ from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.quantization import Quantization, Scheme
 from qdsl.checkpoint.detect.rules import OWN, Reading, at, from_tensors, own_rule, readings, same, unmet
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
+from qdsl.checkpoint.files.safetensors import torch_name
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.stored import Description, LayoutMismatch, resolve_default
@@ -241,12 +242,24 @@ class Judge:
         wrong = {key: f"the tensors fit {best.format.name} of {_value(best, words[-1])}" for key, words in constants.items()
                  if (own := at(settings, key)) is not None and not any(
                      best.means(word, own) if _value(best, word) != word else same(own, word) for word in words)}
+        wrong |= self._wrong_words(best, uses, settings)
         for key, wanted in reading.follows.items():
             [(source, (word, without))] = wanted.items()
             is_stored, observed = self._observed(best, uses, source)
             if observed and key in settings and same(settings[key], without if is_stored else word):
                 wrong[key] = observed
         return wrong
+
+    def _wrong_words(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
+        """The setting with the type of words, where tensors have another."""
+        shorter = producers().of(settings.get("quant_method")).shorter
+        claim = None if shorter is None else settings.get(shorter.setting)
+        if shorter is None or claim is None:
+            return {}
+        axes = shorter.axes.get(best.format.name, {}).get(best.fit.storage, {})
+        dtypes = {own: torch_name(self.collector.folder.entry(uses[own]).dtype) for own in axes if own in uses}
+        other = next((f"'{own}' is {dtype}" for own, dtype in dtypes.items() if not same(claim, dtype)), "")
+        return {shorter.setting: other} if other else {}
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
 

@@ -191,11 +191,24 @@ def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
     kind = stored.dtype
     if kind == "index" and tensor.dtype == torch.int64:          # others than int32 holds are no columns anyway
         return tensor.clamp(-1 << 31, (1 << 31) - 1).int()
+    if several := stored.several(info):
+        return _joined(tensor, several, stored)
     if (own := stored.elements_of(info)) is not info:
         return tensor.view(getattr(torch, own.dtype))
     if kind == "u8" and tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor.flatten().view(torch.uint8)
     return tensor.long() if kind == "shape" else tensor
+
+
+def _joined(tensor: Tensor, several: int, stored: Stored) -> Tensor:
+    """Words of 32 bits from shorter integers.  What files add to a word they add to each part of it, with its own borrows."""
+    import torch
+
+    assert stored.shorter is not None
+    part = (1 << 32 // several) - 1
+    parts = tensor + (abs(stored.adds) & part) if stored.adds < 0 else tensor - (stored.adds & part)
+    words = parts.movedim(stored.shorter, -1).contiguous().view(torch.int32).movedim(-1, stored.shorter)
+    return words.contiguous() + stored.adds
 
 
 def layout_of(layer: Layer) -> Mapping[str, Stored]:

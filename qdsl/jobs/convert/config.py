@@ -395,6 +395,8 @@ def _adapted_settings(old: Mapping[str, Any], rule: Mapping[str, Any], params: M
     """A producer's settings adapted to another of its rules; parameters have the same values in every storage."""
     own = producers().of(rule["quant_method"])
     new = copy.deepcopy({**old} if own.groups is None else own.groups.expanded(old))
+    if own.shorter is not None:                                  # new words have 32 bits
+        new.pop(own.shorter.setting, None)
     names = {name: own.settings.get(name, name) for name in new}
     groups = [] if own.groups is None else \
         [group for group in _mappings(new.get(own.groups.key)) if isinstance(group.get("weights"), dict)]
