@@ -11,7 +11,7 @@ import pytest
 
 LACKING = Path(__file__).parent / "lacking"
 VARIED = {"formats", "kernels", "models"}                        # folders whose tests run under the caller's global state
-
+FORK_EVERY = 5                                                   # tests of each other state for one in a child, which takes 50 ms
 
 
 def commits() -> str:
@@ -67,7 +67,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     from tests.support import global_state
 
-    names = [*global_state.STATES, global_state.FORK, "none"]
+    names = [*global_state.STATES, "none"] * FORK_EVERY + [global_state.FORK]
     name = pyfuncitem.config.getoption("--global-state") or names[crc32(pyfuncitem.nodeid.encode()) % len(names)]
     is_threaded = pyfuncitem.path.parent.name == "models"        # libraries load in threads, and a fork has no pool for them
     if name == "none" or (name == global_state.FORK and is_threaded):

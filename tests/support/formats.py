@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from types import ModuleType
 
@@ -149,7 +149,9 @@ def smallest(case: Case, tiles: int = 1, params: Mapping[str, int | str] | None 
 @cache
 def _least(case: Case, params: tuple[tuple[str, int | str], ...]) -> tuple[int, int]:
     grid = tuple(range(1, 65)) + tuple(64 * i for i in range(2, 41))
-    return next((n, k) for k in grid for n, k in shapes(case, grid, (k,), dict(params)))
+    every = lcm(*grid)                                           # rows that all steps divide, if any do for these columns
+    return next((n, k) for k in grid if any(shapes(case, (every,), (k,), dict(params)))
+                for n, k in shapes(case, grid, (k,), dict(params)))
 
 
 def field_shape(case: Case, name: str, shape: tuple[int, int], params: Mapping[str, int | str] | None = None) -> tuple[int, ...]:
