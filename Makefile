@@ -74,7 +74,7 @@ quick: .venv/ready           ## the tests to run after each edit
 # processes of tests import bytecode, and do not compile qdsl each by itself
 test: .venv/ready            ## all tests; without a GPU kernels run in Triton's interpreter
 	$(BIN)/python -m compileall -q qdsl generated
-	$(BIN)/python -m pytest
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 test-all: .venv/ready        ## the same, the dearest over every format too
 	QDSL_TEST_ALL=1 $(BIN)/python -m pytest

@@ -190,7 +190,7 @@ def holding(case: Case, name: str, values: torch.Tensor) -> Iterator[PackedWeigh
 def has_codes(case: Case) -> bool:
     """Whether a field has a value for every weight; vectors of a table have one for several."""
     fields = case.module.FORMAT.variant(case.choice).fields.values()
-    return case.has_row_codes or any([axis.text for axis in field.axes] == ["N", "K"] for field in fields)
+    return any([axis.text for axis in field.axes] == ["N", "K"] for field in fields) or case.has_row_codes
 
 
 # Words that hold rows and columns, columns of several runs or rows far apart, lie along different axes or across rows, straddle
