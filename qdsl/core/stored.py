@@ -325,8 +325,8 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     if missing:
         names = missing[0], *layout[missing[0]].aliases          # in the spelling of the others: `_scales` beside `_blocks`
         spelling = next(((name, *layout[name].aliases).index(key) for name, key in keys.items()), 0)
-        needed, present = (names[spelling:] or names)[0], ", ".join(tensors) or "none"
-        raise LayoutMismatch(0, f"{label} needs tensor '{needed}'; given are {present}")
+        needed, leaves = (names[spelling:] or names)[0], ", ".join(tensors) or "none"
+        raise LayoutMismatch(0, f"{label} needs tensor '{needed}'; given are {leaves}")
     own = {keys.get(name, name): stored for name, stored in layout.items()}              # by the names that messages have
     present = _rows_of_experts(own, {key: own[key].elements_of(tensors[key]) for key in keys.values()})
     chosen, dtypes = _typed(format, own, label, present, params)
